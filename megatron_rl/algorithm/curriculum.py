@@ -1,0 +1,83 @@
+"""Which prompt comes next: shuffled epochs without the prompts that are solved.
+
+No-Positive-Resampling (ScaleRL): a prompt whose pass rate reached the threshold is never drawn
+again in later epochs. The draw is by seed and epoch alone, so two runs with the same history draw
+the same prompts, and the position is all that a checkpoint needs beside the history.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+
+class Curriculum:
+    """Endless stream of prompt ids.
+
+    Args:
+        prompts: size of the training pool; ids are 0 .. prompts - 1.
+        seed: seed of the epochs' order.
+        threshold: pass rate from which a prompt is not drawn again; None draws all of them.
+        statistic: `last` visit's pass rate, or `mean` over all visits.
+        at_least: prompts an epoch must have; with fewer unsolved ones it takes all of them again.
+    """
+
+    def __init__(
+        self,
+        prompts: int,
+        seed: int,
+        *,
+        threshold: float | None,
+        statistic: Literal["last", "mean"],
+        at_least: int,
+    ) -> None:
+        self._prompts, self._seed = prompts, seed
+        self._threshold, self._statistic, self._at_least = threshold, statistic, at_least
+        self._epoch = 0
+        self._order: list[int] = []
+        self._passed: dict[int, float] = {}
+        self._visits: dict[int, int] = {}
+        self.excluded = 0
+        """Prompts left out of the current epoch."""
+
+    def next(self) -> int:
+        """The next prompt id; it is consumed."""
+        if not self._order:
+            order = [p for p in range(self._prompts) if not self._solved(p)]
+            if len(order) < self._at_least:
+                order = list(range(self._prompts))
+            self.excluded = self._prompts - len(order)
+            random.Random(f"epoch {self._epoch} {self._seed}").shuffle(order)
+            self._order = order[::-1]
+            self._epoch += 1
+        return self._order.pop()
+
+    def record(self, prompt: int, pass_rate: float) -> None:
+        """Pass rate of a prompt's group, when the group is trained."""
+        if self._statistic == "last":
+            self._passed[prompt] = pass_rate
+            return
+        n = self._visits.get(prompt, 0)
+        self._passed[prompt] = (self._passed.get(prompt, 0.0) * n + pass_rate) / (n + 1)
+        self._visits[prompt] = n + 1
+
+    def _solved(self, prompt: int) -> bool:
+        if self._threshold is None:
+            return False
+        return self._passed.get(prompt, 0.0) >= self._threshold
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "epoch": self._epoch,
+            "order": self._order,
+            "passed": self._passed,
+            "visits": self._visits,
+            "excluded": self.excluded,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved `state()`."""
+        self._epoch, self._order = state["epoch"], list(state["order"])
+        self._passed, self._visits = dict(state["passed"]), dict(state["visits"])
+        self.excluded = state["excluded"]

@@ -1,0 +1,85 @@
+"""The `megatron-rl` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_rl.scaling.cli import app as scaling_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning of large language models at scale on Megatron-Core.",
+)
+app.add_typer(scaling_app)
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="YAML file of the run; omit for the defaults.")
+]
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    context: typer.Context,
+    config: ConfigOption = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the resolved plan and start nothing.")
+    ] = False,
+) -> None:
+    """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.
+
+    Any key of the configuration can follow as a dotted option. Outside torchrun, or under a
+    torchrun with one rank, the command starts itself anew with the ranks that the configuration
+    needs.
+    """
+    if plan:
+        from megatron_rl.config import load_config
+        from megatron_rl.plan import print_plan
+
+        print_plan(load_config(config, context.args))
+        return
+    from megatron_rl.launch import launch
+
+    launch("train", config, context.args)
+
+
+@app.command(context_settings=OVERRIDES)
+def sft(context: typer.Context, config: ConfigOption = None) -> None:
+    """Run the supervised stage that makes the start checkpoint of a tiny model."""
+    from megatron_rl.launch import launch
+
+    launch("sft", config, context.args)
+
+
+@app.command("config")
+def show_config() -> None:
+    """Print every configuration key with its type, default and meaning."""
+    from rich.console import Console
+
+    from megatron_rl.config import describe
+
+    console = Console(soft_wrap=True)
+    for key, kind, default, text in describe():
+        console.print(f"[bold]{key}[/bold] ({kind}, default {default}): {text}", highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the console script and of the examples; a bad configuration exits with status 2."""
+    from megatron_rl.config import ConfigError
+
+    try:
+        app(args=arguments, prog_name="megatron-rl")
+    except ConfigError as e:
+        print(f"megatron-rl: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A view of `torch` in which the device "cuda" is the CPU, for modules that know no other device.
+
+`view()` is a copy of the module's namespace with its own `cuda` and its own tensor factories.
+The real `torch` stays as it is (a global patch of the factories breaks `torch.device("meta")`),
+so that everyone else in the process, transformers above all, sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+FACTORIES = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
+    *("randint", "zeros_like", "ones_like", "empty_like", "full_like"),
+)
+"""Functions whose `device="cuda"` is read as the CPU, and `pin_memory` is dropped."""
+
+
+class Event:
+    """An event of a device that is always done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> Event:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    synchronize = wait
+
+
+class Stream(Event):
+    """A stream of a device that does everything at once, in order."""
+
+    cuda_stream, device = 0, CPU
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def wait_stream(self, _: Stream) -> None:
+        pass
+
+    def wait_event(self, _: Event) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _View(types.ModuleType):
+    """A copy of a module's names; what is set on it does not reach the original."""
+
+    def __init__(self, real: types.ModuleType, **names: Any) -> None:
+        super().__init__(real.__name__)
+        hooks = ("__getattr__", "__setattr__")
+        self.__dict__.update({k: v for k, v in real.__dict__.items() if k not in hooks})
+        self.__dict__.update(names, _real=real)
+
+    def __getattr__(self, name: str) -> Any:  # names that the original makes when asked
+        return getattr(self.__dict__["_real"], name)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _in_stream(_: Any = None) -> Iterator[None]:
+    yield
+
+
+def view() -> types.ModuleType:
+    """A private `torch` for modules that hard-code the device "cuda"."""
+    stream = Stream()
+    rng = {
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed,
+    }
+    cuda = _View(
+        torch.cuda,
+        current_device=lambda: CPU,
+        device_count=lambda: 1,
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        Stream=Stream,
+        Event=Event,
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+        stream=_in_stream,
+        nvtx=_View(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
+        random=_View(torch.cuda.random, **rng),
+        **rng,
+    )
+    return _View(torch, cuda=cuda, **{n: _on_cpu(getattr(torch, n)) for n in FACTORIES})

@@ -1,0 +1,5 @@
+"""Prompt sets: what is asked, and what a right answer is."""
+
+from megatron_rl.data.prompts import Prompt, PromptSet, load_prompts
+
+__all__ = ["Prompt", "PromptSet", "load_prompts"]

@@ -1,0 +1,157 @@
+"""Integer expressions with precedence: a task that a model of 0.3M parameters learns on a CPU.
+
+Prompt `<bos>5+7+5*8=?<think>`; a right completion is
+`5*8=40;5+7=12;12+40=52</think>\\boxed{52}<eos>`: one operation at a time, then the answer.
+Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermediate is in 0..50.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.config import TaskConfig
+
+OPERATORS = ("+", "-", "*")
+OPERATOR_WEIGHTS = (0.4, 0.3, 0.3)
+LARGEST_INTERMEDIATE = 50
+
+# The demonstrations know the facts and differ in strategy: right answers are there to be found.
+WRONG_STEP = 0.15
+LEFT_TO_RIGHT = 0.5
+DROP_LAST_OPERATION = 0.25
+GUESS_AFTER_PREFIX = 0.4
+REDO_WORK = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An expression. Example: `Problem((5, 7, 5, 8), ("+", "+", "*"))` is 5+7+5*8."""
+
+    operands: tuple[int, ...]
+    operators: tuple[str, ...]
+
+    @property
+    def answer(self) -> int:
+        """Value of the expression."""
+        return _solve(self)[-1][3]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Training problems (drawn with replacement) and held-out ones (all different)."""
+
+    train: list[Problem]
+    heldout: list[Problem]
+
+
+def prompt_text(problem: Problem) -> str:
+    """Text of the prompt; its last token opens thinking."""
+    pairs = zip(problem.operands, (*problem.operators, ""), strict=True)
+    return "<bos>" + "".join(f"{x}{o}" for x, o in pairs) + "=?<think>"
+
+
+def make_split(task: TaskConfig, seed: int) -> Split:
+    """The same problems for the same sizes and seed.
+
+    Both lists have the same shares of expression lengths: there are only some 150 different
+    expressions of two operands, so the training list is drawn with replacement.
+    """
+    rng = random.Random(f"arithmetic split {seed}")
+    lengths = _lengths(task)
+    heldout: dict[Problem, None] = {}
+    while len(heldout) < task.heldout_prompts:
+        wanted = _stratum(lengths, len(heldout), task.heldout_prompts)
+        heldout.setdefault(_draw(rng, wanted))
+    train = []
+    while len(train) < task.train_prompts:
+        problem = _draw(rng, rng.choices(*_columns(lengths))[0])
+        if problem not in heldout:
+            train.append(problem)
+    return Split(train, list(heldout))
+
+
+def demonstrations(task: TaskConfig, seed: int, count: int, per_problem: int, thinking: int) -> Iterator[tuple[str, str]]:
+    """Noisy demonstrations for the supervised stage, as (prompt, completion) texts.
+
+    Args:
+        count: problems, none of them held out.
+        per_problem: demonstrations of each.
+        thinking: longest thinking part, in tokens; longer ones are cut as an interrupt would.
+    """
+    heldout = set(make_split(task, seed).heldout)
+    rng = random.Random(f"arithmetic demonstrations {seed}")
+    lengths = _lengths(task)
+    made = 0
+    while made < count:
+        problem = _draw(rng, rng.choices(*_columns(lengths))[0])
+        if problem in heldout:
+            continue
+        made += 1
+        for _ in range(per_problem):
+            yield prompt_text(problem), _demonstration(rng, problem, thinking)
+
+
+def _demonstration(rng: random.Random, problem: Problem, thinking: int) -> str:
+    steps = _solve(problem, precedence=rng.random() >= LEFT_TO_RIGHT, slip=rng)
+    style = rng.random()
+    body = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
+    answer = steps[-1][3]
+    if len(body) > 1 and rng.random() < DROP_LAST_OPERATION:
+        body, answer = body[:-1], steps[-2][3]
+    if style < GUESS_AFTER_PREFIX:
+        body = body[: rng.randint(0, len(body) - 1)]
+    elif style < GUESS_AFTER_PREFIX + REDO_WORK:
+        body = body + body
+    return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
+
+
+def _lengths(task: TaskConfig) -> list[tuple[int, float]]:
+    return [(n, w) for n, w in enumerate(task.operand_weights, start=2) if w > 0]
+
+
+def _columns(lengths: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [n for n, _ in lengths], [w for _, w in lengths]
+
+
+def _stratum(lengths: list[tuple[int, float]], position: int, total: int) -> int:
+    """The expression length at this position, so that the shares are exact in the whole list."""
+    share = (position + 0.5) / total * sum(w for _, w in lengths)
+    for n, weight in lengths:
+        share -= weight
+        if share <= 0:
+            return n
+    return lengths[-1][0]
+
+
+def _draw(rng: random.Random, operands: int) -> Problem:
+    while True:
+        operators = tuple(rng.choices(OPERATORS, OPERATOR_WEIGHTS, k=operands - 1))
+        if operators.count("*") > 1:
+            continue
+        factors = {i for i, op in enumerate(operators) if op == "*"}
+        factors |= {i + 1 for i in factors}
+        numbers = tuple(rng.randint(2 if i in factors else 1, 9) for i in range(operands))
+        problem = Problem(numbers, operators)
+        if all(0 <= c <= LARGEST_INTERMEDIATE for *_, c in _solve(problem)):
+            return problem
+
+
+def _solve(
+    problem: Problem, precedence: bool = True, slip: random.Random | None = None
+) -> list[tuple[int, str, int, int]]:
+    """Operations in order, as (left, operator, right, result); `slip` makes wrong steps."""
+    numbers, operators, steps = list(problem.operands), list(problem.operators), []
+    while operators:
+        i = operators.index("*") if precedence and "*" in operators else 0
+        a, op, b = numbers[i], operators[i], numbers[i + 1]
+        c = {"+": a + b, "-": a - b, "*": a * b}[op]
+        if slip is not None:
+            if slip.random() < WRONG_STEP:
+                c += slip.choice((-10, 10, -1, 1, -2, 2))
+            c = c % 100 if c > 99 else max(c, 0)
+        steps.append((a, op, b, c))
+        numbers[i : i + 2] = [c]
+        del operators[i]
+    return steps

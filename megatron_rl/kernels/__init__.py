@@ -1,0 +1,1 @@
+"""Compute kernels and their torch references."""

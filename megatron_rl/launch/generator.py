@@ -1,0 +1,48 @@
+"""The generator role of a rank: one vLLM engine, or a device lent to one."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from megatron_rl.config import RunConfig
+from megatron_rl.launch import TORCHRUN_VARIABLES
+
+
+def run_generator_role(config: RunConfig, rank: int, store: Any) -> None:
+    """Generator rank: the first rank of an engine runs it, the others lend it their device.
+
+    Raises:
+        DistStoreError: the trainer did not come up within `timeouts.startup_seconds`.
+    """
+    from megatron_rl.rollout.generator import run_generator
+
+    width = config.roles.generator_tensor_parallel
+    engine, member = divmod(rank - config.roles.trainer_ranks, width)
+    finished = f"engine-{engine}-finished"
+    if member:
+        while not store.check([finished]):
+            _wait(store, finished, seconds=60.0)
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        devices = ",".join(str(local + i) for i in range(width))
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    endpoint = store.get("orchestrator").decode()
+    model_dir = store.get("model_dir").decode()
+    for name in TORCHRUN_VARIABLES:
+        os.environ.pop(name, None)
+    try:
+        run_generator(config, engine, rank, endpoint, model_dir)
+    finally:
+        store.set(finished, "1")
+
+
+def _wait(store: Any, key: str, seconds: float) -> None:
+    from torch.distributed import DistStoreError
+
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except DistStoreError:
+        return

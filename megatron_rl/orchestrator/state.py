@@ -1,0 +1,82 @@
+"""The orchestrator's part of a checkpoint.
+
+Layout of `orchestrator.msgpack`: one line of JSON (`format`, `blake2b` of the rest), then a
+MessagePack map. A file whose checksum differs is refused; it is written beside Megatron's part into
+a folder that is renamed as a whole, so there is never a new one with an old other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.config import ConfigError
+from megatron_rl.messages import Sample
+
+FILE = "orchestrator.msgpack"
+FORMAT = "megatron_rl.orchestrator/1"
+
+
+class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that was dispatched and not trained; without samples it is generated again."""
+
+    index: int
+    prompt_id: int
+    size: int
+    samples: list[Sample]
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a resumed run needs beside the weights and the optimizer."""
+
+    step: int
+    """Steps trained: groups below `step * prompts_per_step` are consumed."""
+    fingerprint: str
+    """Data set."""
+    prompts_per_step: int
+    next_group: int
+    groups: list[SavedGroup]
+    curriculum: dict[str, Any]
+    compute: dict[str, float]
+    wall_seconds: float
+    aborted: int
+
+
+def save_state(state: State, directory: Path) -> None:
+    """Write the state into a checkpoint folder that is not in place yet."""
+    body = msgspec.msgpack.encode(state)
+    header = {"format": FORMAT, "blake2b": hashlib.blake2b(body, digest_size=16).hexdigest()}
+    (directory / FILE).write_bytes(json.dumps(header).encode() + b"\n" + body)
+
+
+def load_state(directory: Path, fingerprint: str, prompts_per_step: int) -> State:
+    """Read the state of a checkpoint.
+
+    Raises:
+        ConfigError: no such file, torn file, another format, another data set or step size.
+    """
+    path = directory / FILE
+    if not path.exists():
+        raise ConfigError(f"{path}: missing; the checkpoint is not one of megatron_rl's runs")
+    head, _, body = path.read_bytes().partition(b"\n")
+    header = json.loads(head)
+    if header.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format {header.get('format')!r}, this version reads {FORMAT!r}")
+    if header["blake2b"] != hashlib.blake2b(body, digest_size=16).hexdigest():
+        raise ConfigError(f"{path}: checksum differs; take an older checkpoint")
+    state = msgspec.msgpack.decode(body, type=State, strict=False)
+    if state.fingerprint != fingerprint:
+        raise ConfigError(
+            f"{path}: made with another data set ({state.fingerprint}, now {fingerprint}); resume"
+            " with the same task and seed, or start a new output_dir"
+        )
+    if state.prompts_per_step != prompts_per_step:
+        raise ConfigError(
+            f"schedule.prompts_per_step is {prompts_per_step}: the run in {path} has"
+            f" {state.prompts_per_step}; resume with the same"
+        )
+    return state

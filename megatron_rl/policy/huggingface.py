@@ -1,0 +1,133 @@
+"""Reading and writing Hugging Face directories for a sharded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+COPIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+"""Files beside the weights that a saved model takes over from where it came from."""
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The contents of `config.json`.
+
+    Raises:
+        FileNotFoundError: not a Hugging Face directory.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: {directory} must be a Hugging Face model directory"
+        )
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
+
+
+class TensorReader:
+    """Tensors of a Hugging Face directory by name, read when asked for; a context manager."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> TensorReader:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            names: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = ["model.safetensors"]
+        for name in names:
+            path = self.directory / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} does not exist: the checkpoint is incomplete")
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files |= dict.fromkeys(file.keys(), file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def names(self) -> set[str]:
+        """Every tensor's name."""
+        return set(self._files)
+
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor, or entry `index` of its first dimension."""
+        if name not in self._files:
+            raise KeyError(
+                f"{self.directory} has no tensor {name}: its config.json and weights don't belong"
+                " together"
+            )
+        file = self._files[name]
+        tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        return tensor
+
+
+def write(
+    directory: str | Path,
+    source: str | Path,
+    stream: Iterator[tuple[str, Tensor]],
+    max_shard_bytes: int = 4 * 2**30,
+) -> Path:
+    """Writes a Hugging Face directory: `stream` as safetensors, other files from `source`.
+
+    The files go to a hidden sibling, which takes the name `directory` when it is complete; an
+    older directory of that name is replaced. Called by one rank.
+    """
+    path, source = Path(directory), Path(source)
+    work = path.parent / f".{path.name}.tmp{os.getpid()}"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    total = filled = 0
+    for name, tensor in stream:
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > max_shard_bytes:
+            _flush(work, shards)
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor.contiguous()
+        total, filled = total + size, filled + size
+    _flush(work, shards)
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (work / f"shard{i}").rename(work / name)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, work / name)
+    old = path.parent / f".{path.name}.old{os.getpid()}"
+    if path.exists():
+        path.rename(old)
+    work.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _flush(work: Path, shards: list[dict[str, Tensor]]) -> None:
+    """Writes the last shard and keeps only its names."""
+    save_file(shards[-1], work / f"shard{len(shards) - 1}", metadata={"format": "pt"})
+    shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))

@@ -1,0 +1,113 @@
+"""The short supervised stage: token-mean cross-entropy on completions, through the RL path.
+
+The loss is the same sum of weighted token terms, with the log-likelihood in place of the policy
+loss and `1 / completion tokens of the step` as every token's weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.policy import huggingface, world
+from megatron_rl.policy.microbatch import MicroBatch, Sequences, micro_batches
+from megatron_rl.policy.model import Policy
+from megatron_rl.weights.export import export
+
+Example = tuple[list[int], list[int]]
+"""(prompt, completion) as token ids."""
+FINAL_RATE = 0.1
+"""The cosine ends at this part of the peak learning rate."""
+REPORT_EVERY = 20
+"""Steps between calls of `on_step`: the loss needs a reduction over the ranks."""
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Linear warm-up times a cosine to a tenth of the peak."""
+    s = config.sft
+    warm = min(1.0, (step + 1) / max(1, s.warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * step / s.steps))
+    return s.learning_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+
+
+def run_supervised(
+    config: RunConfig,
+    policy: Policy,
+    examples_by_step: Iterator[list[Example]],
+    on_step: Callable[[int, float], None] | None = None,
+) -> None:
+    """Trains on demonstrations until the iterator ends; collective over the trainer ranks.
+
+    Args:
+        config: `sft` counts; AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps 1e-8 here.
+        policy: the model; its optimizer is left with the constants of `config.optimizer`, and
+            with the moments of this stage.
+        examples_by_step: the whole step's demonstrations, the same on every rank.
+        on_step: called on every rank with (steps done, mean loss of the last one), every
+            `REPORT_EVERY` steps and after the last.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    o = config.optimizer
+    policy.set_adam(o.beta1, config.sft.beta2, 1e-8)
+    step, loss = 0, torch.zeros((), dtype=torch.float64)
+    for step, examples in enumerate(examples_by_step, start=1):
+        loss = _train(config, policy, examples, step - 1)
+        if step % REPORT_EVERY == 0:
+            _report(policy, step, loss, on_step)
+    if step % REPORT_EVERY:
+        _report(policy, step, loss, on_step)
+    policy.set_adam(o.beta1, o.beta2, o.eps)
+
+
+def _train(config: RunConfig, policy: Policy, examples: list[Example], step: int) -> Tensor:
+    sequences = Sequences.of_examples(examples)
+    rank, ranks = policy.data_parallel
+    own = micro_batches(
+        sequences, rank, ranks, config.schedule.micro_batch_tokens, policy.row_multiple
+    )
+    weight = 1.0 / sum(len(completion) for _, completion in examples)
+    losses: list[Tensor] = []
+
+    def term(logprobs_T: Tensor, entropy_T: Tensor, micro: MicroBatch) -> Tensor:
+        summed = -weight * logprobs_T.sum()
+        losses.append(summed.detach())
+        return summed
+
+    policy.forward_backward(own, term, temperature=1.0)
+    policy.apply(learning_rate(config, step))
+    return torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
+
+
+def _report(
+    policy: Policy, step: int, loss: Tensor, on_step: Callable[[int, float], None] | None
+) -> None:
+    total = loss.cpu() if policy.reports else torch.zeros((), dtype=torch.float64)
+    dist.all_reduce(total, group=world.control_group())
+    if not math.isfinite(float(total)):
+        raise FloatingPointError(
+            f"supervised step {step}: the loss is {float(total)}; lower sft.learning_rate"
+        )
+    if on_step is not None:
+        on_step(step, float(total))
+
+
+def save_huggingface(policy: Policy, directory: str | Path, source: str | Path) -> None:
+    """Writes the model as a Hugging Face directory; collective over the trainer ranks.
+
+    Args:
+        policy: the model.
+        directory: written by rank 0 as a whole, replacing an older one of that name.
+        source: Hugging Face directory that config and tokenizer files are copied from.
+    """
+    stream = export(policy, policy.run.weights.bucket_bytes)
+    if dist.get_rank() == 0:
+        huggingface.write(directory, source, stream)
+    dist.barrier(group=world.control_group())

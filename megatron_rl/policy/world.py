@@ -1,0 +1,88 @@
+"""The Megatron world: torch.distributed over the trainer ranks, and Megatron's groups in it.
+
+Torchrun may have started more ranks (generators). The trainers are the first ones, and this world
+is theirs alone: its ranks count from 0 and its default process group holds nobody else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_rl.config import RunConfig
+
+_control: list[dist.ProcessGroup] = []
+
+
+def device() -> torch.device:
+    """Where this rank's parameters live."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def control_group() -> dist.ProcessGroup:
+    """A gloo group of all trainer ranks whose time-out outlasts the wait for a batch."""
+    return _control[0]
+
+
+def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
+    """Joins this process to the Megatron world and seeds it.
+
+    Args:
+        config: `parallel`, `seed` and `timeouts` count.
+        rank: of this process among the trainer ranks.
+        world_size: number of trainer ranks; equals `roles.trainer_ranks`.
+        store: shared by the trainer ranks; its keys get a prefix of their own.
+
+    Raises:
+        ValueError: sizes that don't fit together.
+    """
+    p, t = config.parallel, config.timeouts
+    if p.context != 1:
+        raise ValueError(
+            f"parallel.context is {p.context}: the trainer implements 1; use tensor or sequence"
+            " parallelism for long sequences"
+        )
+    if world_size != config.roles.trainer_ranks:
+        raise ValueError(
+            f"{world_size} ranks joined the Megatron world: roles.trainer_ranks ="
+            f" {config.roles.trainer_ranks} must join it"
+        )
+    cuda = torch.cuda.is_available()
+    if cuda:
+        local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
+        torch.cuda.set_device(local)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore("megatron", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=t.startup_seconds),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=p.tensor,
+        pipeline_model_parallel_size=p.pipeline,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=p.expert_tensor,
+        distributed_timeout_minutes=math.ceil(t.startup_seconds / 60),
+    )
+    wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
+    _control[:] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))]
+    torch.manual_seed(config.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+
+
+def destroy_world() -> None:
+    """Leaves the world; a later `init_world` in this process makes a new one."""
+    _control.clear()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+    if dist.is_initialized():
+        dist.destroy_process_group()

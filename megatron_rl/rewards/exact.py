@@ -1,0 +1,29 @@
+"""Exact verifier: the boxed text after thinking is the gold answer, character by character."""
+
+from __future__ import annotations
+
+from megatron_rl.rewards.base import Outcome, Verdict
+
+BOX = "\\boxed{"
+
+
+def verify_exact(completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>") -> Verdict:
+    """Verdict on a completion whose text after thinking must be `\\boxed{answer}` and nothing else.
+
+    Args:
+        completion: decoded completion with its special tokens.
+        answer: gold answer.
+        think_end: marker that closes thinking; the first one counts.
+        eos: end-of-sequence marker that must follow the box.
+    """
+    _, ended, tail = completion.partition(think_end)
+    if not ended:
+        return Verdict(Outcome.NO_ANSWER, "thinking did not end")
+    if not tail.startswith(BOX):
+        return Verdict(Outcome.NO_ANSWER, f"no {BOX}...}} right after {think_end}")
+    inside, closed, rest = tail[len(BOX) :].partition("}")
+    if not closed or rest != eos:
+        return Verdict(Outcome.NO_ANSWER, "the box is not closed, or text follows it")
+    if inside != answer:
+        return Verdict(Outcome.WRONG, f"{inside} is not {answer}")
+    return Verdict(Outcome.CORRECT, f"{inside} is the answer")

@@ -1,0 +1,1 @@
+"""The generator: vLLM's engine, in-flight weight updates, forced-length interruption."""

@@ -1,0 +1,375 @@
+"""vLLM's AsyncLLM as a rollout engine: sampling, scoring and in-flight weight updates.
+
+What holds at any time:
+- No request is cut by an update: it pauses decoding, and every request goes on with its KV cache.
+- Every request is prefilled by the version that its `cache_salt` names, so it never reads prefix
+  blocks of older weights: an update waits until each submitted request has its first token, and
+  no request is submitted while one is under way.
+- Every token knows the version that made it (vLLM's weight-version labels are our versions).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from safetensors import safe_open
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from megatron_rl.config import RunConfig
+from megatron_rl.messages import Manifest, VersionSpan
+from megatron_rl.rollout.interruption import Completion, Piece
+from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_rl.rollout.weight_transfer import update_info
+from megatron_rl.weights.manifest import WeightsError, check_names_and_shapes
+from megatron_rl.weights.transports.disk import check_buckets
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
+SCORES_AT_ONCE = 8
+"""Scored sequences in the engine beside the completions."""
+FIRST_TOKEN_SECONDS = 2.0
+"""How long an update waits for the first token of requests that were just submitted."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_FIRST_AND_LAST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """What one update took."""
+
+    pause_seconds: float
+    transfer_seconds: float
+    requests_in_flight: int
+
+
+def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
+    """vLLM's arguments for this run."""
+    generation, precision = config.generation, config.precision
+    blocks = -(-config.sequence_tokens // BLOCK_TOKENS)
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": _DTYPES[precision.params],
+        "seed": config.seed + engine_index,
+        "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
+        "tensor_parallel_size": config.roles.generator_tensor_parallel,
+        # The trainer computes log-probs from logits / temperature. vLLM's "processed" are those
+        # too; "raw" are the same at temperature 1, and cheaper.
+        "logprobs_mode": (
+            "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
+        ),
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_rl.rollout.held_weights.HeldWeights",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    if precision.params == "bf16" and precision.logits == "fp32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = generation.gpu_memory_fraction
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
+        }
+    return AsyncEngineArgs(**arguments)
+
+
+class Engine:
+    """One vLLM engine, in processes of its own; make and use it in one running event loop."""
+
+    def __init__(
+        self, config: RunConfig, engine_index: int, model_dir: str, version: int = 0
+    ) -> None:
+        """Start the engine's processes; blocks until they are ready.
+
+        Raises:
+            ValueError: the interruption phrase or the checkpoint does not fit; named.
+            RuntimeError: vLLM did not start (its own error is above in the log).
+        """
+        self.version = version
+        self.aborted = 0
+        self._config = config
+        self._shapes = checkpoint_shapes(model_dir)
+        args = engine_args(config, engine_index, model_dir)
+        self._max_tokens = args.max_model_len
+        self._llm = AsyncLLM.from_engine_args(args)
+        self._processes = _engine_processes()
+        self.phrase = phrase_tokens(config, self._llm.get_tokenizer())
+        self._ids = itertools.count()
+        self._not_begun: set[str] = set()
+        self._withdrawn: set[str] = set()
+        self._all_begun = asyncio.Event()
+        self._submitting = asyncio.Event()
+        self._submitting.set()
+        self._one_version = asyncio.Lock()
+        self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
+        self.in_flight = 0
+
+    async def prepare(self) -> None:
+        """Label the start version and open the weight transfer; once, before anything else."""
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+        await self._llm.update_weight_version(str(self.version))
+
+    async def complete(
+        self, prompt: list[int], thinking_budget: int, answer_budget: int, temperature: float
+    ) -> Completion:
+        """Sample one completion under the interruption rule.
+
+        Raises:
+            ValueError: prompt and budgets exceed the engine's longest sequence.
+        """
+        longest = len(prompt) + thinking_budget + len(self.phrase) + answer_budget
+        if longest > self._max_tokens:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens with thinking budget {thinking_budget},"
+                f" {len(self.phrase)} forced tokens and answer budget {answer_budget} needs"
+                f" {longest} tokens; the engine takes {self._max_tokens}: raise"
+                " generation.max_prompt_tokens or shorten the prompt"
+            )
+        completion = Completion(thinking_budget, answer_budget, self.phrase)
+        while wanted := completion.wanted:
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=wanted,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                skip_clone=True,
+                # The first output tells that the request was prefilled; none between that and
+                # the last one, which would each wake this process.
+                output_kind=RequestOutputKind.CUMULATIVE,
+                stream_interval=_FIRST_AND_LAST,
+            )
+            output = await self._request(prompt + completion.token_ids, params)
+            completion.add(_piece(output))
+        return completion
+
+    async def score(
+        self, prompts: Sequence[list[int]], completions: Sequence[list[int]]
+    ) -> tuple[int, list[list[float]]]:
+        """Log-probs of given completions, all under one version, which is returned too.
+
+        Prompt log-probs are never read from the prefix cache. vLLM computes them from the plain
+        logits, hence at temperature 1 only.
+
+        Raises:
+            ValueError: the run samples at another temperature.
+        """
+        if self._config.generation.temperature != 1.0:
+            raise ValueError(
+                f"generation.temperature is {self._config.generation.temperature}: scores are"
+                " computed at temperature 1 only; don't ask for scores in this run"
+            )
+        async with self._one_version:
+            pairs = zip(prompts, completions, strict=True)
+            scores = await asyncio.gather(*(self._score_one(p, c) for p, c in pairs))
+            return self.version, scores
+
+    async def _score_one(self, prompt: list[int], completion: list[int]) -> list[float]:
+        if not completion:
+            return []
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_clone=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async with self._scores:
+            output = await self._request(prompt + completion, params)
+        # The first prompt token has no log-prob: entry i belongs to token i + 1.
+        flat = output.prompt_logprobs
+        start = len(prompt) - 1
+        if list(flat.token_ids[start:]) != completion:
+            raise RuntimeError(
+                f"vLLM returned log-probs of {len(flat.token_ids) - start} tokens for a completion"
+                f" of {len(completion)}; this version does not do what the generator relies on"
+            )
+        return [float(x) for x in flat.logprobs[start:]]
+
+    async def update(self, manifest: Manifest) -> UpdateTimes:
+        """Swap to a version while requests are decoding.
+
+        Everything that can be wrong with the version is checked before the engine is touched; an
+        error after that leaves the engine paused, for the caller to end.
+
+        Raises:
+            WeightsError: names, shapes or bytes are not what they must be.
+            TimeoutError: `timeouts.transfer_seconds` went by.
+        """
+        await asyncio.to_thread(self._check, manifest)
+        async with self._one_version:
+            return await asyncio.wait_for(
+                self._swap(manifest), self._config.timeouts.transfer_seconds
+            )
+
+    def _check(self, manifest: Manifest) -> None:
+        check_names_and_shapes(manifest.tensors, self._shapes, manifest.version)
+        check_buckets(manifest)
+
+    async def _swap(self, manifest: Manifest) -> UpdateTimes:
+        self._submitting.clear()
+        await self._wait_for_first_tokens()
+        in_flight = self.in_flight
+        start = time.perf_counter()
+        # `pause_generation` is this call and 20 ms of sleep for tidier ordering.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._withdraw_not_begun()
+        loading = time.perf_counter()
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info(manifest)))
+        await self._llm.finish_weight_update(str(manifest.version))
+        loaded = time.perf_counter()
+        await self._llm.resume_generation()
+        self.version = manifest.version
+        self._submitting.set()
+        return UpdateTimes(time.perf_counter() - start, loaded - loading, in_flight)
+
+    async def _wait_for_first_tokens(self) -> None:
+        self._all_begun.clear()
+        if not self._not_begun:
+            return
+        try:
+            await asyncio.wait_for(self._all_begun.wait(), FIRST_TOKEN_SECONDS)
+        except TimeoutError:
+            return  # No room for them in the KV cache: they are withdrawn.
+
+    async def _withdraw_not_begun(self) -> None:
+        # They have sampled nothing, so nothing is lost: `_request` submits them again.
+        if self._not_begun:
+            self._withdrawn |= self._not_begun
+            await self._llm.abort(list(self._not_begun))
+
+    async def _request(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        while True:
+            await self._submitting.wait()
+            request_id = str(next(self._ids))
+            self._not_begun.add(request_id)
+            self.in_flight += 1
+            output: RequestOutput | None = None
+            try:
+                inputs = tokens_input(prompt, cache_salt=str(self.version))
+                async for output in self._llm.generate(inputs, params, request_id):
+                    self._begun(request_id)
+            finally:
+                self.in_flight -= 1
+                self._begun(request_id)
+            if request_id in self._withdrawn:
+                self._withdrawn.discard(request_id)
+                continue
+            if output is None or output.outputs[0].finish_reason not in ("stop", "length"):
+                self.aborted += 1
+                reason = output and output.outputs[0].finish_reason
+                raise RuntimeError(
+                    f"vLLM ended request {request_id} ({len(prompt)} prompt tokens) with"
+                    f" {reason!r} instead of finishing it; its own log has the cause"
+                )
+            return output
+
+    def _begun(self, request_id: str) -> None:
+        self._not_begun.discard(request_id)
+        if not self._not_begun:
+            self._all_begun.set()
+
+    async def held_weights(self) -> dict[str, torch.Tensor]:
+        """The weights that the engine holds now, by Hugging Face name (tests and checks)."""
+        async with self._one_version:
+            (path, *_) = await self._llm.collective_rpc("save_held_weights")
+        with safe_open(path, "pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        Path(path).unlink()
+        return weights
+
+    def stop(self) -> None:
+        """End the engine's processes; returns when they are gone."""
+        self._llm.shutdown(timeout=self._config.timeouts.shutdown_seconds / 2)
+        _, alive = psutil.wait_procs(self._processes, timeout=5.0)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+
+
+def _engine_processes() -> list[psutil.Process]:
+    processes = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+    return processes + [p for core in processes for p in core.children(recursive=True)]
+
+
+def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a Hugging Face directory, by name.
+
+    Raises:
+        WeightsError: it holds no safetensors file.
+    """
+    files = sorted(Path(model_dir).glob("*.safetensors"))
+    if not files:
+        raise WeightsError(
+            f"{model_dir}: no *.safetensors in it; save the model with `save_pretrained`"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
+    return shapes
+
+
+def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:
+    """Token ids of the interruption phrase.
+
+    Raises:
+        ValueError: the end marker is not one token, or the phrase does not end with it.
+    """
+    generation = config.generation
+    marker = tokenizer.encode(generation.think_end, add_special_tokens=False)
+    phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
+    if len(marker) != 1:
+        raise ValueError(
+            f"generation.think_end is {generation.think_end!r}: {len(marker)} tokens in this"
+            " model's tokenizer, it must be one; choose a marker that is a single token"
+        )
+    if phrase[-1] != marker[0]:
+        raise ValueError(
+            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens it"
+            f" ends with {phrase[-1]}, not with the marker {generation.think_end!r} ({marker[0]})"
+        )
+    return [int(t) for t in phrase]
+
+
+def _piece(output: RequestOutput) -> Piece:
+    sampled = output.outputs[0]
+    spans = [VersionSpan(int(s.version), s.start, s.end) for s in sampled.weight_versions or ()]
+    token_ids = list(sampled.token_ids)
+    if list(sampled.logprobs.token_ids) != token_ids:
+        raise RuntimeError(
+            f"vLLM returned log-probs of other tokens than it sampled (request"
+            f" {output.request_id}); this version does not do what the generator relies on"
+        )
+    return Piece(
+        token_ids=token_ids,
+        logprobs=[float(x) for x in sampled.logprobs.logprobs],
+        spans=spans,
+        finish_reason=str(sampled.finish_reason),
+    )

@@ -1,0 +1,59 @@
+"""Noise of neighbouring evaluations is correlated, and intervals must know it.
+
+Model: covariance of two evaluations i, j of one run, in units of the noise variance::
+
+    K_ij = (1 - share) [i = j] + share * exp(-|C_i - C_j| / (2 * median spacing))
+
+`share` is the part of the variance that belongs to the run (it drifts) and not to the sampling of
+one evaluation. SHARE = 0.8 with a length of two evaluations is what 13 published curves (their
+fit windows only) say: their log restricted likelihood is 19 above independent noise and flat to
+within 2 for shares of 0.8-1 and lengths of 2-5 (`benchmarks/scaling/noise.py`). The shortest length
+of that range is taken, since it costs least where the noise is independent after all.
+"""
+
+import numpy as np
+
+from .curve import Array
+
+SHARE = 0.8
+LENGTH = 2.0
+FLOOR = 1e-4
+"""Least noise that is assumed (0.01 points of percent): pass rates are printed to about that."""
+
+
+def covariance(
+    compute: Array, share: float, stderr: Array | None = None, length: float = LENGTH
+) -> Array:
+    """Noise covariance [n, n] with mean diagonal 1; `stderr` gives its relative heteroscedasticity.
+
+    Args:
+        compute: compute of the evaluations [n], increasing.
+        share: part of the variance that drifts, 0 (independent) to 1.
+        stderr: standard errors [n], or None for equal ones.
+        length: correlation length in median spacings of the evaluations.
+    """
+    n = len(compute)
+    k = np.eye(n) * (1 - share)
+    if share > 0 and n > 1:
+        spacing = float(np.median(np.diff(compute)))
+        k += share * np.exp(-np.abs(compute[:, None] - compute[None]) / (length * spacing))
+    if stderr is not None:
+        scale = stderr / np.sqrt(np.mean(stderr**2))
+        k *= scale[:, None] * scale[None]
+    return k
+
+
+def whitener(cov: Array) -> Array:
+    """Matrix [n, n] that turns noise of covariance `cov` into independent unit noise."""
+    return np.asarray(np.linalg.inv(np.linalg.cholesky(cov)))
+
+
+def drift_share(residual_variance: float, stderr: Array | None) -> float:
+    """Share of drift: SHARE when the sampling error is unknown, else what exceeds it.
+
+    With known standard errors the independent part is known; only the rest can drift.
+    """
+    if stderr is None:
+        return SHARE
+    sampling = float(np.mean(stderr**2))
+    return float(np.clip(1 - sampling / max(residual_variance, FLOOR**2), 0.0, SHARE))

@@ -1,0 +1,113 @@
+"""One run's evaluations, checked: what every reader returns and every fit starts from.
+
+Example::
+
+    Series.clean([120, 0, 240], [0.61, 0.40, 0.66], name="run", unit="GPU-hours")
+    # sorted by compute, repairs == ("sorted by compute",)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .curve import Array
+from .errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Evaluations of one run in increasing compute; pass rates are fractions of 1."""
+
+    compute: Array
+    """Compute spent [n], in `unit`; may start at 0."""
+    reward: Array
+    """Pass rate [n] in [0, 1]."""
+    stderr: Array | None = None
+    """Standard error of each pass rate [n], or None if unknown."""
+    name: str = ""
+    unit: str = "compute"
+    source: str | None = None
+    repairs: tuple[str, ...] = field(default=())
+    """What was changed in the input, in words; printed with every result."""
+
+    def __len__(self) -> int:
+        return len(self.compute)
+
+    @classmethod
+    def clean(
+        cls,
+        compute: ArrayLike,
+        reward: ArrayLike,
+        stderr: ArrayLike | None = None,
+        *,
+        name: str = "",
+        unit: str = "compute",
+        source: str | None = None,
+        lines: Sequence[int] | None = None,
+        columns: tuple[str, str, str] = ("compute", "reward", "stderr"),
+        repairs: Sequence[str] = (),
+    ) -> "Series":
+        """Check and order the points; sorting and merging of repeats are stated in `repairs`.
+
+        Raises:
+            DataError: NaN or infinite values, negative compute, pass rates outside [0, 1],
+                standard errors that are not positive, lengths that differ.
+        """
+        c = np.asarray(compute, dtype=float).ravel()
+        r = np.asarray(reward, dtype=float).ravel()
+        s = None if stderr is None else np.asarray(stderr, dtype=float).ravel()
+        notes = list(repairs)
+
+        def refuse(bad: Array, column: int, problem: str, remedy: str) -> None:
+            if bad.any():
+                i = int(np.argmax(bad))
+                value = (c, r, s)[column]
+                assert value is not None
+                line = None if lines is None else lines[i]
+                text = f"{problem} ({value[i]:g}" + (f" at index {i})" if line is None else ")")
+                raise DataError(text, remedy, file=source, line=line, column=columns[column])
+
+        if len(c) != len(r) or (s is not None and len(s) != len(r)):
+            sizes = f"{len(c)} compute, {len(r)} reward"
+            sizes += "" if s is None else f", {len(s)} standard errors"
+            raise DataError(f"lengths differ: {sizes}", "Give one value of each per evaluation")
+        if len(c) == 0:
+            raise DataError("no evaluations", "Give at least four points", file=source)
+        refuse(~np.isfinite(c), 0, "compute is not a finite number", "Remove or mend the row")
+        refuse(c < 0, 0, "compute is negative", "Give compute since the start of the run")
+        refuse(~np.isfinite(r), 1, "pass rate is not a finite number", "Remove or mend the row")
+        refuse(
+            (r < 0) | (r > 1),
+            1,
+            "pass rate outside [0, 1]",
+            "Give fractions, or say that the column is in percent (--percent)",
+        )
+        if s is not None:
+            refuse(
+                ~np.isfinite(s) | (s <= 0),
+                2,
+                "standard error is not a positive number",
+                "Mend the row, or leave the column out",
+            )
+        if np.any(np.diff(c) < 0):
+            order = np.argsort(c, kind="stable")
+            c, r = c[order], r[order]
+            s = None if s is None else s[order]
+            notes.append("sorted by compute")
+        if np.any(np.diff(c) == 0):
+            c, r, s, merged = _merge(c, r, s)
+            notes.append(f"{merged} rows at a repeated compute merged into their mean")
+        return cls(c, r, s, name, unit, source, tuple(notes))
+
+
+def _merge(c: Array, r: Array, s: Array | None) -> tuple[Array, Array, Array | None, int]:
+    """Average the rows at equal compute, by inverse variance where it is known."""
+    unique, group = np.unique(c, return_inverse=True)
+    weight = np.ones_like(r) if s is None else s**-2
+    total = np.bincount(group, weight)
+    mean = np.bincount(group, weight * r) / total
+    counts = np.bincount(group)
+    merged = int(counts[counts > 1].sum())
+    return unique, mean, (None if s is None else total**-0.5), merged

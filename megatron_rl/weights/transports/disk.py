@@ -1,0 +1,244 @@
+"""Transport `disk`: a version is a folder of safetensors buckets, best in shared memory.
+
+Layout and recovery rules: `megatron_rl.weights.manifest`. Publisher and readers need nothing but
+a file system that both see, so one publisher serves any number of generators and tensor-parallel
+ranks, and a reader that dies disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from megatron_rl.messages import Manifest, TensorInfo
+from megatron_rl.weights.manifest import (
+    WeightsError,
+    checksum,
+    version_folder,
+    write_manifest,
+)
+from megatron_rl.weights.transports.base import WeightStream
+
+_HIDDEN = ".writing-"
+
+
+class DiskPublisher:
+    """Writes versions into `directory` and deletes those that nobody needs.
+
+    The newest `keep` versions always stay. Older ones stay until `release` says that no generator
+    needs them, so a slow reader never loses its version; call it, or the directory grows.
+
+    Example: `DiskPublisher(Path("/dev/shm/run"), keep=2).publish(21, stream, 256 * 2**20)`.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least the newest version must stay (keep >= 1)")
+        self.directory = directory
+        self.keep = keep
+        self._versions: list[int] = []
+        self._released = -1
+        directory.mkdir(parents=True, exist_ok=True)
+        for left_behind in directory.glob(f"{_HIDDEN}*"):
+            shutil.rmtree(left_behind)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of this publisher that are on disk, oldest first."""
+        return tuple(self._versions)
+
+    def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
+        """Write `version`; its folder appears when its last byte is in place.
+
+        Args:
+            version: optimizer steps that made these weights; larger than all before.
+            stream: full tensors by Hugging Face name; consumed bucket by bucket.
+            bucket_bytes: tensors are gathered up to this size; a larger one is its own bucket.
+
+        Raises:
+            WeightsError: a version that is not newer, a doubled name, or a full disk.
+        """
+        if self._versions and version <= self._versions[-1]:
+            raise WeightsError(
+                f"weights version {version} was published after version {self._versions[-1]}:"
+                " versions only grow"
+            )
+        folder = version_folder(self.directory, version)
+        hidden = self.directory / f"{_HIDDEN}{version:06d}"
+        hidden.mkdir()
+        try:
+            manifest = _write(hidden, folder, version, stream, bucket_bytes)
+            if folder.exists():  # of an earlier run that was killed
+                shutil.rmtree(folder)
+            hidden.rename(folder)
+        except OSError as e:
+            shutil.rmtree(hidden, ignore_errors=True)
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise WeightsError(
+                f"weights version {version}: {self.directory} is full ({e.strerror}) with versions"
+                f" {list(self._versions)} on it; set weights.directory to a larger file system"
+            ) from e
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        self._versions.append(version)
+        self._delete_unneeded()
+        return manifest
+
+    def release(self, version: int) -> None:
+        """No generator needs `version` or an older one any more."""
+        self._released = max(self._released, version)
+        self._delete_unneeded()
+
+    def close(self) -> None:
+        """Delete every version of this publisher, and the directory if nothing else is in it."""
+        for version in self._versions:
+            shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
+        self._versions.clear()
+        if self.directory.is_dir() and not any(self.directory.iterdir()):
+            self.directory.rmdir()
+
+    def _delete_unneeded(self) -> None:
+        for version in self._versions[: -self.keep]:
+            if version <= self._released:
+                shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
+                self._versions.remove(version)
+
+
+def _write(
+    hidden: Path, folder: Path, version: int, stream: WeightStream, bucket_bytes: int
+) -> Manifest:
+    buckets: list[str] = []
+    checksums: list[str] = []
+    infos: list[TensorInfo] = []
+    seen: set[str] = set()
+    bucket: dict[str, torch.Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal bucket, size
+        data = save(bucket)
+        buckets.append(f"{len(buckets):05d}.safetensors")
+        checksums.append(checksum(data))
+        (hidden / buckets[-1]).write_bytes(data)
+        bucket, size = {}, 0
+
+    for name, tensor in stream:
+        if name in seen:
+            raise WeightsError(
+                f"weights version {version}: the stream yielded {name} twice; the exporter must"
+                " write each name once"
+            )
+        seen.add(name)
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            flush()
+        # A copy: the exporter may reuse its buffer for the next tensor.
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        bucket[name] = copied.copy_(tensor.detach())
+        size += tensor.nbytes
+        total += tensor.nbytes
+        infos.append(
+            TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        )
+    if bucket:
+        flush()
+    manifest = Manifest(
+        version=version,
+        path=str(folder),
+        buckets=tuple(buckets),
+        checksums=tuple(checksums),
+        tensors=tuple(infos),
+        num_bytes=total,
+    )
+    write_manifest(hidden, manifest)
+    return manifest
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without the module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_buckets(manifest: Manifest) -> None:
+    """Compare every bucket's checksum, loading nothing.
+
+    Raises:
+        WeightsError: a bucket is missing, unreadable or differs.
+    """
+    for name, expected in zip(manifest.buckets, manifest.checksums, strict=True):
+        path = _bucket_path(manifest, name)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _compare(manifest, path, expected, checksum(data))
+
+
+def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version in the order of the manifest; each bucket is checked first.
+
+    Raises:
+        WeightsError: a bucket is missing or torn, or holds other tensors than announced; no
+            tensor of that bucket was yielded then.
+    """
+    announced = {t.name: t for t in manifest.tensors}
+    read = 0
+    for name, expected in zip(manifest.buckets, manifest.checksums, strict=True):
+        path = _bucket_path(manifest, name)
+        data = path.read_bytes()
+        _compare(manifest, path, expected, checksum(data))
+        try:
+            tensors = load(data)
+        except SafetensorError as e:
+            raise WeightsError(f"{_where(manifest, path)}: not a safetensors file ({e})") from e
+        for tensor_name, tensor in tensors.items():
+            info = announced.get(tensor_name)
+            shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+            if info is None or (shape, dtype) != (tuple(info.shape), info.dtype):
+                raise WeightsError(
+                    f"{_where(manifest, path)}: {tensor_name} is {dtype}{list(shape)}, the"
+                    f" manifest says {info and f'{info.dtype}{list(info.shape)}'}; publish the"
+                    " version again"
+                )
+        # safetensors sorts by name inside a file; the manifest's order is the stream's.
+        for info in manifest.tensors[read : read + len(tensors)]:
+            if info.name not in tensors:
+                raise WeightsError(
+                    f"{_where(manifest, path)}: {info.name} is announced but not in it; publish"
+                    " the version again"
+                )
+            yield info.name, tensors[info.name]
+        read += len(tensors)
+    if read != len(manifest.tensors):
+        raise WeightsError(
+            f"weights version {manifest.version} in {manifest.path}: {read} tensors in the"
+            f" buckets, {len(manifest.tensors)} in the manifest; publish the version again"
+        )
+
+
+def _bucket_path(manifest: Manifest, name: str) -> Path:
+    path = Path(manifest.path) / name
+    if not path.is_file() or os.path.getsize(path) == 0:
+        raise WeightsError(
+            f"{_where(manifest, path)}: missing or empty; it was deleted before this generator"
+            " took it: publish again, and release a version only when every generator is past it"
+        )
+    return path
+
+
+def _compare(manifest: Manifest, path: Path, expected: str, found: str) -> None:
+    if found != expected:
+        raise WeightsError(
+            f"{_where(manifest, path)}: checksum {found}, the manifest says {expected}; the file"
+            " is torn or was changed: publish the version again"
+        )
+
+
+def _where(manifest: Manifest, path: Path) -> str:
+    return f"weights version {manifest.version}, {path}"

@@ -1,0 +1,78 @@
+import re
+from collections import Counter
+from itertools import islice
+
+from megatron_rl.config import RunConfig, TaskConfig
+from megatron_rl.data import load_prompts
+from megatron_rl.data.arithmetic import Problem, demonstrations, make_split, prompt_text
+from megatron_rl.data.tiny_tokenizer import TOKENS, save_tiny_tokenizer
+from megatron_rl.rewards import Outcome, verify_exact
+
+TASK = TaskConfig(train_prompts=500, heldout_prompts=100)
+
+
+def test_precedence_is_respected():
+    problem = Problem((5, 7, 5, 8), ("+", "+", "*"))
+    assert prompt_text(problem) == "<bos>5+7+5*8=?<think>"
+    assert problem.answer == 52
+
+
+def test_answers_equal_pythons_own():
+    for problem in make_split(TASK, 3).train:
+        expression = re.search(r"<bos>(.*)=\?", prompt_text(problem)).group(1)
+        assert problem.answer == eval(expression)
+
+
+def test_heldout_problems_are_unique_and_in_neither_stage():
+    split = make_split(TASK, 3)
+    heldout = {prompt_text(p) for p in split.heldout}
+    assert len(heldout) == 100
+    assert not heldout & {prompt_text(p) for p in split.train}
+    assert not heldout & {prompt for prompt, _ in demonstrations(TASK, 3, 500, 2, 28)}
+
+
+def test_both_lists_have_the_same_shares_of_lengths():
+    split = make_split(TaskConfig(train_prompts=4000, heldout_prompts=100), 3)
+    assert Counter(len(p.operands) for p in split.heldout) == {2: 20, 3: 40, 4: 40}
+    train = Counter(len(p.operands) for p in split.train)
+    for operands, share in {2: 0.2, 3: 0.4, 4: 0.4}.items():
+        assert abs(train[operands] / 4000 - share) < 0.03
+
+
+def test_the_split_depends_on_the_seed_alone():
+    assert make_split(TASK, 3) == make_split(TASK, 3)
+    assert make_split(TASK, 3).heldout != make_split(TASK, 4).heldout
+
+
+def test_demonstrations_are_noisy_and_often_right():
+    outcomes = Counter(
+        verify_exact(completion, str(eval(prompt[len("<bos>") : -len("=?<think>")]))).verdict
+        for prompt, completion in islice(demonstrations(TaskConfig(), 3, 3000, 2, 28), 6000)
+    )
+    assert set(outcomes) == {Outcome.CORRECT, Outcome.WRONG}
+    assert 0.2 < outcomes[Outcome.CORRECT] / outcomes.total() < 0.6
+
+
+def test_text_survives_the_tokenizer(tmp_path):
+    from tokenizers import Tokenizer
+
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for prompt, completion in demonstrations(TASK, 3, 200, 1, 28):
+        ids = tokenizer.encode(prompt + completion, add_special_tokens=False).ids
+        assert max(ids) < len(TOKENS) <= 32
+        assert tokenizer.decode(ids, skip_special_tokens=False) == prompt + completion
+    assert tokenizer.encode("</think>\\boxed{", add_special_tokens=False).tokens == [
+        "</think>",
+        "\\boxed{",
+    ]
+
+
+def test_prompts_end_with_the_token_that_opens_thinking(tmp_path):
+    from tokenizers import Tokenizer
+
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompts = load_prompts(RunConfig(task=TASK, schedule={"prompts_per_step": 4}), tokenizer)
+    assert {p.token_ids[-1] for p in prompts.train} == {tokenizer.token_to_id("<think>")}
+    assert [p.id for p in prompts.train] == list(range(500))

@@ -1,0 +1,237 @@
+"""A trainer and generators at the edge of the orchestrator: real sockets, made-up completions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from megatron_rl import messages as m
+from megatron_rl.config import RunConfig
+from megatron_rl.data import Prompt, PromptSet
+from megatron_rl.orchestrator.meter import Meter
+from megatron_rl.orchestrator.server import Orchestrator
+from megatron_rl.orchestrator.state import State, load_state
+from megatron_rl.rewards import Outcome, Verdict
+
+
+@dataclass
+class Rows:
+    """Collects what would be written."""
+
+    steps: list[dict] = field(default_factory=list)
+    evals: list[dict] = field(default_factory=list)
+
+    def step(self, row):
+        self.steps.append(row)
+
+    def eval(self, row):
+        self.evals.append(row)
+
+    def note(self, text):
+        pass
+
+
+def small_config(**schedule) -> RunConfig:
+    return RunConfig(
+        task={"train_prompts": 40, "heldout_prompts": 6},
+        schedule={
+            "steps": 12,
+            "prompts_per_step": 3,
+            "completions_per_prompt": 4,
+            "max_lag_steps": 2,
+            **schedule,
+        },
+        generation={"thinking_budget_tokens": (8, 12), "answer_budget_tokens": 4},
+        evaluation={"points": 3, "first_step": 3, "samples_per_prompt": 2},
+        roles={"generator_ranks": 2},
+        timeouts={"evaluation_seconds": 20, "startup_seconds": 20},
+    )
+
+
+def prompt_set(config: RunConfig) -> PromptSet:
+    def some(n, base):
+        return [Prompt(i, f"p{base + i}", [1, base + i, 3], str(i)) for i in range(n)]
+
+    return PromptSet(
+        some(config.task.train_prompts, 100), some(config.task.heldout_prompts, 900), "fingerprint"
+    )
+
+
+def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
+    """A completion is right when its first token is even."""
+    right = sample.token_ids[0] % 2 == 0
+    return Verdict(Outcome.CORRECT if right else Outcome.WRONG, "first token")
+
+
+class Generator:
+    """Answers each completion after a random time; a swap takes effect between two tokens."""
+
+    def __init__(self, endpoint, index, seed, slowness=0.002, fail_after=None):
+        self.index, self.version, self.rng = index, -1, random.Random(seed)
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, f"generator-{index}".encode())
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self.slowness, self.fail_after = slowness, fail_after
+        self.versions, self.max_ahead, self.tasks = [], 0, set()
+
+    async def run(self):
+        await self.send(m.Hello(role="generator", rank=2 + self.index, version=0, capacity=24))
+        while True:
+            message = m.decode(await self.socket.recv())
+            if isinstance(message, m.Stop):
+                break
+            if isinstance(message, m.UpdateWeights):
+                self.version = message.manifest.version
+                self.versions.append(self.version)
+                await self.send(
+                    m.WeightsUpdated(
+                        version=self.version, pause_seconds=0.01, transfer_seconds=0.005,
+                        requests_in_flight=len(self.tasks),
+                    )
+                )  # fmt: skip
+            elif isinstance(message, m.Generate):
+                for i, budget in enumerate(message.thinking_budgets):
+                    task = asyncio.create_task(self.complete(message, i, budget))
+                    self.tasks.add(task)
+                    task.add_done_callback(self.tasks.discard)
+            elif isinstance(message, m.ScoreRequest):
+                lps = [[-1.0] * len(c) for c in message.completions]
+                await self.send(m.Scores(step=message.step, version=self.version, logprobs=lps))
+        for task in list(self.tasks):
+            task.cancel()
+        self.socket.close()
+
+    async def complete(self, message: m.Generate, index: int, budget: int):
+        spans, n = [], self.rng.randint(2, 6)
+        started = self.version
+        for token in range(n):
+            await asyncio.sleep(self.slowness * self.rng.random())
+            if spans and spans[-1].version == self.version:
+                spans[-1] = m.VersionSpan(self.version, spans[-1].start, token + 1)
+            else:
+                spans.append(m.VersionSpan(self.version, token, token + 1))
+        if self.fail_after is not None:
+            self.fail_after -= 1
+            if self.fail_after <= 0:
+                await self.send(m.Failed(error="out of memory on rank 2"))
+                return
+        await self.send(
+            m.Sample(
+                group=message.group, index=index, prompt_id=message.prompt_id,
+                evaluation=message.evaluation,
+                token_ids=[self.rng.randint(4, 30) for _ in range(n)], logprobs=[-1.0] * n,
+                forced=(0, 0), spans=spans, started_version=started, finish_reason="stop",
+            )
+        )  # fmt: skip
+
+    async def send(self, message):
+        await self.socket.send(m.encode(message))
+
+
+class Trainer:
+    """Takes a batch, waits a little, publishes the next version."""
+
+    def __init__(self, endpoint, start=0, stop_before=None, save_before=None, directory=None):
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, m.TRAINER.encode())
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.connect(endpoint)
+        self.step, self.stop_before = start, stop_before
+        self.save_before, self.directory = save_before, directory
+        self.needed = []
+
+    async def run(self):
+        await self.send(m.Hello(role="trainer", rank=0, version=0, active_parameters=100))
+        await self.publish()
+        while True:
+            if self.step == self.save_before:
+                await self.send(m.SaveState(step=self.step, directory=str(self.directory)))
+                while not isinstance(m.decode(await self.socket.recv()), m.StateSaved):
+                    pass
+            if self.step == self.stop_before:
+                await self.send(m.TrainerDone(step=self.step, interrupted=True))
+                break
+            await self.send(m.BatchRequest(step=self.step))
+            batch = m.decode(await self.socket.recv())
+            self.needed.append(batch.versions_needed_from)
+            if batch.stop:
+                await self.send(m.TrainerDone(step=self.step, interrupted=False))
+                break
+            await asyncio.sleep(0.004)
+            probe = [
+                [-1.0] * (n - p)
+                for n, p in zip(
+                    m.ints(batch.bounds)[1:] - m.ints(batch.bounds)[:-1],
+                    m.ints(batch.prompt_lengths),
+                    strict=True,
+                )
+            ][: len(batch.probe)]
+            await self.send(
+                m.StepDone(
+                    step=self.step, metrics={"loss": 0.1}, probe_logprobs=probe, wait_seconds=0.001,
+                    train_seconds=0.004,
+                )
+            )  # fmt: skip
+            self.step += 1
+            await self.publish()
+        self.socket.close()
+
+    async def publish(self):
+        manifest = m.Manifest(
+            version=self.step, path="", buckets=(), checksums=(), tensors=(), num_bytes=0
+        )
+        await self.send(m.Published(manifest=manifest, seconds=0.0))
+
+    async def send(self, message):
+        await self.socket.send(m.encode(message))
+
+
+@dataclass
+class Outcome_:
+    rows: Rows
+    generators: list[Generator]
+    trainer: Trainer
+    orchestrator: Orchestrator
+
+
+def run(config, *, seed=0, directory=None, resume=False, slowness=0.002, fail_after=None, **trainer):
+    """A run to its end; returns the rows and the peers."""
+
+    async def go():
+        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        state: State | None = None
+        if resume:
+            state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
+        rows = Rows()
+        orchestrator = Orchestrator(
+            config, prompt_set(config), verify, Meter(rows, 4), socket, state
+        )
+        generators = [
+            Generator(endpoint, i, 10 * seed + i, slowness, fail_after)
+            for i in range(config.roles.engines)
+        ]
+        peer = Trainer(endpoint, start=state.step if state else 0, directory=directory, **trainer)
+        tasks = [asyncio.create_task(p.run()) for p in (*generators, peer)]
+        try:
+            await asyncio.wait_for(orchestrator.run(), 30)
+        finally:
+            await orchestrator.stop_engines()
+            await asyncio.wait(tasks, timeout=2)
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            socket.close()
+        return Outcome_(rows, generators, peer, orchestrator)
+
+    return asyncio.run(go())

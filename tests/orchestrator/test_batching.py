@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+
+from megatron_rl.config import Algorithm
+from megatron_rl.messages import Sample, VersionSpan, floats, ints
+from megatron_rl.orchestrator.batching import build_batch, token_versions
+from megatron_rl.orchestrator.groups import Group
+from megatron_rl.rewards import Outcome, Verdict
+
+
+def sample(index, tokens, *, group=0, forced=(0, 0), spans=None, finish="stop"):
+    return Sample(
+        group=group,
+        index=index,
+        prompt_id=group,
+        evaluation=-1,
+        token_ids=list(range(10, 10 + tokens)),
+        logprobs=[-0.5 - index] * tokens,
+        forced=forced,
+        spans=spans or [VersionSpan(3, 0, tokens)],
+        started_version=3,
+        finish_reason=finish,
+    )
+
+
+def group(index, samples, passed):
+    g = Group(index, index, len(samples), "generator-0")
+    for s, ok in zip(samples, passed, strict=True):
+        g.samples[s.index] = s
+        g.verdicts[s.index] = Verdict(Outcome.CORRECT if ok else Outcome.WRONG, "")
+    return g
+
+
+PROMPTS = {0: [1, 2], 1: [1, 2, 3], 2: [1]}
+
+
+def build(groups, step=4, probe=0, **algorithm):
+    return build_batch(step, groups, PROMPTS, Algorithm(**algorithm), probe=probe)
+
+
+def test_weights_advantages_and_masks_of_a_hand_computed_batch():
+    # one prompt, completions of 3 tokens (one of them forced) and 2: 4 sampled tokens
+    g = group(0, [sample(0, 3, forced=(1, 2)), sample(1, 2)], [True, False])
+    batch = build([g]).batch
+    assert ints(batch.bounds).tolist() == [0, 5, 9]
+    assert ints(batch.prompt_lengths).tolist() == [2, 2]
+    assert ints(batch.token_ids).tolist() == [1, 2, 10, 11, 12, 1, 2, 10, 11]
+    w = 1 / 4
+    assert floats(batch.loss_weights).tolist() == [0, 0, w, 0, w, 0, 0, w, w]
+    # rewards +1, -1: centred 1, -1, std 1
+    assert floats(batch.advantages) == pytest.approx([0, 0, 1, 1, 1, 0, 0, -1, -1], abs=1e-5)
+    assert floats(batch.generator_logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, -1.5, -1.5]
+    assert ints(batch.versions).tolist() == [-1, -1, 3, -1, 3, -1, -1, 3, 3]
+
+
+def test_zero_variance_prompts_are_dropped_and_the_mean_is_over_the_others():
+    kept = group(0, [sample(0, 2), sample(1, 2)], [True, False])
+    dropped = group(1, [sample(0, 2, group=1), sample(1, 2, group=1)], [True, True])
+    built = build([kept, dropped])
+    assert len(ints(built.batch.prompt_lengths)) == 2
+    assert floats(built.batch.loss_weights).sum() == pytest.approx(1.0)
+    assert built.metrics["prompts_dropped_zero_variance"] == 1
+    assert built.metrics["prompt_ids"] == [0, 1]
+    unfiltered = build([kept, dropped], zero_variance_filter=False)
+    assert len(ints(unfiltered.batch.prompt_lengths)) == 4
+
+
+def test_truncated_completions_are_excluded_from_loss_and_baseline():
+    # without the truncated third one the rewards are +1, -1 and their mean 0
+    samples = [sample(0, 2), sample(1, 2), sample(2, 9, finish="length")]
+    built = build([group(0, samples, [True, False, False])])
+    assert len(ints(built.batch.prompt_lengths)) == 2
+    assert sorted(set(floats(built.batch.advantages).round(4).tolist())) == [-1, 0, 1]
+    assert built.metrics["completions_truncated"] == 1
+
+
+def test_a_batch_without_anything_to_learn_is_empty_and_valid():
+    built = build([group(0, [sample(0, 2), sample(1, 2)], [True, True])], probe=4)
+    assert ints(built.batch.bounds).tolist() == [0]
+    assert built.batch.token_ids == b"" and built.batch.probe == [] and built.probe == []
+
+
+def test_lag_counts_every_token_by_its_own_version():
+    s = sample(0, 5, spans=[VersionSpan(1, 0, 2), VersionSpan(4, 2, 5)])
+    built = build([group(0, [s, sample(1, 2)], [True, False])])
+    # step 4: 2 tokens of version 1 (lag 3), 3 of version 4 (lag 0), 2 of version 3 (lag 1)
+    assert built.metrics["lag_histogram"] == {"0": 3, "1": 2, "3": 2}
+    assert built.metrics["lag_max"] == 3
+    assert built.metrics["lag_mean"] == pytest.approx(8 / 7)
+    assert built.metrics["multi_version_fraction"] == 0.5
+
+
+def test_spans_must_cover_the_completion():
+    s = sample(0, 5, spans=[VersionSpan(1, 0, 2), VersionSpan(4, 3, 5)])
+    with pytest.raises(ValueError, match="do not cover its 5 tokens"):
+        token_versions(s)
+    assert token_versions(sample(0, 3)).tolist() == [3, 3, 3]
+
+
+def test_the_probe_is_of_the_batchs_first_sequences():
+    g = group(0, [sample(0, 2), sample(1, 3)], [True, False])
+    built = build([group(1, [sample(0, 1), sample(1, 1)], [True, True]), g], probe=1)
+    assert built.batch.probe == [0]
+    prompt, probed = built.probe[0]
+    row = slice(*ints(built.batch.bounds)[:2])
+    assert [*prompt, *probed.token_ids] == ints(built.batch.token_ids)[row].tolist()
+
+
+def test_pad_equal_to_eos_changes_nothing_because_masks_come_from_lengths():
+    a = sample(0, 3)
+    b = Sample(**{f: getattr(a, f) for f in a.__struct_fields__} | {"token_ids": [2, 0, 2]})
+    other = sample(1, 2)
+    weights = [
+        floats(build([group(0, [x, other], [True, False])]).batch.loss_weights).tolist()
+        for x in (a, b)
+    ]
+    assert weights[0] == weights[1]
+    assert np.count_nonzero(weights[0]) == 5

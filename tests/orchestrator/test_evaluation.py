@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+
+from megatron_rl.config import Evaluation
+from megatron_rl.messages import Sample, VersionSpan
+from megatron_rl.orchestrator.evaluation import EvaluationRun, evaluation_steps, sampling_stderr
+
+
+def test_steps_are_even_in_the_logarithm_and_include_both_ends():
+    steps = evaluation_steps(Evaluation(points=5, first_step=8), 128)
+    assert steps == [0, 8, 16, 32, 64, 128]
+
+
+def test_close_points_are_evaluated_once():
+    steps = evaluation_steps(Evaluation(points=12, first_step=1), 6)
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6
+
+
+def completion(index, version=7):
+    return Sample(
+        group=0, index=index, prompt_id=0, evaluation=7, token_ids=[5, 6], logprobs=[-1.0, -1.0],
+        forced=(0, 0), spans=[VersionSpan(version, 0, 2)], started_version=version,
+        finish_reason="stop",
+    )  # fmt: skip
+
+
+def test_mean_at_n_and_its_row():
+    run = EvaluationRun(7, 2, 4, 0.0, {"compute_tokens": 5.0})
+    for prompt, passed in ((0, [1, 1, 0, 0]), (1, [1, 0, 0, 0])):
+        for i, ok in enumerate(passed):
+            run.add(prompt, completion(i), bool(ok))
+    assert run.complete
+    row = run.row(1.5)
+    assert row["pass_rate"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert row["pass_at_n"] == 1.0
+    assert row["compute_tokens"] == 5.0
+    # variances 1/3 and 1/4 over n = 4, two prompts: sqrt(1/12 + 1/16) / 2
+    assert row["pass_rate_stderr"] == pytest.approx(np.sqrt(1 / 12 + 1 / 16) / 2)
+
+
+def test_a_completion_of_another_version_is_refused():
+    run = EvaluationRun(7, 1, 1, 0.0, {})
+    with pytest.raises(ValueError, match=r"step 7.*versions \[8\]"):
+        run.add(0, completion(0, version=8), True)
+
+
+def test_the_standard_error_matches_repeated_draws():
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0, 1, size=(40, 1))
+    draws = [(rng.uniform(size=(40, 16)) < p).astype(float) for _ in range(400)]
+    spread = np.std([d.mean() for d in draws])
+    assert np.mean([sampling_stderr(d) for d in draws]) == pytest.approx(spread, rel=0.1)
+
+
+def test_a_perfect_score_has_no_error_of_zero():
+    assert sampling_stderr(np.ones((10, 16))) > 0

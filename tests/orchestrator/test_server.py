@@ -1,0 +1,134 @@
+from collections import Counter
+
+import pytest
+
+from megatron_rl.config import ConfigError
+from megatron_rl.orchestrator.server import RunError
+from megatron_rl.orchestrator.state import FILE, load_state
+from tests.orchestrator.peers import run, small_config
+
+
+def trained_prompts(outcome):
+    return Counter(p for row in outcome.rows.steps for p in row["prompt_ids"])
+
+
+def test_every_step_is_trained_once_and_in_order():
+    outcome = run(small_config())
+    assert [row["step"] for row in outcome.rows.steps] == list(range(12))
+    assert all(len(row["prompt_ids"]) == 3 for row in outcome.rows.steps)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 4])
+def test_no_token_is_older_than_k_steps_when_it_is_trained(lag):
+    outcome = run(small_config(max_lag_steps=lag))
+    assert max(row["lag_max"] for row in outcome.rows.steps) <= lag
+
+
+def test_with_k_0_every_token_is_on_policy():
+    outcome = run(small_config(max_lag_steps=0))
+    assert {lag for row in outcome.rows.steps for lag in row["lag_histogram"]} == {"0"}
+
+
+def test_generators_do_run_ahead_when_they_may():
+    outcome = run(small_config(max_lag_steps=4))
+    assert max(row["lag_max"] for row in outcome.rows.steps) > 1
+
+
+def test_evaluations_hold_one_version_and_all_are_made():
+    outcome = run(small_config())
+    assert [row["step"] for row in outcome.rows.evals] == [0, 3, 6, 12]
+    assert all(0 <= row["pass_rate"] <= 1 for row in outcome.rows.evals)
+    compute = [row["compute_tokens"] for row in outcome.rows.evals]
+    assert compute[0] == 0 and compute == sorted(compute)
+    # tokens of the steps before the evaluated version, and no others
+    tokens = [row["tokens"] for row in outcome.rows.steps]
+    assert compute == [sum(tokens[: row["step"]]) for row in outcome.rows.evals]
+
+
+def test_engines_skip_versions_that_are_stale_but_never_one_to_evaluate():
+    outcome = run(small_config(), slowness=0.02)
+    for generator in outcome.generators:
+        assert generator.versions == sorted(set(generator.versions))
+        assert {0, 3, 6, 12} <= set(generator.versions)
+
+
+def test_bytes_that_an_engine_will_still_read_are_kept():
+    outcome = run(small_config(), slowness=0.02)
+    needed = outcome.trainer.needed
+    assert needed == sorted(needed) and needed[-1] > needed[0]
+
+
+def test_a_first_epoch_draws_the_same_prompts_whatever_finishes_first():
+    a, b = run(small_config(), seed=1), run(small_config(), seed=2, slowness=0.01)
+    assert [r["prompt_ids"] for r in a.rows.steps] == [r["prompt_ids"] for r in b.rows.steps]
+
+
+def test_an_interrupted_and_resumed_run_trains_the_same_prompts(tmp_path):
+    config = small_config()
+    whole = run(config, seed=1)
+    first = run(config, seed=2, directory=tmp_path, save_before=5, stop_before=5)
+    rest = run(config, seed=3, directory=tmp_path, resume=True)
+    assert [row["step"] for row in first.rows.steps] == list(range(5))
+    assert [row["step"] for row in rest.rows.steps] == list(range(5, 12))
+    assert trained_prompts(first) + trained_prompts(rest) == trained_prompts(whole)
+    assert max(row["lag_max"] for row in rest.rows.steps) <= config.schedule.max_lag_steps
+
+
+def test_a_run_killed_after_its_checkpoint_trains_nothing_twice(tmp_path):
+    # The checkpoint is of step 5, the run dies at step 8: steps 5-7 are trained again from it.
+    config = small_config()
+    first = run(config, seed=2, directory=tmp_path, save_before=5, stop_before=8)
+    rest = run(config, seed=3, directory=tmp_path, resume=True)
+    kept = [r["prompt_ids"] for r in first.rows.steps[:5]]
+    redone = [r["prompt_ids"] for r in first.rows.steps[5:]]
+    resumed = [r["prompt_ids"] for r in rest.rows.steps]
+    assert resumed[:3] == redone
+    assert kept + resumed == [r["prompt_ids"] for r in run(config, seed=4).rows.steps]
+
+
+def test_compute_goes_on_after_a_resume(tmp_path):
+    config = small_config()
+    first = run(config, directory=tmp_path, save_before=5, stop_before=5)
+    rest = run(config, directory=tmp_path, resume=True)
+    spent = first.rows.steps[-1]["compute_tokens"]
+    assert rest.rows.steps[0]["compute_tokens"] == spent + rest.rows.steps[0]["tokens"]
+    assert rest.rows.steps[0]["wall_seconds"] > first.rows.steps[-1]["wall_seconds"]
+
+
+def test_finished_groups_are_kept_and_not_generated_again(tmp_path):
+    config = small_config(max_lag_steps=4)
+    run(config, directory=tmp_path, save_before=5, stop_before=5)
+    state = load_state(tmp_path, "fingerprint", 3)
+    assert any(g.samples for g in state.groups)
+    assert min(g.index for g in state.groups) == 15
+
+
+def test_a_generator_that_fails_stops_the_run_with_its_own_words():
+    with pytest.raises(RunError, match=r"generator-\d: out of memory on rank 2"):
+        run(small_config(), fail_after=30)
+
+
+def test_another_data_set_or_step_size_is_refused_on_resume(tmp_path):
+    run(small_config(), directory=tmp_path, save_before=2, stop_before=2)
+    with pytest.raises(ConfigError, match="made with another data set"):
+        load_state(tmp_path, "other", 3)
+    with pytest.raises(ConfigError, match=r"schedule\.prompts_per_step is 4.*has 3"):
+        load_state(tmp_path, "fingerprint", 4)
+
+
+def test_a_torn_state_is_refused(tmp_path):
+    run(small_config(), directory=tmp_path, save_before=2, stop_before=2)
+    data = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(data[:-7])
+    with pytest.raises(ConfigError, match="checksum differs"):
+        load_state(tmp_path, "fingerprint", 3)
+    with pytest.raises(ConfigError, match="missing"):
+        load_state(tmp_path / "nowhere", "fingerprint", 3)
+
+
+def test_probes_compare_both_sides_under_the_same_weights():
+    # Both peers say -1.0 for every token, so the error is 0 wherever it was measured.
+    outcome = run(small_config())
+    checked = [row for row in outcome.rows.steps if "logprob_error_max" in row]
+    assert checked and all(row["logprob_error_max"] == 0 for row in checked)
+    assert all(row["logprob_error_tokens"] > 0 for row in checked)

@@ -1,0 +1,92 @@
+"""Tiny random models with a character tokenizer, as Hugging Face directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = [
+    "<pad>", "<bos>", "<eos>", "<unk>", "<think>", "</think>", "\\boxed{", "}",
+    *"0123456789+-*/=?;()abcdef",
+]  # fmt: skip
+EOS, THINK, END = 2, 4, 5
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(
+        models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<think>", "</think>"],
+    )
+
+
+def build(kind: str, seed: int) -> Any:
+    """A random `llama` or `llama4` in fp32 whose distributions are not flat."""
+    common: dict[str, Any] = dict(
+        vocab_size=32,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1 if kind == "llama4" else 2,
+        head_dim=32,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+    )
+    if kind == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig(intermediate_size=192, **common))
+    else:
+        from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+        config = Llama4TextConfig(
+            intermediate_size=96,
+            intermediate_size_mlp=96,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=1,
+            no_rope_layers=[1, 1, 0],
+            use_qk_norm=True,
+            attention_chunk_size=8192,
+            **common,
+        )
+        model = Llama4ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            gain = 3.0 if "lm_head" in name else 1.0
+            parameter.data.copy_(noise * gain / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.data.copy_(1 + 0.1 * noise)
+    return model.float().eval()
+
+
+def save(kind: str, seed: int, directory: Path) -> Path:
+    build(kind, seed).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a Hugging Face directory by the checkpoint's own names."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")

@@ -1,0 +1,235 @@
+"""The configuration refuses what cannot run, naming the key, the value and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError, RunConfig, Section, describe, load_config
+
+LEAVES = {key: (kind, default, text) for key, kind, default, text in describe()}
+
+
+def refused(overrides: list[str], *said: str) -> None:
+    """Loading with these overrides raises a ConfigError that says all of `said`."""
+    with pytest.raises(ConfigError) as e:
+        load_config(None, overrides)
+    for text in said:
+        assert text in str(e.value)
+
+
+def yaml_file(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_a_valid_run() -> None:
+    config = load_config(None)
+    assert config.roles.world_size == 3
+    assert config.schedule.max_lag_steps == 8
+    assert config.algorithm.max_ratio == 5.0
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "schedule:\n  steps: 50\n  max_lag_steps: 2\nseed: 7\n")
+    config = load_config(path, ["--schedule.steps", "40", "--model=tiny_dense"])
+    assert (config.schedule.steps, config.schedule.max_lag_steps) == (40, 2)
+    assert (config.seed, config.model) == (7, "tiny_dense")
+    # A key beside an overridden one keeps its default.
+    assert config.schedule.prompts_per_step == RunConfig().schedule.prompts_per_step
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        (["--resume"], "resume", True),
+        (["--no-resume"], "resume", False),
+        (["--observe.wandb=offline"], "observe.wandb", "offline"),
+        (["--generation.thinking_budget_tokens", "[10, 12]"], None, (10, 12)),
+        (["--optimizer.learning_rate", "2e-4"], "optimizer.learning_rate", 2e-4),
+        (["--output_dir", "runs/demo"], "output_dir", Path("runs/demo")),
+    ],
+)
+def test_dotted_overrides_are_read_in_their_type(
+    override: list[str], key: str | None, value: object
+) -> None:
+    found: object = load_config(None, override)
+    for part in (key or "generation.thinking_budget_tokens").split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_round_trip_through_json_is_the_same_configuration() -> None:
+    config = load_config(None, ["--schedule.steps", "40", "--seed", "3"])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--schedule.step", "40"], ("schedule.step", "unknown key", "'40'", "max_lag_steps")),
+        (["--schedule.step=40"], ("schedule.step", "unknown key", "'40'", "steps")),
+        (["--shedule.steps", "40"], ("shedule", "unknown key", "the top level has", "schedule")),
+        (["--seed.x", "1"], ("seed", "unknown key")),
+    ],
+)
+def test_an_unknown_key_on_the_command_line_is_named_with_its_neighbours(
+    overrides: list[str], said: tuple[str, ...]
+) -> None:
+    refused(overrides, *said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("schedule:\n  step: 40\n", ("schedule.step", "unknown key", "40", "prompts_per_step")),
+        ("modell: tiny_dense\n", ("modell", "unknown key", "tiny_dense", "output_dir")),
+    ],
+)
+def test_an_unknown_key_in_the_file_is_named_with_its_neighbours(
+    tmp_path: Path, text: str, said: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        load_config(yaml_file(tmp_path, text))
+    for part in said:
+        assert part in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "right"),
+    [
+        ("schedule.steps", "0", "greater than 0"),
+        ("schedule.steps", "many", "integer"),
+        ("schedule.steps", "2.5", "integer"),
+        ("schedule.completions_per_prompt", "1", "greater than or equal to 2"),
+        ("schedule.max_lag_steps", "-1", "greater than or equal to 0"),
+        ("algorithm.loss", "ppo5", "cispo"),
+        ("algorithm.max_ratio", "0", "greater than 0"),
+        ("algorithm.no_positive_resampling_threshold", "1.5", "less than or equal to 1"),
+        ("optimizer.learning_rate", "-1", "greater than 0"),
+        ("optimizer.learning_rate", "nan", ""),
+        ("optimizer.learning_rate", "inf", "finite"),
+        ("timeouts.batch_seconds", "0", "greater than 0"),
+        ("fit.compute", "hours", "device_hours"),
+        ("observe.wandb", "on", "offline"),
+        ("precision.params", "fp16", "bf16"),
+        ("model", "no/such/dir", "tiny_scout"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(key: str, value: str, right: str) -> None:
+    refused([f"--{key}", value], key, value, right)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["--parallel.tensor", "2", "--roles.trainer_ranks", "3"],
+            ("roles.trainer_ranks is 3", "multiple of parallel.tensor", "= 2"),
+        ),
+        (
+            ["--parallel.expert", "3", "--roles.trainer_ranks", "4"],
+            ("parallel.expert is 3", "must divide roles.trainer_ranks = 4"),
+        ),
+        (
+            ["--roles.generator_ranks", "3", "--roles.generator_tensor_parallel", "2"],
+            ("roles.generator_ranks is 3", "roles.generator_tensor_parallel = 2"),
+        ),
+        (["--parallel.sequence_parallel"], ("parallel.sequence_parallel", "parallel.tensor > 1")),
+        (
+            ["--generation.thinking_budget_tokens", "[20, 10]"],
+            ("generation.thinking_budget_tokens is (20, 10)",),
+        ),
+        (
+            ["--generation.interruption_phrase", "stop"],
+            ("generation.interruption_phrase is 'stop'", "generation.think_end"),
+        ),
+        (
+            ["--schedule.steps", "4", "--evaluation.first_step", "5"],
+            ("evaluation.first_step is 5", "schedule.steps = 4"),
+        ),
+        (
+            ["--schedule.prompts_per_step", "100", "--task.train_prompts", "99"],
+            ("schedule.prompts_per_step is 100", "task.train_prompts = 99"),
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_together(
+    overrides: list[str], said: tuple[str, ...]
+) -> None:
+    refused(overrides, *said)
+
+
+def test_every_bad_value_is_told_at_once() -> None:
+    refused(
+        ["--schedule.steps", "0", "--optimizer.beta1", "2"], "schedule.steps", "optimizer.beta1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("schedule: [steps: 4\n", "not valid YAML"),
+        ("- schedule\n- steps\n", "expected a mapping of keys, found list"),
+        ("just words\n", "expected a mapping of keys, found str"),
+        ("schedule: 4\n", "schedule"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_by_name(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = yaml_file(tmp_path, text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_a_yaml_error_names_the_file_and_the_line(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "seed: 1\nschedule: [steps: 4\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML.*(?s:.)*line \d"):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(yaml_file(tmp_path, "# nothing yet\n")) == RunConfig()
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_field_has_help_text(key: str) -> None:
+    text = LEAVES[key][2]
+    assert len(text) > 3
+    assert text.rstrip()[-1] in ".)", f"{key}: the help text is a sentence"
+
+
+def test_every_section_says_what_it_is() -> None:
+    for section in Section.__subclasses__():
+        assert section.__doc__, section
+
+
+UNITS = ("steps", "step", "tokens", "prompts", "prompt", "ranks", "seconds", "bytes", "gib") + (
+    "completions",
+    "fraction",
+    "ratio",
+    "threshold",
+    "weights",
+    "points",
+)
+# Numbers without a unit: sizes of a grid of ranks, Adam's constants, a seed, a count of folders.
+PURE = {
+    *(f"parallel.{name}" for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")),
+    *(f"optimizer.{n}" for n in ("learning_rate", "beta1", "beta2", "eps", "weight_decay")),
+    *("optimizer.clip_grad_norm", "sft.learning_rate", "sft.beta2"),
+    *("roles.generator_tensor_parallel", "generation.temperature", "checkpoint.keep", "seed"),
+}
+
+
+@pytest.mark.parametrize("key", [k for k, (kind, *_) in LEAVES.items() if kind in ("int", "float")])
+def test_a_number_has_its_unit_in_its_name(key: str) -> None:
+    words = key.split(".")[-1].split("_")
+    assert key in PURE or set(words) & set(UNITS), f"{key}: which unit?"
