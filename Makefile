@@ -3,7 +3,7 @@ VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
 PYTEST_ARGS ?=
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV))/bin
 
 # Two cores are shared by three ranks: one thread each is the fastest.
 export OMP_NUM_THREADS ?= 1
@@ -18,13 +18,14 @@ demo:
 	@start=$$(date +%s); \
 	bash scripts/setup.sh || exit 1; \
 	ready=$$(date +%s); \
-	$(BIN)/torchrun --nproc-per-node $(NPROC) examples/scalerl_tiny.sh --output_dir $(OUTPUT_DIR); \
+	PATH="$(BIN):$$PATH" torchrun --nproc-per-node $(NPROC) examples/scalerl_tiny.sh \
+	  --output_dir $(OUTPUT_DIR); \
 	status=$$?; end=$$(date +%s); \
 	echo "make demo: set-up $$((ready - start)) s + run $$((end - ready)) s = $$((end - start)) s"; \
 	exit $$status
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	PATH="$(BIN):$$PATH" python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

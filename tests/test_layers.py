@@ -128,7 +128,9 @@ def test_arrows_point_down_only(module: str) -> None:
             target = room_of(name)
             if target.startswith("__"):  # `from megatron_rl import __version__`
                 continue
-            assert target in allowed, f"{module} imports {name}: {room} may import {sorted(allowed)}"
+            assert target in allowed, (
+                f"{module} imports {name}: {room} may import {sorted(allowed)}"
+            )
 
 
 def test_the_allowed_arrows_have_no_cycle() -> None:

@@ -54,8 +54,8 @@ def _cpu_random_state(module: Any) -> None:
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
-    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: (
-        torch.set_rng_state(new_state)
+    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+        new_state
     )
     # fork() warns when the CPU generator moves; here it is the one that is meant to.
     logging.getLogger(module.__name__).addFilter(
@@ -94,15 +94,15 @@ def _accept_cpu_gradients(module: Any) -> None:
 def _accept_cpu_parameters(module: Any) -> None:
     half = module.Float16OptimizerWithFloat16Params
     half.__init__ = _with_cuda_type_names(half.__init__)
-    _seed_state_before_load(half)
-    _seed_state_before_load(module.FP32Optimizer)
+    _seed_state(half)
+    _seed_state(module.FP32Optimizer)
 
 
 def _distributed_optimizer(module: Any) -> None:
     cls = module.DistributedOptimizer
     build = cls.__dict__["_build_model_and_main_param_groups"].__func__
     cls._build_model_and_main_param_groups = classmethod(_with_cuda_type_names(build))
-    _seed_state_before_load(cls)
+    _seed_state(cls)
     put, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
 
     def put_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -124,13 +124,14 @@ def _distributed_optimizer(module: Any) -> None:
     cls.load_state_dict = load_with_own_steps
 
 
-def _seed_state_before_load(cls: Any) -> None:
+def _seed_state(cls: Any) -> None:
     sharded_state_dict = cls.sharded_state_dict
 
     @functools.wraps(sharded_state_dict)
     def seeded(self: Any, model_state: Any, is_loading: bool = False, *a: Any, **k: Any) -> Any:
+        # An optimizer that never stepped has no state to save, or to load into.
         inner = getattr(self, "optimizer", None)
-        if is_loading and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             for group in inner.param_groups:
                 for param in group["params"]:
                     state = inner.state[param]
@@ -220,7 +221,7 @@ MENDS: tuple[Mend, ...] = (
     ),
     Mend(
         "megatron.core.optimizer.optimizer",
-        "parameters are compared with a CUDA type name; a fresh torch Adam has no `step` to load",
+        "parameters are compared with a CUDA type name; a fresh torch Adam has no state",
         "elif param.type() == 'torch.cuda.FloatTensor'",
         _accept_cpu_parameters,
     ),

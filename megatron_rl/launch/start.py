@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import random
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from megatron_rl.config import TINY_MODELS, ConfigError, RunConfig
@@ -66,8 +69,6 @@ def _mark(config: RunConfig) -> dict[str, str]:
 
 def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     """`sft.sequences_per_step` demonstrations for each of `sft.steps` steps, in shuffled epochs."""
-    import random
-
     s = config.sft
     thinking = config.generation.thinking_budget_tokens[1]
 
@@ -84,3 +85,17 @@ def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[E
     stream = cycle(pool)
     for _ in range(s.steps):
         yield list(islice(stream, s.sequences_per_step))
+
+
+def active_parameters(directory: Path) -> int:
+    """Parameters of a Hugging Face model that one token uses: of its experts, those it is sent to."""
+    config = json.loads((directory / "config.json").read_text())
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    share = min(config.get("num_experts_per_tok") or 1, experts) / experts
+    total = 0.0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                size = math.prod(file.get_slice(name).get_shape())
+                total += size * (share if ".experts." in name else 1.0)
+    return round(total)

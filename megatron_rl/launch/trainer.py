@@ -21,7 +21,7 @@ from megatron_rl.launch.orchestrator import OrchestratorProcess
 from megatron_rl.messages import Manifest
 from megatron_rl.models import tiny
 from megatron_rl.orchestrator.client import TrainerClient
-from megatron_rl.policy.checkpoint import checkpoint_root, latest_checkpoint
+from megatron_rl.policy import checkpoint as checkpoints
 from megatron_rl.policy.loop import run_trainer
 from megatron_rl.policy.model import Policy
 from megatron_rl.policy.supervised import run_supervised, save_huggingface
@@ -108,13 +108,14 @@ def _reinforcement(
         store.set("orchestrator", orchestrator.endpoint)
     try:
         policy = Policy(config, directory)
+        start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
         with contextlib.ExitStack() as stack:
             client, publish = None, None
             if orchestrator is not None:
                 client = TrainerClient(
                     orchestrator.endpoint,
                     config.timeouts,
-                    active_parameters=policy.active_parameters(),
+                    active_parameters=start.active_parameters(directory),
                     alive=orchestrator.ended,
                     stop_requested=interrupted,
                 )
@@ -125,7 +126,7 @@ def _reinforcement(
                 policy,
                 client,
                 publish=publish,
-                checkpoint=checkpoint,
+                start_step=start_step,
                 stop_requested=interrupted,
             )
             if orchestrator is not None:
@@ -142,9 +143,9 @@ def _checkpoint(config: RunConfig, rank: int) -> Path | None:
     Raises:
         ConfigError: `resume` is set and there is none.
     """
-    root = checkpoint_root(config.output_dir)
+    root = checkpoints.folder(config)
     if config.resume:
-        found = latest_checkpoint(config.output_dir)
+        found = checkpoints.find_latest(root)
         if found is None:
             raise ConfigError(
                 f"resume is true: {root} holds no complete checkpoint; start without --resume"

@@ -37,6 +37,7 @@ class Llama4(Architecture):
         step = int(hf.get("interleave_moe_layer_step", 1))
         moe = hf.get("moe_layers")
         self.moe_layers = set(range(step - 1, self.layers, step) if moe is None else moe)
+        self.qk_norm = bool(hf.get("use_qk_norm", True))
         self.chunk: int | None = hf.get("attention_chunk_size", 8192)
         self.temperature: tuple[float, float] | None = None
         if hf.get("attn_temperature_tuning", True):
@@ -59,6 +60,7 @@ class Llama4(Architecture):
         size = int(self.hf["intermediate_size"])
         # Megatron marks NoPE layers with 1, transformers RoPE layers.
         fields["no_rope_freq"] = [1 - rope for rope in self.rope]
+        fields["qk_l2_norm"] = self.qk_norm
         fields["ffn_hidden_size"] = int(self.hf.get("intermediate_size_mlp", size))
         if self.moe_layers:
             fields |= {
@@ -78,12 +80,11 @@ class Llama4(Architecture):
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
         from megatron_rl.models import specs
 
-        norm = bool(self.hf.get("use_qk_norm", True))
         return [
             specs.layer(
                 use_te,
                 experts=self.experts if i in self.moe_layers else 0,
-                qk_l2_norm=norm and bool(rope),
+                qk_l2_norm=self.qk_norm and bool(rope),
                 chunk=self.chunk if rope else None,
                 temperature=None if rope else self.temperature,
             )
@@ -122,5 +123,3 @@ class Llama4(Architecture):
                 for e in range(self.experts)
             ]
         return out
-
-

@@ -146,5 +146,3 @@ def final_norm(use_te: bool) -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return WrappedTorchNorm
-
-

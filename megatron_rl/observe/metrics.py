@@ -222,16 +222,17 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
             dropped.append(line + b"\n")
         else:
             kept.append(line + b"\n")
-    aside = None
+    moved = None
     if dropped:
         n = 0
         while (aside := path.with_name(f"{path.stem}.dropped-{n}.jsonl")).exists():
             n += 1
         _write_durably(aside, [_line(schema_row()), *dropped])
+        moved = (aside, len(dropped))
     fresh = path.with_name(f".{path.name}.new")
     _write_durably(fresh, kept)
     os.replace(fresh, path)
-    return (aside, len(dropped)) if aside else None
+    return moved
 
 
 def _write_durably(path: Path, lines: list[bytes]) -> None:

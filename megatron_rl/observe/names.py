@@ -23,8 +23,7 @@ METRICS: dict[str, str] = {
     "wall_seconds": "since the RL stage began, over all resumptions [s]",
     # evaluation
     "pass_rate": "mean over held-out prompts of the share of correct completions [fraction]",
-    "pass_rate_stderr": "standard error of pass_rate from sampling, for these prompts"
-    " [fraction]",
+    "pass_rate_stderr": "standard error of pass_rate from sampling, for these prompts [fraction]",
     "pass_at_n": "share of held-out prompts with at least one correct completion [fraction]",
     "num_prompts": "held-out prompts [prompts]",
     "samples_per_prompt": "the n of mean@n [completions]",
@@ -61,6 +60,7 @@ METRICS: dict[str, str] = {
     "advantage_std": "standard deviation that divided the centred rewards [reward units]",
     "ratio_mean": "pi_train / pi_gen over trained tokens, before the cap [ratio]",
     "ratio_max": "greatest ratio, before the cap [ratio]",
+    "ratio_std": "standard deviation of these ratios [ratio]",
     "clipped_fraction": "trained tokens whose ratio was cut at the cap [fraction]",
     "ratio_outside_0.9_1.1": "trained tokens with a ratio outside [0.9, 1.1] [fraction]",
     "mismatch_kl": "estimate of KL(pi_gen || pi_train), mean of ratio - 1 - log ratio [nats/token]",

@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_rl.observe.metrics import Row, last_rows, read_metrics
 
@@ -119,6 +120,7 @@ def fit_curve(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[s
             [row["pass_rate"] for row in used],
             stderr=_stderrs(used),
             r0="first",
+            unit=UNITS.get(fit_compute, fit_compute),
         )
     # The fitter's refusal (too few points, bad data) and scipy's failures; not the run's.
     except (ValueError, ArithmeticError, RuntimeError) as e:
@@ -151,7 +153,8 @@ def print_report(summary: dict[str, Any], console: Console | None = None) -> Non
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in report_lines(summary):
-        table.add_row(name, value)
+        # Text, not markup: units and intervals are in brackets.
+        table.add_row(Text(name), Text(value))
     console.print(table)
 
 

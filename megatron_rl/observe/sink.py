@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron_rl.config import RunConfig
-from megatron_rl.observe.metrics import MetricsWriter, last_rows, read_metrics
+from megatron_rl.observe.metrics import MetricsWriter
 from megatron_rl.observe.tensorboard_mirror import TensorBoardMirror
 from megatron_rl.observe.terminal import TerminalView
 from megatron_rl.observe.wandb_mirror import WandbMirror
-
-METRICS_FILE = "metrics.jsonl"
 
 Row = dict[str, Any]
 
@@ -22,37 +19,30 @@ class RunSink:
 
     Args:
         config: `output_dir`, `observe` and `schedule.steps` are read.
-        resume_step: go on from the checkpoint with this many updates.
-        strict: refuse names of metrics that are not in the table.
+        writer: metrics.jsonl; closed with the sink.
+        first_step: updates already made (a resumed run).
 
     Raises:
-        MetricsError: metrics.jsonl is written by another run, or has another schema.
         MirrorError: a mirror that is asked for is not installed, or did not start.
     """
 
-    def __init__(
-        self, config: RunConfig, *, resume_step: int | None = None, strict: bool = False
-    ) -> None:
-        self.path = Path(config.output_dir) / METRICS_FILE
-        self.writer = MetricsWriter(self.path, resume_step=resume_step, strict=strict)
+    def __init__(self, config: RunConfig, writer: MetricsWriter, first_step: int = 0) -> None:
+        self.writer = writer
         self.mirrors: list[WandbMirror | TensorBoardMirror] = []
         if config.observe.tensorboard:
-            self.mirrors.append(TensorBoardMirror(config.output_dir, resume_step=resume_step))
+            self.mirrors.append(TensorBoardMirror(config.output_dir, first_step))
         if config.observe.wandb != "off":
             self.mirrors.append(
                 WandbMirror(
                     config.output_dir,
                     mode=config.observe.wandb,
+                    first_step=first_step,
                     config=config.model_dump(mode="json"),
                 )
             )
         self.terminal = TerminalView(
-            config.schedule.steps, config.observe.terminal, first_step=resume_step or 0
+            config.schedule.steps, config.observe.terminal, first_step=first_step
         )
-
-    def evaluated_steps(self) -> set[int]:
-        """Weight versions whose evaluation metrics.jsonl holds (those of a resumed run)."""
-        return {row["step"] for row in last_rows(read_metrics(self.path), "eval")}
 
     def step(self, row: Row) -> None:
         """One optimizer step."""

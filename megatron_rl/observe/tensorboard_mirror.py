@@ -1,7 +1,7 @@
 """Mirror of metrics.jsonl to TensorBoard event files, through TensorBoard's own writer (no torch).
 
-Rows become `train/<name>` and `eval/<name>` at their step. A resumed run writes a new event file
-that begins with TensorBoard's session marker, which discards what an older file has from that
+Rows become `train/<name>` and `eval/<name>` at their step. Each start of a run writes a new event
+file that begins with TensorBoard's session marker, which hides what older files have from that
 step on: the chart shows one curve, as metrics.jsonl does.
 """
 
@@ -21,13 +21,13 @@ class TensorBoardMirror:
 
     Args:
         output_dir: the run's folder.
-        resume_step: the run goes on from this many updates: older points from there on go.
+        first_step: updates already made; older points from this step on are hidden.
 
     Raises:
         MirrorError: tensorboard is not installed.
     """
 
-    def __init__(self, output_dir: str | Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, output_dir: str | Path, first_step: int = 0) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -40,11 +40,10 @@ class TensorBoardMirror:
         folder = Path(output_dir) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
-        if resume_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(
-                event_pb2.Event(wall_time=time.time(), step=resume_step, session_log=start)
-            )
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(
+            event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start)
+        )
 
     def log(self, kind: str, step: int, row: dict[str, Any]) -> None:
         """Copy a row of kind `step` or `eval`; other kinds, text and lists are left out."""

@@ -66,8 +66,8 @@ class TerminalView:
         self._total = total_steps
         self._plain_seconds = plain_seconds
         self._done = first_step
+        # (when, updates made) of the last updates: a slow start does not count into the rate.
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW_STEPS + 1)
-        self._marks.append((time.monotonic(), first_step))
         self._last: Row = {}
         self._note = "starting"
         self._shown = float("-inf")
@@ -96,9 +96,6 @@ class TerminalView:
             self._last |= row
             self._done = max(self._done, int(row["step"]) + 1)
             self._note = "training"
-            # The start of a run is no step: the rate counts from the first update on.
-            if len(self._marks) == 1 and len(self._last) == len(row):
-                self._marks.clear()
             self._marks.append((time.monotonic(), self._done))
         elif kind == "eval":
             self._last |= {k: row[k] for k in ("pass_rate", "pass_rate_stderr") if k in row}
@@ -225,6 +222,14 @@ class TerminalView:
         rule = Text(f"megatron_rl · {self._note}", no_wrap=True, overflow="ellipsis", style="dim")
         console.print(Group(rule, bar, state))
         return buffer.getvalue().split("\n")[:HEIGHT]
+
+
+def restore_terminal(stream: TextIO | None = None) -> None:
+    """Give the whole terminal back after a process that showed a view was killed."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        stream.write("\x1b7\x1b[r\x1b8")
+        stream.flush()
 
 
 def _rate(steps_per_second: float) -> str:

@@ -21,8 +21,9 @@ class WandbMirror:
 
     Args:
         output_dir: the run's folder; wandb's files go to `<output_dir>/wandb`, its run id to
-            `<output_dir>/wandb_run_id.txt`, so that a resumed run goes on.
+            `<output_dir>/wandb_run_id.txt`.
         mode: `offline` writes files only (`wandb sync` uploads them later).
+        first_step: updates already made; above 0, the run of the id file goes on.
         config: the resolved configuration, shown with the run.
         project: wandb project.
         name: shown name; the folder's name by default.
@@ -36,6 +37,7 @@ class WandbMirror:
         output_dir: str | Path,
         *,
         mode: Literal["offline", "online"],
+        first_step: int = 0,
         config: dict[str, Any] | None = None,
         project: str = "megatron_rl",
         name: str | None = None,
@@ -51,7 +53,7 @@ class WandbMirror:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id.txt"
-        run_id = id_file.read_text().strip() if id_file.exists() else None
+        run_id = id_file.read_text().strip() if first_step and id_file.exists() else None
         try:
             self._run = wandb.init(
                 project=project,
@@ -90,5 +92,10 @@ class WandbMirror:
         self._run.log(values | {f"{prefix}/step": step})
 
     def close(self) -> None:
-        """End the wandb run; waits at most a minute for uploads."""
+        """End the wandb run and wandb's service; waits at most a minute for uploads.
+
+        `finish` alone comes back before the service has written its file (wandb 0.31): a
+        container that ends with its main process would take the last rows with it.
+        """
         self._run.finish()
+        self._wandb.teardown()

@@ -27,12 +27,13 @@ class EvaluationRun:
     step: int
     prompts: int
     samples_per_prompt: int
-    started: float
     compute: dict[str, float]
     """Compute spent up to this version."""
     passed: dict[tuple[int, int], bool] = field(default_factory=dict)
     tokens: int = 0
     truncated: int = 0
+    started: float | None = None
+    """When the first engine began."""
 
     def add(self, prompt: int, sample: Sample, passed: bool) -> None:
         """One verified completion.

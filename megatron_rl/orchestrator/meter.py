@@ -146,7 +146,7 @@ class Meter:
         self._counters["tokens"] += tokens
         self._counters["flops"] += flops * self.active_parameters
         now = self._clock()
-        step_seconds = now - (self._last_step_end or now)
+        step_seconds = max(now - (self._last_step_end or now), 1e-9)
         self._last_step_end = now
         row = {
             "step": done.step,
@@ -157,7 +157,8 @@ class Meter:
             "step_seconds": step_seconds,
             "train_seconds": done.train_seconds,
             "publish_seconds": self._publish_seconds,
-            "trainer_wait_fraction": done.wait_seconds / step_seconds if step_seconds else 0.0,
+            # The first wait began before the engines were up.
+            "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
             "aborted_requests": self.aborted,
             **self._generators(),
         }
@@ -165,7 +166,7 @@ class Meter:
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Single-version tokens of the batch and probed tokens together."""
-        tokens = trainer.pop("same_version_logprob_error_tokens", 0.0)
+        tokens = trainer.pop("same_version_logprob_tokens", 0.0)
         total = trainer.pop("same_version_logprob_error_mean", 0.0) * tokens
         worst = trainer.pop("same_version_logprob_error_max", 0.0)
         for errors in self._probe_errors:
@@ -192,7 +193,9 @@ class Meter:
         seconds = sum(s.seconds for s in self._stats)
         if seconds:
             engines = max(len(self._aborted_by), 1)
-            row["generator_wait_fraction"] = 1 - sum(s.busy_seconds for s in self._stats) / seconds
+            row["generator_wait_fraction"] = max(
+                1 - sum(s.busy_seconds for s in self._stats) / seconds, 0.0
+            )
             row["generator_tokens_per_second"] = (
                 sum(s.tokens for s in self._stats) / seconds * engines
             )

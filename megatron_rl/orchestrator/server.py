@@ -203,7 +203,6 @@ class Orchestrator:
                 manifest.version,
                 len(self.prompts.heldout),
                 self.config.evaluation.samples_per_prompt,
-                time.monotonic(),
                 self.meter.compute(),
             )
         for engine in self.engines.values():
@@ -354,6 +353,8 @@ class Orchestrator:
         n = self.config.evaluation.samples_per_prompt
         engine.pinned, engine.evaluations_left = True, len(share) * n
         engine.in_flight += len(share) * n
+        run = self.evaluations[step]
+        run.started = run.started or time.monotonic()
         self.meter.evaluation_started(engine.name)
         for prompt in share:
             budgets = [g.thinking_budget_tokens[1]] * n
@@ -381,7 +382,8 @@ class Orchestrator:
         if run.complete:
             del self.evaluations[run.step]
             self.evaluation_steps.discard(run.step)
-            self.meter.evaluation(run.row(time.monotonic() - run.started))
+            started = run.started or time.monotonic()
+            self.meter.evaluation(run.row(time.monotonic() - started))
 
     # ------------------------------------------------------------ state
 

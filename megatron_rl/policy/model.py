@@ -134,7 +134,7 @@ class Policy:
             "bias_dropout_fusion": False,
             "persist_layer_norm": False,
             "moe_grouped_gemm": self.use_te,
-            "moe_token_dispatcher_type": "alltoall" if cuda else "allgather",
+            "moe_token_dispatcher_type": "alltoall",
         }
 
     def _build(self) -> GPTModel:
@@ -246,6 +246,9 @@ class Policy:
         )
         made = get_megatron_optimizer(optimizer, [self.chunk])
         self.config.grad_scale_func = made.scale_loss
+        if not torch.cuda.is_available():
+            for group in made.param_groups:
+                group["fused"] = True  # one call for all parameters; Megatron does not ask for it
         return made
 
     # ------------------------------------------------------------ use

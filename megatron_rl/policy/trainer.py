@@ -98,9 +98,7 @@ class Trainer:
         rate = learning_rate(self.config, step)
         norm = self.policy.apply(rate)
         same = same_version_tokens(sequences, messages.ints(batch.versions), step)
-        found, probe = self._metrics(
-            batch, sequences, arrays, same, own, outputs, losses, clipped
-        )
+        found, probe = self._metrics(batch, sequences, arrays, same, own, outputs, losses, clipped)
         found |= {"grad_norm": norm, "learning_rate": rate}
         if not np.isfinite([found["loss"], norm]).all():
             raise FloatingPointError(

@@ -1,4 +1,4 @@
-"""What a verifier says of a completion."""
+"""What a verifier says of a completion, and the errors that are no verdict."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ class Outcome(StrEnum):
     CORRECT = "correct"
     WRONG = "wrong"
     NO_ANSWER = "no_answer"
+    """Thinking did not end, no box, an empty or unclosed box, no code block."""
+    UNPARSABLE = "unparsable"
+    """There is an answer, and it (or the gold answer) cannot be read as anything comparable."""
+    TIMED_OUT = "timed_out"
+    """The comparison, not a program under test, went over its time, memory or size limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +30,15 @@ class Verdict:
     def passed(self) -> bool:
         """Whether the completion counts as right."""
         return self.verdict is Outcome.CORRECT
+
+
+class VerifierError(RuntimeError):
+    """A verifier cannot give verdicts; the run stops or retries, and nothing gets reward 0."""
+
+
+class VerifierDown(VerifierError):
+    """Workers of the verifier died or did not start, and restarting them did not help."""
+
+
+class SandboxUnavailable(VerifierError):
+    """The host offers no isolation that is strong enough to run a model's code."""

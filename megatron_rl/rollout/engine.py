@@ -113,8 +113,9 @@ class Engine:
         self._shapes = checkpoint_shapes(model_dir)
         args = engine_args(config, engine_index, model_dir)
         self._max_tokens = args.max_model_len
+        others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
-        self._processes = _engine_processes()
+        self._processes = _engine_processes(others)
         self.phrase = phrase_tokens(config, self._llm.get_tokenizer())
         self._ids = itertools.count()
         self._not_begun: set[str] = set()
@@ -310,10 +311,12 @@ class Engine:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5.0)
+        del self._llm  # Its __del__ would run, and fail, while the interpreter is torn down.
 
 
-def _engine_processes() -> list[psutil.Process]:
-    processes = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+def _engine_processes(others: Sequence[Any]) -> list[psutil.Process]:
+    started = [c for c in multiprocessing.active_children() if c not in others]
+    processes = [psutil.Process(child.pid) for child in started]
     return processes + [p for core in processes for p in core.children(recursive=True)]
 
 

@@ -13,12 +13,12 @@ of shapes (u, v) that is sheared along the ridge and zoomed until it fits the pl
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import gammaln, stdtr, stdtrit
 from scipy.stats import f as f_distribution
 
 from .curve import Array
 from .noise import FLOOR
-from .solve import Linear, Point, Problem, linear, solve
+from .solve import Linear, Point, Problem, linear, refine, solve
 
 WIDE = 0.9999
 """Level of the region that the grid covers; the weights beyond it are dropped."""
@@ -39,26 +39,26 @@ class Map:
     mean_a: Array
     mean_r0: Array
     dof: int
-    level: float
+    log_evidence: float
+    """Log marginal likelihood up to a constant of the data; compares noise models."""
 
     @property
     def sigma(self) -> float:
         """Noise of one evaluation (standard deviation, in pass rate)."""
         return float(np.sqrt(_variance(self.centre.s, self.dof)))
 
-    @property
-    def threshold(self) -> float:
+    def threshold(self, level: float) -> float:
         """Sum of squares at the edge of the region."""
-        return threshold(self.centre.s, self.dof, self.level)
+        return threshold(self.centre.s, self.dof, level)
 
-    def reach(self, variance: Array) -> Array:
+    def reach(self, variance: Array, level: float) -> Array:
         """Half-width of a linear quantity in each cell at the edge; nan outside the region."""
-        room = self.threshold - self.cells.s
+        room = self.threshold(level) - self.cells.s
         return np.where(room >= 0, np.sqrt(np.maximum(room, 0) * variance), np.nan)
 
-    def a_range(self) -> tuple[Array, Array]:
+    def a_range(self, level: float) -> tuple[Array, Array]:
         """Least and greatest A of each cell in the region [cells]; nan outside."""
-        half = self.reach(self.cells.v_aa)
+        half = self.reach(self.cells.v_aa, level)
         low = np.maximum(self.cells.a - half, self.floor)
         high = np.minimum(self.cells.a + half, self.problem.a_max)
         out = low > high
@@ -69,48 +69,74 @@ class Map:
         """A is not below R0."""
         return self.cells.r0 if self.problem.r0 is not None else np.zeros_like(self.cells.a)
 
-    def interval_a(self) -> tuple[float, float]:
+    def interval_a(self, level: float) -> tuple[float, float]:
         """Profile-likelihood interval of A."""
-        low, high = self.a_range()
-        return _extremes(low, high)
+        low, high = self.a_range(level)
+        if np.all(np.isnan(low)):
+            return self.centre.a, self.centre.a
+        return min(float(np.nanmin(low)), self.centre.a), max(float(np.nanmax(high)), self.centre.a)
 
-    def interval_r0(self) -> tuple[float, float]:
+    def interval_r0(self, level: float) -> tuple[float, float]:
         """Profile-likelihood interval of R0 (for the power law: of the value at the anchor)."""
-        half = self.reach(self.cells.v_rr)
+        half = self.reach(self.cells.v_rr, level)
+        if np.all(np.isnan(half)):
+            return self.centre.r0, self.centre.r0
         low, high = self.cells.r0 - half, self.cells.r0 + half
-        return _extremes(np.maximum(low, self.problem.r0_floor), high)
+        low = np.maximum(low, self.problem.r0_floor)
+        return float(np.nanmin(low)), float(np.nanmax(high))
 
-    def interval_u(self) -> tuple[float, float]:
+    def interval_u(self, level: float) -> tuple[float, float]:
         """Profile-likelihood interval of u."""
         s = self.cells.s_bounded.reshape(self.u.shape)
-        return _crossing(self.u, s, self.threshold)
+        return _crossing(self.u, s, self.threshold(level), self.centre.u)
 
-    def interval_v(self) -> tuple[float, float]:
+    def interval_v(self, level: float) -> tuple[float, float]:
         """Profile-likelihood interval of v."""
         s = self.cells.s_bounded.reshape(self.u.shape).min(axis=1)
-        return _crossing(self.v[None, :, 0], s[None], self.threshold)
+        return _crossing(self.v[None, :, 0], s[None], self.threshold(level), self.centre.v)
 
-    def curve_range(self, compute: Array) -> tuple[Array, Array]:
-        """Least and greatest curve value of the region at each compute [m]."""
-        inside = np.flatnonzero(np.isfinite(self.a_range()[0]))
-        c = self.cells
-        g = self._g(compute, inside)
-        low_a, high_a = (t[inside, None] for t in self.a_range())
-        if self.problem.r0 is not None:
-            r0 = self.problem.r0
-            return (r0 + (low_a - r0) * g).min(axis=0), (r0 + (high_a - r0) * g).max(axis=0)
-        e = 1 - g
-        variance = (
-            c.v_aa[inside, None] * g**2
-            + 2 * c.v_ar[inside, None] * g * e
-            + c.v_rr[inside, None] * e**2
+    def curve_range(self, compute: Array, levels: Array) -> tuple[Array, Array]:
+        """Least and greatest curve value of the region of each level at each compute [levels, m]."""
+        keep = np.flatnonzero(self.cells.s_bounded <= self.threshold(float(levels.max())))
+        if len(keep) == 0:
+            keep = np.array([int(np.argmin(self.cells.s_bounded))])
+        g = self._g(compute, keep)
+        low = np.empty((len(levels), len(compute)))
+        high = np.empty_like(low)
+        mid = self.mean_curve(compute)
+        c, e = self.cells, 1 - g
+        spread = np.sqrt(
+            np.maximum(
+                c.v_aa[keep, None] * g**2
+                + 2 * c.v_ar[keep, None] * g * e
+                + c.v_rr[keep, None] * e**2,
+                0,
+            )
         )
-        half = np.sqrt(np.maximum((self.threshold - c.s[inside, None]) * variance, 0))
-        mid = c.a[inside, None] * g + c.r0[inside, None] * e
-        low = (mid - half).min(axis=0)
-        high = np.minimum(mid + half, self.problem.a_max).max(axis=0)
-        # Rewards below R0 = 0 or above A belong to no curve: monotone envelopes leave them out.
-        return np.maximum.accumulate(low), np.minimum.accumulate(high[::-1])[::-1]
+        centre = c.a[keep, None] * g + c.r0[keep, None] * e
+        for i, level in enumerate(levels):
+            low_a, high_a = (t[keep, None] for t in self.a_range(float(level)))
+            inside = np.isfinite(low_a[:, 0])
+            if not inside.any():
+                low[i] = high[i] = mid
+                continue
+            if self.problem.r0 is not None:
+                r0 = self.problem.r0
+                low[i] = (r0 + (low_a[inside] - r0) * g[inside]).min(axis=0)
+                high[i] = (r0 + (high_a[inside] - r0) * g[inside]).max(axis=0)
+            else:
+                room = np.sqrt(np.maximum(self.threshold(float(level)) - c.s[keep[inside]], 0))
+                half = room[:, None] * spread[inside]
+                low[i] = (centre[inside] - half).min(axis=0)
+                high[i] = np.minimum(centre[inside] + half, self.problem.a_max).max(axis=0)
+        if self.problem.r0 is None:
+            # Pairs with R0 > A fall with compute and are no curves: monotone envelopes drop them.
+            order = np.argsort(compute, kind="stable")
+            back = np.argsort(order, kind="stable")
+            low = np.maximum.accumulate(low[:, order], axis=1)[:, back]
+            rising = np.minimum.accumulate(high[:, order][:, ::-1], axis=1)[:, ::-1]
+            high = np.maximum(rising[:, back], low)
+        return low, high
 
     def mean_curve(self, compute: Array) -> Array:
         """Average of the curves by their weight at each compute [m]."""
@@ -162,8 +188,14 @@ def threshold(s_min: float, dof: int, level: float) -> float:
     return s_min + float(f_distribution.ppf(level, 1, dof)) * float(_variance(s_min, dof))
 
 
-def build(p: Problem, level: float = 0.95, rows: int = 81, columns: int = 81) -> Map:
-    """Compute the map of a problem; the grid is zoomed until the region fills it."""
+def build(p: Problem, log_det: float = 0.0, rows: int = 81, columns: int = 81) -> Map:
+    """Compute the map of a problem; the grid is zoomed until the region fills it.
+
+    Args:
+        p: the problem, whitened.
+        log_det: log determinant of its noise covariance, for `Map.log_evidence`.
+        rows: cells in v; columns: cells in u.
+    """
     n = len(p.y)
     dof = n - p.free
     if dof < 1:
@@ -180,18 +212,16 @@ def build(p: Problem, level: float = 0.95, rows: int = 81, columns: int = 81) ->
         cells = linear(p, p.shape.g(p.x, u[..., None], vv[..., None]).reshape(-1, n))
         s = cells.s_bounded.reshape(u.shape)
         if s.min() < centre.s:
-            centre = refine_from(p, cells, u, vv)
+            centre = _refine_from(p, cells, u, vv)
         inside = s <= threshold(centre.s, dof, WIDE)
         if (inside.mean() > 0.3 and zoom > 0) or zoom == 8:
             break
         v, lo_u, hi_u = _zoom(v, u, s, inside, centre, (v0, v1), (u0, u1))
-    return _weigh(p, centre, u, vv, cells, dof, level)
+    return _weigh(p, centre, u, vv, cells, dof, log_det)
 
 
-def refine_from(p: Problem, cells: Linear, u: Array, v: Array) -> Point:
+def _refine_from(p: Problem, cells: Linear, u: Array, v: Array) -> Point:
     """Refine from the lowest cell: used when the zoomed grid finds a lower valley than `solve`."""
-    from .solve import refine
-
     k = int(np.argmin(cells.s_bounded))
     start = Point(
         float(cells.a_bounded[k]),
@@ -245,7 +275,7 @@ def _steps(u: Array, v: Array) -> tuple[Array, float]:
 
 
 def _weigh(
-    p: Problem, centre: Point, u: Array, v: Array, cells: Linear, dof: int, level: float
+    p: Problem, centre: Point, u: Array, v: Array, cells: Linear, dof: int, log_det: float
 ) -> Map:
     """Marginal likelihood of each cell and the mean of (A, R0) in it."""
     n = len(p.y)
@@ -272,31 +302,27 @@ def _weigh(
         mean_r0 = cells.r0 + slope * (mean_a - cells.a)
         mean_r0 = np.clip(mean_r0, p.r0_floor, mean_a) if p.r0 is None else cells.r0
     log_w = np.where(cells.s_bounded <= threshold(centre.s, dof, WIDE), log_w, -np.inf)
-    weight = np.exp(log_w - log_w.max()) * area
-    if weight.sum() == 0:
-        weight[int(np.argmin(cells.s_bounded))] = 1.0
-    weight = weight / weight.sum()
-    return Map(p, centre, u, v, cells, weight, mean_a, mean_r0, dof, level)
+    if not np.isfinite(log_w).any():
+        log_w[int(np.argmin(cells.s_bounded))] = 0.0
+    top = float(log_w.max())
+    weight = np.exp(log_w - top) * (area if area.sum() > 0 else 1.0)
+    total = float(weight.sum())
+    evidence = top + float(np.log(total * _steps(u, v)[1])) - 0.5 * log_det
+    return Map(p, centre, u, v, cells, weight / total, mean_a, mean_r0, dof, evidence)
 
 
 def _tail(z: Array, nu: int) -> Array:
     """Integral of t f(t) from z to infinity for Student's t (for nu = 1: truncated at 1e3)."""
-    from scipy.special import gammaln
-
     nu_ = max(nu, 2)
     log_c = gammaln((nu_ + 1) / 2) - gammaln(nu_ / 2) - 0.5 * np.log(nu_ * np.pi)
     density = np.exp(log_c - (nu_ + 1) / 2 * np.log1p(z * z / nu_))
     return (nu_ + z * z) / (nu_ - 1) * density
 
 
-def _extremes(low: Array, high: Array) -> tuple[float, float]:
-    return float(np.nanmin(low)), float(np.nanmax(high))
-
-
-def _crossing(x: Array, s: Array, edge: float) -> tuple[float, float]:
+def _crossing(x: Array, s: Array, edge: float, centre: float) -> tuple[float, float]:
     """Least and greatest x with s <= edge over rows [r, k], linear between neighbours."""
     inside = s <= edge
-    low, high = np.inf, -np.inf
+    low = high = centre
     for row in np.flatnonzero(inside.any(axis=1)):
         k = np.flatnonzero(inside[row])
         for end, step in ((k[0], -1), (k[-1], 1)):

@@ -25,7 +25,7 @@ def completion(index, version=7):
 
 
 def test_mean_at_n_and_its_row():
-    run = EvaluationRun(7, 2, 4, 0.0, {"compute_tokens": 5.0})
+    run = EvaluationRun(7, 2, 4, {"compute_tokens": 5.0})
     for prompt, passed in ((0, [1, 1, 0, 0]), (1, [1, 0, 0, 0])):
         for i, ok in enumerate(passed):
             run.add(prompt, completion(i), bool(ok))
@@ -39,7 +39,7 @@ def test_mean_at_n_and_its_row():
 
 
 def test_a_completion_of_another_version_is_refused():
-    run = EvaluationRun(7, 1, 1, 0.0, {})
+    run = EvaluationRun(7, 1, 1, {})
     with pytest.raises(ValueError, match=r"step 7.*versions \[8\]"):
         run.add(0, completion(0, version=8), True)
 

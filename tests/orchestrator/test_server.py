@@ -3,9 +3,10 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import ConfigError
+from megatron_rl.orchestrator.meter import Meter
 from megatron_rl.orchestrator.server import RunError
 from megatron_rl.orchestrator.state import FILE, load_state
-from tests.orchestrator.peers import run, small_config
+from tests.orchestrator.peers import Rows, run, small_config
 
 
 def trained_prompts(outcome):
@@ -132,3 +133,20 @@ def test_probes_compare_both_sides_under_the_same_weights():
     checked = [row for row in outcome.rows.steps if "logprob_error_max" in row]
     assert checked and all(row["logprob_error_max"] == 0 for row in checked)
     assert all(row["logprob_error_tokens"] > 0 for row in checked)
+
+
+def test_single_version_tokens_of_the_batch_and_probed_tokens_are_one_metric():
+    meter = Meter(Rows(), 3)
+    meter.start_clock()
+    meter.probe([[-1.0, -2.0]], [[-1.25, -2.0]])
+    trained = {
+        "same_version_logprob_error_max": 0.5,
+        "same_version_logprob_error_mean": 0.25,
+        "same_version_logprob_tokens": 6.0,
+    }
+    # errors .25, 0 of the probe and six of mean .25: max .5, mean (.25 + 1.5) / 8
+    assert meter._logprob_error(trained) == {
+        "logprob_error_max": 0.5,
+        "logprob_error_mean": 1.75 / 8,
+        "logprob_error_tokens": 8.0,
+    }

@@ -1,0 +1,148 @@
+"""Tokens per second of the generator, and what updates, interruption and thread binding cost.
+
+One engine with the miniature Scout (random weights, fp32) serves rounds of completions in one
+process tree; each figure is a median of interleaved rounds, because the machine's load moves, and
+the ratios are to the first row of the same engine. What is left out: prompts longer than a block,
+several engines, GPUs.
+
+    python benchmarks/rollout/throughput.py                        # quiet machine
+    python benchmarks/rollout/throughput.py --busy 2               # beside two busy processes
+    VLLM_CPU_OMP_THREADS_BIND=auto python benchmarks/rollout/throughput.py --busy 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+ROUNDS = 5
+COMPLETIONS = 512
+THINKING, ANSWER = 28, 6
+
+
+def busy() -> None:
+    """What a trainer does to a core: small matrix products without end."""
+    import torch
+
+    torch.set_num_threads(1)
+    a = torch.randn(256, 64)
+    b = torch.randn(64, 192)
+    while True:
+        torch.nn.functional.silu(a @ b) @ b.T
+
+
+async def one_round(engine, concurrency: int, thinking: int, answer: int, every: float, publish):
+    """(tokens, seconds, forced, update times) of COMPLETIONS completions."""
+    slots = asyncio.Semaphore(concurrency)
+    updates = []
+
+    async def one(i: int):
+        async with slots:
+            return await engine.complete([1, 8 + i % 9, 18, 9, 20, 10, 24, 4], thinking, answer, 1.0)
+
+    async def keep_updating():
+        while True:
+            await asyncio.sleep(every)
+            updates.append(await engine.update(publish()))
+
+    updater = asyncio.create_task(keep_updating()) if every else None
+    start = time.perf_counter()
+    done = await asyncio.gather(*(one(i) for i in range(COMPLETIONS)))
+    seconds = time.perf_counter() - start
+    if updater is not None:
+        updater.cancel()
+    tokens = sum(len(c.token_ids) for c in done)
+    return tokens / seconds, sum(c.forced != (0, 0) for c in done) / len(done), updates
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    from megatron_rl.config import RunConfig
+    from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+    from megatron_rl.models.tiny import create
+    from megatron_rl.rollout.environment import prepare_environment
+
+    folder = Path(tempfile.mkdtemp())
+    model_dir = create("tiny_scout", folder / "model", save_tiny_tokenizer)
+    config = RunConfig(
+        model="tiny_scout",
+        precision={"params": "fp32"},
+        generation={
+            "max_prompt_tokens": 32,
+            "thinking_budget_tokens": (THINKING, THINKING),
+            "answer_budget_tokens": ANSWER,
+            "interruption_phrase": "</think>",
+            "concurrent_completions": 128,
+            "kv_cache_gib": 0.25,
+        },
+    )
+    prepare_environment(config, str(model_dir))
+    from safetensors.torch import load_file
+
+    from megatron_rl.rollout.engine import Engine
+    from megatron_rl.weights.transports.disk import DiskPublisher
+
+    weights = load_file(model_dir / "model.safetensors")
+    publisher = DiskPublisher(Path(tempfile.mkdtemp(dir="/dev/shm")))
+    version = 0
+
+    def publish():
+        nonlocal version
+        version += 1
+        manifest = publisher.publish(version, iter(weights.items()), 256 * 2**20)
+        publisher.release(version - 1)
+        return manifest
+
+    start = time.perf_counter()
+    engine = Engine(config, 0, str(model_dir))
+    await engine.prepare()
+    print(f"engine start {time.perf_counter() - start:.1f} s")
+    rows = {
+        "64 concurrent": (64, THINKING, ANSWER, 0.0),
+        "128 concurrent": (128, THINKING, ANSWER, 0.0),
+        "128, no interruption": (128, THINKING + ANSWER, 0, 0.0),
+        "128, update every 0.5 s": (128, THINKING, ANSWER, 0.5),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in rows}
+    forced: dict[str, float] = {}
+    updates = []
+    await one_round(engine, *next(iter(rows.values())), publish)
+    for _ in range(ROUNDS):
+        for name, row in rows.items():
+            rate, forced[name], took = await one_round(engine, *row, publish)
+            rates[name].append(rate)
+            updates += took
+    engine.stop()
+    publisher.close()
+    first = statistics.median(next(iter(rates.values())))
+    result = {
+        "bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+        "busy_processes": arguments.busy,
+        "tokens_per_second": {n: round(statistics.median(r)) for n, r in rates.items()},
+        "ratio_to_first": {n: round(statistics.median(r) / first, 3) for n, r in rates.items()},
+        "forced_share": {n: round(x, 3) for n, x in forced.items()},
+        "updates": len(updates),
+        "pause_ms": round(1e3 * statistics.median(u.pause_seconds for u in updates), 1),
+        "transfer_ms": round(1e3 * statistics.median(u.transfer_seconds for u in updates), 1),
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy")
+    parsed = parser.parse_args()
+    hogs = [multiprocessing.Process(target=busy, daemon=True) for _ in range(parsed.busy)]
+    for hog in hogs:
+        hog.start()
+    try:
+        asyncio.run(main(parsed))
+    finally:
+        for hog in hogs:
+            hog.kill()

@@ -1,0 +1,283 @@
+"""The three products of the LM head, each with an fp32 result, by what the machine has.
+
+    logits       x = h w^T        hidden gradient  o = d w        weight gradient  g (+)= d^T h
+
+Products of bf16 numbers are exact in fp32, so bf16 operands with fp32 sums equal fp32 copies of
+both, and no copy of the weight is kept that could go stale. Shape legend: C rows of a chunk,
+H hidden, V vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_rl.kernels.library import load
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["bf16", "tf32", "fp32"]
+"""Of the head, per run.
+
+- `fp32`: fp32 logits; fp32 operands are multiplied in fp32. bf16 operands need no copy.
+- `tf32`: the same, but fp32 operands (fp32 weights, fp32 logit gradients) may be rounded to TF32
+  on GPU.
+- `bf16`: logits rounded to bf16, as heads without this room have them; for comparisons.
+"""
+LogitGrads = Literal["auto", "bf16", "fp32"]
+"""Type of the gradient by the logits in the two backward products; `auto`: the operands' type."""
+
+UPCAST_ROWS = 8192
+"""Rows of a bf16 weight that are upcast at a time where no bf16 product with fp32 result exists."""
+
+
+class Head(ABC):
+    """The products. Results are fp32 and are written into `out`; operands are as stored."""
+
+    name: str
+    """How the products are made, for the log."""
+
+    @abstractmethod
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        """out = hidden weight^T."""
+
+    @abstractmethod
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        """out = grads weight."""
+
+    @abstractmethod
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        """out = grads^T hidden, added to what is there if `accumulate`."""
+
+
+class CpuBf16(Head):
+    """Own GEMMs on CPU: tdpbf16ps (AMX) or vdpbf16ps (AVX-512)."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+        self.name = {1: "bf16 x bf16 -> fp32 on AVX-512", 2: "bf16 x bf16 -> fp32 on AMX"}[kind]
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        torch.ops.megatron_rl.bf16_logits_(hidden_CH, weight_VH, out_CV, self.kind)
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        torch.ops.megatron_rl.bf16_hidden_grad_(grads_CV, weight_VH, out_CH, self.kind)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        torch.ops.megatron_rl.bf16_weight_grad_(grads_CV, hidden_CH, out_VH, accumulate, self.kind)
+
+
+@contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class Upcast(Head):
+    """fp32 products of fp32 operands or of exact upcasts, `UPCAST_ROWS` rows of weight at a time."""
+
+    def __init__(self, tf32: bool, device: str) -> None:
+        self.tf32 = tf32
+        self.on_cuda = device == "cuda"
+        self.name = f"{'TF32' if tf32 and self.on_cuda else 'fp32'} products of exact upcasts"
+
+    def _mode(self) -> Any:
+        # The caller's own setting comes back; on CPU there is nothing to set.
+        return _tf32(self.tf32) if self.on_cuda else nullcontext()
+
+    @staticmethod
+    def _blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        if weight_VH.dtype == torch.float32:
+            yield slice(None), weight_VH
+            return
+        scratch_BH: Tensor | None = None
+        for v in range(0, len(weight_VH), UPCAST_ROWS):
+            part_BH = weight_VH[v : v + UPCAST_ROWS]
+            if scratch_BH is None:
+                scratch_BH = torch.empty_like(part_BH, dtype=torch.float32)
+            yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        hidden_CH = hidden_CH.float()
+        with self._mode():
+            for block, w_BH in self._blocks(weight_VH):
+                torch.mm(hidden_CH, w_BH.t(), out=out_CV[:, block])
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        with self._mode():
+            for block, w_BH in self._blocks(weight_VH):
+                first = block.start in (None, 0)
+                out_CH.addmm_(grads_CV[:, block].float(), w_BH, beta=0.0 if first else 1.0)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        hidden_CH, beta = hidden_CH.float(), 1.0 if accumulate else 0.0
+        with self._mode():
+            # bf16 gradients are upcast a block at a time as well.
+            step = len(out_VH) if grads_CV.dtype == torch.float32 else UPCAST_ROWS
+            for v in range(0, len(out_VH), max(step, 1)):
+                block = slice(v, v + step)
+                out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
+
+
+class CudaTorch(Head):
+    """cuBLAS through torch: bf16 operands, fp32 results, nothing upcast."""
+
+    name = "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)"
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        torch.mm(grads_CV, weight_VH, out_dtype=torch.float32, out=out_CH)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        grads_VC = grads_CV.t()
+        if accumulate:
+            torch.addmm(out_VH, grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+        else:
+            torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+
+
+class TransformerEngine(CudaTorch):
+    """Transformer Engine's `general_gemm(out_dtype=torch.float32)` for contiguous operands.
+
+    It reads operands as contiguous whatever their strides are, so strided ones (bf16 gradients that
+    took the place of fp32 logits) go through torch.
+    """
+
+    name = "bf16 x bf16 -> fp32 by Transformer Engine's general_gemm (cuBLASLt)"
+
+    def __init__(self) -> None:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        self.gemm = general_gemm
+
+    def _takes(self, *tensors: Tensor) -> bool:
+        # cuBLASLt wants 16-byte rows.
+        return all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in tensors)
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        if not self._takes(hidden_CH, weight_VH, out_CV):
+            return super().logits(hidden_CH, weight_VH, out_CV)
+        self.gemm(weight_VH, hidden_CH, out_dtype=torch.float32, layout="TN", out=out_CV)
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        if not self._takes(grads_CV, weight_VH, out_CH):
+            return super().hidden_grad(grads_CV, weight_VH, out_CH)
+        self.gemm(weight_VH, grads_CV, out_dtype=torch.float32, layout="NN", out=out_CH)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        if not self._takes(grads_CV, hidden_CH, out_VH):
+            return super().weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+        self.gemm(
+            *(hidden_CH, grads_CV),
+            out_dtype=torch.float32,
+            layout="NT",
+            out=out_VH,
+            accumulate=accumulate,
+        )
+
+
+class RoundedLogits(Head):
+    """Another head's products, with logits rounded to bf16 (the head of `precision: bf16`)."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.name = f"logits rounded to bf16; {head.name}"
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        self.head.logits(hidden_CH, weight_VH, out_CV)
+        for row_V in out_CV.split(64):  # no second [C, V]
+            row_V.copy_(row_V.bfloat16())
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        self.head.hidden_grad(grads_CV, weight_VH, out_CH)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        self.head.weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+
+
+class Mixed(Head):
+    """bf16 products for the logits, fp32 ones behind them (fp32 logit gradients, bf16 operands)."""
+
+    def __init__(self, forward: Head, backward: Head) -> None:
+        self.forward, self.backward = forward, backward
+        self.name = f"{forward.name}; backward: {backward.name}"
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        self.forward.logits(hidden_CH, weight_VH, out_CV)
+
+    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        self.backward.hidden_grad(grads_CV, weight_VH, out_CH)
+
+    def weight_grad(
+        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
+    ) -> None:
+        self.backward.weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+
+
+def _bf16_products(device: str, tf32: bool) -> Head:
+    if device == "cuda":
+        try:
+            return TransformerEngine()
+        except (ImportError, OSError, RuntimeError) as error:
+            log.info("Transformer Engine is not usable (%s): torch.mm(out_dtype=) instead", error)
+            return CudaTorch()
+    kind = load().cpu_gemm
+    return CpuBf16(kind) if kind else Upcast(tf32, device)
+
+
+@cache
+def select(
+    precision: Precision, logit_grads: LogitGrads, operands: torch.dtype, device: str
+) -> tuple[Head, torch.dtype]:
+    """The head for operands of a type on a device type, and the type of its logit gradients.
+
+    The choice is logged once per combination.
+
+    Raises:
+        ValueError: an unknown precision, or operands that are neither bf16 nor fp32.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}: one of {', '.join(get_args(Precision))}")
+    if logit_grads not in get_args(LogitGrads):
+        raise ValueError(f"logit_grads is {logit_grads!r}: one of {get_args(LogitGrads)}")
+    if operands not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"hidden states and head are {operands}: bf16 or fp32 are supported")
+    load()
+    tf32 = precision == "tf32"
+    grads = {"auto": operands, "bf16": torch.bfloat16, "fp32": torch.float32}[logit_grads]
+    head: Head = Upcast(tf32, device)
+    if operands == torch.bfloat16:
+        products = _bf16_products(device, tf32)
+        head = products if grads == torch.bfloat16 else Mixed(products, head)
+    if precision == "bf16":
+        head = RoundedLogits(head)
+    log.info(
+        "LM head: precision %s, %s operands, %s logit gradients on %s: %s",
+        *(precision, operands, grads, device, head.name),
+    )
+    return head, grads

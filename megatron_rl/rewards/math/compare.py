@@ -1,0 +1,202 @@
+"""Whether an answer's form is the gold's. Every function takes gold first."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import mpmath
+from mpmath import mp
+
+from megatron_rl.rewards.math.equal import same_value
+from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate, to_mp
+from megatron_rl.rewards.math.expression import Node
+from megatron_rl.rewards.math.forms import (
+    Based,
+    Collection,
+    Expression,
+    Form,
+    Matrix,
+    NamedSet,
+    Relation,
+    Statement,
+    Union,
+    Words,
+)
+from megatron_rl.rewards.math.relations import Interval, as_intervals, same_relation, value_of
+
+ROUNDED_DECIMALS = 4
+ROUNDED_DIGITS = 6
+"""A decimal with at least so many decimals and digits is right if it is the gold value, rounded."""
+
+
+def same(gold: Form, answer: Form) -> bool:
+    """Whether the answer means what the gold answer does.
+
+    Raises:
+        Undefined: a side has no value.
+        OverLimit: a size limit.
+    """
+    if isinstance(gold, Relation) or isinstance(answer, Relation):
+        return _with_relation(gold, answer)
+    if isinstance(gold, Expression) and isinstance(answer, Expression):
+        return same_expression(gold.node, answer.node)
+    if isinstance(gold, Words | Statement) or isinstance(answer, Words | Statement):
+        return gold == answer
+    if isinstance(gold, Matrix) or isinstance(answer, Matrix):
+        return _same_matrix(gold, answer)
+    if isinstance(gold, Based) or isinstance(answer, Based):
+        return _same_based(gold, answer)
+    if isinstance(gold, Union | NamedSet) or isinstance(answer, Union | NamedSet):
+        return gold == answer or _same_union(gold, answer)
+    return _same_collection(gold, answer)
+
+
+def same_expression(gold: Node, answer: Node) -> bool:
+    """Equality of values; a long decimal may be the other side's value, rounded."""
+    if gold.has("infinity") or answer.has("infinity"):
+        return _infinite(gold) == _infinite(answer) != 0
+    if same_value(gold, answer):
+        return True
+    short, long = gold, answer
+    if _decimals(short) < 0 or 0 <= _decimals(long) < _decimals(short):
+        short, long = long, short
+    return _is_rounding(short, long)
+
+
+def _infinite(node: Node) -> int:
+    """+1 for infinity, -1 for minus infinity, 0 for anything else."""
+    if node.op in ("neg", "plus"):
+        return -_infinite(node.args[0])
+    return int(node.op == "infinity")
+
+
+def _decimals(node: Node) -> int:
+    return _decimals(node.args[0]) if node.op == "neg" else node.decimals
+
+
+def _is_rounding(literal: Node, exact: Node) -> bool:
+    places = _decimals(literal)
+    if places < ROUNDED_DECIMALS or exact.symbols or 0 <= _decimals(exact) == places:
+        return False
+    value = evaluate(literal, Context())
+    assert isinstance(value, Fraction)
+    if len(str(abs(value.numerator * 10**places // value.denominator))) < ROUNDED_DIGITS:
+        return False
+    with mp.workdps(places + 40):
+        other = to_mp(evaluate(exact, Context()))
+        error = abs(other - to_mp(value))
+        return bool(mpmath.isfinite(error) and error <= mpmath.mpf(10) ** -places / 2)
+
+
+def _with_relation(gold: Form, answer: Form) -> bool:
+    if isinstance(gold, Relation) and isinstance(answer, Relation):
+        if same_relation(gold, answer, same):
+            return True
+    elif isinstance(answer, Relation):
+        value = value_of(answer, same, asked=False)
+        if value is not None:
+            return same(gold, value)
+    elif isinstance(gold, Relation):
+        value = value_of(gold, same, asked=True)
+        if value is not None:
+            return same(value, answer)
+    return _same_union(gold, answer)
+
+
+def _same_matrix(gold: Form, answer: Form) -> bool:
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        return [len(r) for r in gold.rows] == [len(r) for r in answer.rows] and all(
+            same(g, a)
+            for gold_row, answer_row in zip(gold.rows, answer.rows, strict=True)
+            for g, a in zip(gold_row, answer_row, strict=True)
+        )
+    matrix, other = (gold, answer) if isinstance(gold, Matrix) else (answer, gold)
+    assert isinstance(matrix, Matrix)
+    if not isinstance(other, Collection) or other.opening == "{":
+        return False
+    cells = [cell for row in matrix.rows for cell in row]
+    vector = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
+    return (
+        vector
+        and len(cells) == len(other.items)
+        and all(same(c, o) for c, o in zip(cells, other.items, strict=True))
+    )
+
+
+def _same_based(gold: Form, answer: Form) -> bool:
+    if isinstance(gold, Based) and isinstance(answer, Based):
+        return _based_value(gold) == _based_value(answer) is not None
+    based, other = (gold, answer) if isinstance(gold, Based) else (answer, gold)
+    assert isinstance(based, Based)
+    # The base may be left out: the question named it.
+    return (
+        isinstance(other, Expression)
+        and other.node.op == "num"
+        and other.node.decimals < 0
+        and based.digits.lstrip("0") == str(other.node.value)
+    )
+
+
+def _based_value(number: Based) -> int | None:
+    try:
+        return int(number.digits, number.base)
+    except ValueError:
+        return None
+
+
+def _same_union(gold: Form, answer: Form) -> bool:
+    """Equality as sets of real numbers."""
+    sides = [as_intervals(form) for form in (gold, answer)]
+    if sides[0] is None or sides[1] is None:
+        return False
+    return _matched(sides[0], sides[1], _same_interval)
+
+
+def _same_interval(gold: Interval, answer: Interval) -> bool:
+    return (gold.open_below, gold.open_above) == (answer.open_below, answer.open_above) and all(
+        same_expression(g, a)
+        for g, a in ((gold.low, answer.low), (gold.high, answer.high))
+    )
+
+
+def _same_collection(gold: Form, answer: Form) -> bool:
+    items = [f.items if isinstance(f, Collection) else (f,) for f in (gold, answer)]
+    brackets = [f.opening + f.closing if isinstance(f, Collection) else "" for f in (gold, answer)]
+    if brackets == ["{}", "{}"] or "{}" in brackets and "" in brackets:
+        distinct = [_distinct(i) for i in items]
+        return _matched(distinct[0], distinct[1], same)
+    if brackets == ["", ""]:
+        return _matched(list(items[0]), list(items[1]), same)
+    if "{}" in brackets or len(items[0]) != len(items[1]):
+        return False
+    if "" not in brackets and brackets[0] != brackets[1] and len(items[0]) == 2:
+        return False  # (1, 2) is no [1, 2]
+    return all(same(g, a) for g, a in zip(*items, strict=True))
+
+
+def _distinct(items: tuple[Form, ...]) -> list[Form]:
+    out: list[Form] = []
+    for item in items:
+        if not any(same(item, other) for other in out):
+            out.append(item)
+    return out
+
+
+def _matched[T](gold: list[T], answer: list[T], equal) -> bool:
+    """Whether the lists have equal members, in any order."""
+    if len(gold) != len(answer):
+        return False
+    rest = list(answer)
+    for g in gold:
+        at = next((i for i, a in enumerate(rest) if _quietly(equal, g, a)), None)
+        if at is None:
+            return False
+        del rest[at]
+    return True
+
+
+def _quietly(equal, gold, answer) -> bool:
+    try:
+        return equal(gold, answer)
+    except Undefined:
+        return False

@@ -1,0 +1,149 @@
+"""Equality of expressions, decided by their values at many points.
+
+Rational parts are computed as fractions, so at rational points rational functions are compared
+exactly. Everything else is compared at 40, 160 and 600 digits against the size of its largest
+intermediate sum. At a point where a side has no real value nothing is compared, unless that is so
+at every point: then complex values are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import mpmath
+from mpmath import mp
+
+from megatron_rl.rewards.math.evaluate import Context, Number, Undefined, evaluate, to_mp
+from megatron_rl.rewards.math.expression import Node, OverLimit
+
+DIGITS = (40, 160, 600)
+# Positive, negative and whole points: sqrt(x^2) is x at the first only, (-1)^n is real at the last.
+_POINTS = (
+    (Fraction(7, 3), Fraction(13, 5), Fraction(19, 7), Fraction(29, 11), Fraction(37, 13)),
+    (Fraction(3, 11), Fraction(5, 17), Fraction(9, 23), Fraction(2, 13), Fraction(4, 19)),
+    (Fraction(-11, 4), Fraction(-17, 6), Fraction(-5, 7), Fraction(-23, 9), Fraction(-31, 10)),
+    (Fraction(9, 2), Fraction(-7, 5), Fraction(16, 9), Fraction(-3, 8), Fraction(21, 4)),
+    (Fraction(3), Fraction(5), Fraction(4), Fraction(7), Fraction(2)),
+    (Fraction(6), Fraction(2), Fraction(9), Fraction(4), Fraction(5)),
+    (Fraction(11), Fraction(8), Fraction(3), Fraction(10), Fraction(6)),
+)
+
+
+ENOUGH_POINTS = 3
+
+
+def same_value(a: Node, b: Node) -> bool:
+    """Whether two expressions are equal wherever both have a value.
+
+    Raises:
+        Undefined: there are too few points where both have one.
+        OverLimit: a size limit.
+    """
+    symbols = sorted(a.symbols | b.symbols)
+    bases: tuple[Fraction | None, ...] = (None,)
+    if a.calls("log") or b.calls("log"):
+        # Without a base it is the natural or the decimal logarithm: either is accepted.
+        bases = (None, Fraction(10))
+    return any(_agree_in(a, b, symbols, base) for base in bases)
+
+
+def proportional(a: Node, b: Node, *, positive: bool) -> bool:
+    """Whether `a` is a constant multiple of `b`: then `a = 0` and `b = 0` are one equation.
+
+    Args:
+        positive: the constant must be positive (for inequalities).
+    """
+    symbols = sorted(a.symbols | b.symbols)
+    first: tuple[Number, Number] | None = None
+    compared = 0
+    for context in _contexts(symbols):
+        with mp.workdps(DIGITS[1]):
+            pair = _values(a, b, context, real=True)
+            if pair is None:
+                continue
+            x, y = pair
+            if _close(x, Fraction(0), context.scale) != _close(y, Fraction(0), context.scale):
+                return False
+            if _close(x, Fraction(0), context.scale):
+                continue
+            if positive and (to_mp(x) > 0) != (to_mp(y) > 0):
+                return False
+            if first is None:
+                first = pair
+            elif not _close(_times(x, first[1]), _times(y, first[0]), context.scale):
+                return False
+            compared += 1
+            if not symbols:
+                return True
+    return compared >= ENOUGH_POINTS
+
+
+def _times(x: Number, y: Number) -> Number:
+    return x * y if isinstance(x, Fraction) and isinstance(y, Fraction) else to_mp(x) * to_mp(y)
+
+
+def _close(x: Number, y: Number, scale: mpmath.mpf) -> bool:
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
+        return x == y
+    x, y = to_mp(x), to_mp(y)
+    size = max(abs(x), abs(y), scale)
+    return bool(abs(x - y) <= size * mpmath.mpf(10) ** (12 - mp.dps))
+
+
+def _contexts(symbols: list[str]) -> list[Context]:
+    """Points to compare at; variables of one name get one value."""
+    if not symbols:
+        return [Context()]
+    if len(symbols) > 12:
+        raise OverLimit(f"{len(symbols)} variables: over the limit of 12")
+    return [
+        Context(values={s: point[i % 5] + i // 5 for i, s in enumerate(symbols)})
+        for point in _POINTS
+    ]
+
+
+def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, Number] | None:
+    """Both values at a point; None where there are none (or no real ones)."""
+    context.scale = mpmath.mpf(0)
+    try:
+        pair = evaluate(a, context), evaluate(b, context)
+    except (Undefined, ZeroDivisionError, OverflowError):
+        return None
+    if real and any(_is_complex(x, context.scale) for x in pair):
+        return None
+    if any(not isinstance(x, Fraction) and not mpmath.isfinite(x) for x in pair):
+        return None
+    return pair
+
+
+def _is_complex(x: Number, scale: mpmath.mpf) -> bool:
+    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * mpmath.mpf(10) ** (12 - mp.dps)
+
+
+def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -> bool:
+    for real in (True, False):
+        compared = 0
+        for context in _contexts(symbols):
+            context = replace(context, log_base=log_base)
+            agreed = _agree_at(a, b, context, real=real)
+            if agreed is False:
+                return False
+            compared += agreed is True
+        if compared >= (ENOUGH_POINTS if symbols else 1):
+            return True
+    raise Undefined("the expressions have no values to compare")
+
+
+def _agree_at(a: Node, b: Node, context: Context, *, real: bool) -> bool | None:
+    """Whether the values at a point are equal; None where there are none."""
+    for digits in DIGITS:
+        with mp.workdps(digits):
+            pair = _values(a, b, context, real=real)
+            if pair is None:
+                return None
+            if not _close(*pair, context.scale):
+                return False
+            if all(isinstance(x, Fraction) for x in pair):
+                return True
+    return True

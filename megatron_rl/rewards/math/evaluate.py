@@ -1,0 +1,296 @@
+"""Values of expressions: fractions where they are rational, else mpmath's numbers of many digits.
+
+Sizes are checked before anything is computed, so no expression takes long.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import mpmath
+from mpmath import mp
+
+from megatron_rl.rewards.math.expression import Node, OverLimit
+
+MAX_BITS = 200_000
+"""Largest integer that is computed exactly."""
+MAX_FACTORIAL = 20_000
+
+Number = Fraction | mpmath.mpf | mpmath.mpc
+
+class Undefined(ArithmeticError):
+    """The expression has no value: a division by zero, the factorial of a fraction."""
+
+
+@dataclass(slots=True)
+class Context:
+    """Values of the variables, and the base of a `\\log` without one."""
+
+    values: dict[str, Fraction] = field(default_factory=dict)
+    log_base: Fraction | None = None
+    """None: the natural logarithm."""
+    scale: mpmath.mpf = field(default_factory=lambda: mpmath.mpf(0))
+    """Largest summand so far."""
+
+
+def _bits(x: Fraction) -> int:
+    return max(x.numerator.bit_length(), x.denominator.bit_length())
+
+
+def _checked(x: Fraction) -> Fraction:
+    if _bits(x) > MAX_BITS:
+        raise OverLimit(f"a number of {_bits(x)} bits: over the limit of {MAX_BITS}")
+    return x
+
+
+def to_mp(x: Number) -> mpmath.mpf | mpmath.mpc:
+    """The number at the working precision."""
+    if isinstance(x, Fraction):
+        return mpmath.mpf(x.numerator) / x.denominator
+    return x
+
+
+def evaluate(node: Node, context: Context) -> Number:
+    """Value of an expression at mpmath's working precision; a Fraction where it is rational.
+
+    Raises:
+        Undefined: no value there.
+        OverLimit: a size limit.
+    """
+    handler = _HANDLERS.get(node.op)
+    if handler is None:
+        raise Undefined(f"{node.op} has no value")
+    return handler(node, context)
+
+
+def _sum(node: Node, context: Context) -> Number:
+    exact, rest = Fraction(0), None
+    for arg in node.args:
+        x = evaluate(arg, context)
+        if isinstance(x, Fraction):
+            exact = _checked(exact + x)
+        else:
+            context.scale = max(context.scale, abs(x))
+            rest = x if rest is None else rest + x
+    if rest is None:
+        return exact
+    context.scale = max(context.scale, abs(to_mp(exact)))
+    return rest + to_mp(exact)
+
+
+def _product(node: Node, context: Context) -> Number:
+    exact, rest = Fraction(1), None
+    for arg in node.args:
+        x = evaluate(arg, context)
+        if isinstance(x, Fraction):
+            exact = _checked(exact * x)
+        else:
+            rest = x if rest is None else rest * x
+    return exact if rest is None or exact == 0 else rest * to_mp(exact)
+
+
+def _inverse(x: Number) -> Number:
+    if x == 0:
+        raise Undefined("a division by zero")
+    return 1 / x
+
+
+def _quotient(node: Node, context: Context) -> Number:
+    a, b = (evaluate(x, context) for x in node.args)
+    b = _inverse(b)
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return _checked(a * b)
+    return to_mp(a) * to_mp(b)
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(exponent, Fraction):
+        if isinstance(base, Fraction) and exponent.denominator == 1:
+            return _integer_power(base, exponent.numerator)
+        if base == 0:
+            if exponent > 0:
+                return Fraction(0)
+            raise Undefined("a power of zero")
+        if exponent.denominator != 1:
+            if exponent.denominator > 1000:
+                raise OverLimit(f"a root of order {exponent.denominator}")
+            root = _root(base, exponent.denominator)
+            return _power(root, Fraction(exponent.numerator))
+    a, b = to_mp(base), to_mp(exponent)
+    if a == 0:
+        raise Undefined("a power of zero")
+    if abs(b) * abs(mpmath.log(abs(a))) > 10**9:
+        raise OverLimit("a power whose value has over 10^8 digits")
+    return a**b
+
+
+def _power_node(node: Node, context: Context) -> Number:
+    base, exponent = (evaluate(a, context) for a in node.args)
+    if isinstance(base, Fraction) and base < 0 and node.args[1].symbols:
+        # (-1)^n is the principal power at a fraction, not the real root of (-8)^{1/3}.
+        if isinstance(exponent, Fraction) and exponent.denominator != 1:
+            return mpmath.mpc(to_mp(base)) ** to_mp(exponent)
+    return _power(base, exponent)
+
+
+def _integer_power(base: Fraction, n: int) -> Fraction:
+    if base == 0:
+        if n <= 0:
+            raise Undefined("0 to the power of 0 or less")
+        return Fraction(0)
+    if abs(base) != 1 and abs(n) * max(_bits(base) - 1, 1) > MAX_BITS:
+        raise OverLimit(f"a power of about {float_size(base, n)} bits: over the limit of {MAX_BITS}")
+    return base ** (n % 2 if abs(base) == 1 else n)
+
+
+def float_size(base: Fraction, n: int) -> str:
+    """About how many bits `base ** n` has, for messages."""
+    bits = abs(n) * max(_bits(base) - 1, 1)
+    return str(bits) if bits < 10**15 else "over 10^15"
+
+
+def _root(x: Number, n: int) -> Number:
+    """The real n-th root where there is one, exact where it is rational, else the principal one."""
+    negative = not isinstance(x, mpmath.mpc) and x < 0
+    if negative and n % 2:
+        return -_root(-x, n)
+    if isinstance(x, Fraction) and not negative:
+        roots = [_exact_root(v, n) for v in (x.numerator, x.denominator)]
+        if all(r is not None for r in roots):
+            return Fraction(roots[0], roots[1])  # type: ignore[arg-type]
+    return mpmath.root(to_mp(x), n) if not negative else mpmath.mpc(to_mp(x)) ** (mpmath.mpf(1) / n)
+
+
+def _exact_root(x: int, n: int) -> int | None:
+    if x < 2:
+        return x
+    if n == 2:
+        r = math.isqrt(x)
+    elif x.bit_length() > 2000:
+        return None
+    else:
+        with mp.workprec(x.bit_length() + 20):
+            r = int(mpmath.nint(mpmath.root(mpmath.mpf(x), n)))
+    return r if r**n == x else None
+
+
+def _factorial(node: Node, context: Context) -> Number:
+    x = evaluate(node.args[0], context)
+    if not isinstance(x, Fraction) or x.denominator != 1 or x < 0:
+        raise Undefined("the factorial of what is no natural number")
+    if x > MAX_FACTORIAL:
+        raise OverLimit(f"a factorial over {MAX_FACTORIAL}!")
+    return _checked(Fraction(math.factorial(x.numerator)))
+
+
+def _real(x: Number) -> Fraction | mpmath.mpf:
+    if isinstance(x, mpmath.mpc):
+        if x.imag != 0:
+            raise Undefined("an order of complex numbers")
+        return x.real
+    return x
+
+
+def _rounded(node: Node, context: Context) -> Number:
+    x = _real(evaluate(node.args[0], context))
+    if isinstance(x, Fraction):
+        return Fraction(math.floor(x) if node.op == "floor" else math.ceil(x))
+    if abs(x) > 10**30:
+        raise OverLimit("the integer part of a number over 10^30")
+    near = mpmath.nint(x)
+    # A value within the noise of an integer is that integer.
+    if abs(x - near) < mpmath.mpf(10) ** (12 - mp.dps):
+        return Fraction(int(near))
+    return Fraction(int(mpmath.floor(x) if node.op == "floor" else mpmath.ceil(x)))
+
+
+def _natural(x: Number, what: str) -> int:
+    if not isinstance(x, Fraction) or x.denominator != 1:
+        raise Undefined(f"{what} of what is no integer")
+    return x.numerator
+
+
+_DIRECT = {
+    **{f: getattr(mpmath, f) for f in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh")},
+    **{f: getattr(mpmath, f) for f in ("tanh", "coth", "ln", "exp", "arg")},
+    **{f"arc{f}": getattr(mpmath, f"a{f}") for f in ("sin", "cos", "tan", "cot")},
+}
+
+
+def _call(node: Node, context: Context) -> Number:
+    args = [evaluate(a, context) for a in node.args]
+    if node.name in ("max", "min"):
+        reals = [_real(a) for a in args]
+        return (max if node.name == "max" else min)(reals, key=to_mp)
+    if node.name in ("gcd", "lcm"):
+        whole = [_natural(a, node.name) for a in args]
+        return _checked(Fraction(math.gcd(*whole) if node.name == "gcd" else math.lcm(*whole)))
+    if node.name == "binom":
+        return _binomial(_natural(args[0], "a binomial"), _natural(args[1], "a binomial"))
+    if node.name in ("log", "ln", "logbase"):
+        return _logarithm(node.name, args, context)
+    x = to_mp(args[0])
+    if abs(x) > 10**12:
+        raise OverLimit(f"{node.name} of a number over 10^12")
+    try:
+        value = _DIRECT[node.name](x)
+    except (ValueError, ZeroDivisionError) as e:
+        raise Undefined(f"{node.name}: {e}") from None
+    if node.name in ("sin", "cos", "tan", "cot"):
+        # Their error is absolute: sin(pi) is some 1e-41.
+        context.scale = max(context.scale, mpmath.mpf(1))
+    return value
+
+
+def _logarithm(name: str, args: list[Number], context: Context) -> Number:
+    base = args[1] if name == "logbase" else context.log_base if name == "log" else None
+    if args[0] == 0 or base in (0, 1):
+        raise Undefined("a logarithm of 0 or to base 0 or 1")
+    value = mpmath.log(to_mp(args[0]))
+    if base is not None:
+        value /= mpmath.log(to_mp(base))
+    near = mpmath.nint(value.real)
+    whole = Fraction(int(near)) if abs(near) < 10**4 else None
+    if whole is not None and isinstance(base, Fraction) and isinstance(args[0], Fraction):
+        if base > 0 and _bits(base) * abs(int(near)) < MAX_BITS and base ** int(near) == args[0]:
+            return whole
+    return value
+
+
+def _binomial(n: int, k: int) -> Fraction:
+    if k < 0 or n < 0:
+        raise Undefined("a binomial of a negative number")
+    k = min(k, n - k)
+    if k > MAX_FACTORIAL or (k > 0 and k * n.bit_length() > 4 * MAX_BITS):
+        raise OverLimit(f"a binomial of {n.bit_length()} bits over {k}")
+    return Fraction(0) if k < 0 else _checked(Fraction(math.comb(n, k)))
+
+
+_HANDLERS = {
+    "num": lambda n, c: n.value,
+    "sym": lambda n, c: c.values[n.name],
+    "pi": lambda n, c: +mp.pi,
+    "e": lambda n, c: +mp.e,
+    "imaginary": lambda n, c: mpmath.mpc(0, 1),
+    "add": _sum,
+    "mul": _product,
+    "div": _quotient,
+    "inv": lambda n, c: _inverse(evaluate(n.args[0], c)),
+    "neg": lambda n, c: -evaluate(n.args[0], c),
+    "pow": _power_node,
+    "root": lambda n, c: _any_root(evaluate(n.args[0], c), evaluate(n.args[1], c)),
+    "abs": lambda n, c: abs(evaluate(n.args[0], c)),
+    "percent": lambda n, c: evaluate(n.args[0], c) / 100,
+    "fact": _factorial,
+    "floor": _rounded,
+    "ceil": _rounded,
+    "call": _call,
+}
+
+
+def _any_root(x: Number, n: Number) -> Number:
+    if not isinstance(n, Fraction) or n == 0:
+        raise Undefined("a root of no order")
+    return _power(x, 1 / n)

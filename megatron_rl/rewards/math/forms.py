@@ -1,0 +1,300 @@
+"""What an answer is: an expression, a tuple, a set, an interval, an equation, words, a series ..."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.rewards.math.expression import (
+    MAX_CHARACTERS,
+    Node,
+    OverLimit,
+    Unreadable,
+    read_expression,
+)
+from megatron_rl.rewards.math.normalize import text_form, untext
+
+MAX_ITEMS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A formula without a relation. Example: `2\\pi`."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Several values. Example: `(1, 2)` is `Collection("(", ")", (1, 2))`; a bare list has no brackets.
+
+    `{` is a set; `(` and `[` with two members can be an interval, which only the other side tells.
+    """
+
+    opening: str
+    closing: str
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Intervals and sets joined by a union sign."""
+
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A chain. Example: `1 < x \\le 2` has the operators `<` and `le`; a list of parts is kept."""
+
+    parts: tuple[Form, ...]
+    operators: tuple[str, ...]
+    texts: tuple[str, ...]
+    """Text form of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text that is no formula. Example: `no solution`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A series with dots, a quantified statement, a congruence: compared as a text form."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSet:
+    """`R`, `Z`, `Q`, `N`, `C` or `empty`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows of a matrix, or a column vector."""
+
+    rows: tuple[tuple[Form, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """A number in a base. Example: `1011_2`."""
+
+    digits: str
+    base: int
+
+
+Form = Expression | Collection | Union | Relation | Words | Statement | NamedSet | Matrix | Based
+
+_STATEMENT = re.compile(
+    r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|bmod|mod|mapsto|to|rightarrow|Rightarrow|implies|iff"
+    r"|Leftrightarrow|rightarrow|perp|parallel|triangle|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
+    r"|\\begin\{(?:cases|aligned|array|align)"
+)
+_MATRIX = re.compile(r"^\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}$", re.DOTALL)
+_RELATION = re.compile(r"\\(le|ge|ne|in|approx)(?![A-Za-z])|([=<>])")
+_COMMAND = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
+_OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle"}
+_CLOSING = frozenset((")", "]", "\\}", "\\rangle", "}", "\\rfloor", "\\rceil"))
+_OPEN = frozenset((*_OPENING, "{", "\\lfloor", "\\lceil"))
+_THOUSANDS = re.compile(r"^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$")
+_BASED = re.compile(r"^([0-9A-F]+)_\{?(\d{1,2})\}?$")
+_NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
+_ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
+_PLAIN_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
+_SHORT_WORDS = frozenset(("yes", "no", "none", "true", "false", "all", "odd", "even", "dne"))
+_JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
+
+
+def read_form(text: str) -> Form:
+    """The form of a normalized text.
+
+    Raises:
+        Unreadable: none.
+        OverLimit: a size limit.
+    """
+    if len(text) > MAX_CHARACTERS and not text.lstrip("-").isdigit():
+        raise OverLimit(f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}")
+    text = text.strip().rstrip(".").strip()
+    if (whole := _ALL_TEXT.match(text)) is not None:
+        text = whole[1].strip()
+    if (matrix := _MATRIX.match(text)) is not None:
+        return _matrix(matrix[2])
+    if _STATEMENT.search(text):
+        return Statement(text_form(text))
+    if (words := as_words(untext(text).strip(), written_as_text=whole is not None)) is not None:
+        return words
+    return _read(untext(text).strip())
+
+
+def as_words(text: str, *, written_as_text: bool) -> Words | None:
+    """The text as words, if it is no product of variables such as `xy`."""
+    if not _PLAIN_WORDS.match(text):
+        return None
+    longest = max(len(word) for word in re.split(r"[ .'-]+", text))
+    if longest > 3 or (written_as_text and longest > 1) or text.lower() in _SHORT_WORDS:
+        return Words(" ".join(text.casefold().replace(".", " ").split()))
+    return None
+
+
+def _read(text: str) -> Form:
+    if not text:
+        raise Unreadable("nothing to read")
+    if _THOUSANDS.match(text):
+        return Expression(read_expression(text.replace(",", "")))
+    if len(items := split(text, ",", ";")) > 1:
+        return Collection("", "", _items(items))
+    if len(items := _joined(text)) > 1:
+        return Collection("", "", _items(items))
+    if (relation := _relation(text)) is not None:
+        return relation
+    if len(items := split(text, "\\cup")) > 1:
+        return Union(_items(items))
+    if (bracketed := _bracketed(text)) is not None:
+        return bracketed
+    if (based := _BASED.match(text)) is not None and 2 <= int(based[2]) <= 36:
+        return Based(based[1], int(based[2]))
+    if (named := _NAMED.match(text)) is not None:
+        return NamedSet(named[1])
+    if text in ("\\emptyset", "\\{ \\}", "\\{\\}"):
+        return NamedSet("empty")
+    node = read_expression(text)
+    if node.has("pm", "mp"):
+        both = (Expression(_signed(node, upper)) for upper in (True, False))
+        return Collection("", "", tuple(both))
+    return Expression(node)
+
+
+def _items(texts: list[str]) -> tuple[Form, ...]:
+    if len(texts) > MAX_ITEMS:
+        raise OverLimit(f"{len(texts)} items: over the limit of {MAX_ITEMS}")
+    out: list[Form] = []
+    for text in texts:
+        # "1, 2, and 3" leaves an empty place, or one that starts with the word.
+        text = re.sub(r"^(?:and|or)\s", "", text.strip()).strip()
+        if not text:
+            raise Unreadable("an empty place in a list")
+        form = read_form(text)
+        # 1, \pm 2 has three members.
+        flat = isinstance(form, Collection) and not form.opening
+        out.extend(form.items if flat else (form,))
+    return tuple(out)
+
+
+def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
+    """(token, position, depth of brackets around it); closing brackets are inside."""
+    depth = 0
+    for match in _COMMAND.finditer(text):
+        token = match[0]
+        if token in _OPEN:
+            depth += 1
+        yield token, match.start(), depth
+        if token in _CLOSING:
+            depth -= 1
+
+
+def split(text: str, *separators: str) -> list[str]:
+    """Parts of the text between separators that stand outside all brackets."""
+    parts, start = [], 0
+    for token, position, depth in _tokens(text):
+        if token in separators and depth == 0:
+            parts.append(text[start:position])
+            start = position + len(token)
+    return [*parts, text[start:]]
+
+
+def _joined(text: str) -> list[str]:
+    """Parts between `and`, `or`, and their signs."""
+    if not _JOIN.search(text):
+        return [text]
+    depths = {position: depth for _, position, depth in _tokens(text)}
+    parts, start = [], 0
+    for match in _JOIN.finditer(text):
+        if depths.get(match.start(), 0) == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [*parts, text[start:]]
+
+
+def _relation(text: str) -> Relation | None:
+    depths = {position: depth for _, position, depth in _tokens(text)}
+    found = [m for m in _RELATION.finditer(text) if depths.get(m.start(), 1) == 0]
+    if not found:
+        return None
+    edges = [0, *(e for m in found for e in m.span()), len(text)]
+    texts = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    if not all(texts):
+        if len(texts) == 2 and texts[1] and found[0][0] in ("=", "\\approx"):
+            return None if texts[1] == text else _only_right(texts[1])
+        raise Unreadable("a relation with an empty side")
+    operators = tuple((m[1] or m[2]).replace("approx", "=") for m in found)
+    return Relation(
+        tuple(_side(t) for t in texts), operators, tuple(text_form(t) for t in texts)
+    )
+
+
+def _only_right(text: str) -> Relation:
+    return Relation((Words("answer"), read_form(text)), ("=",), ("answer", text_form(text)))
+
+
+def _side(text: str) -> Form:
+    """A side of a relation; a name that is no formula (`\\angle ABC`, `\\overline{AB}`) is words."""
+    try:
+        return read_form(text)
+    except Unreadable:
+        if re.search(r"\d", text):
+            raise
+        return Words(text_form(text))
+
+
+def _bracketed(text: str) -> Form | None:
+    for opening, closing in _OPENING.items():
+        if not text.startswith(opening):
+            continue
+        end = next((p for t, p, d in _tokens(text) if t in _CLOSING and d == 1), None)
+        last = next((c for c in (")", "]", "\\}", "\\rangle") if text.endswith(c)), None)
+        if end is None or last is None or end != len(text) - len(last):
+            return None
+        inside = text[len(opening) : end].strip()
+        if opening == "\\{":
+            return _set(inside)
+        items = split(inside, ",", ";")
+        if len(items) == 1:
+            return None if last == closing and "\\cup" not in inside else read_form(inside)
+        if opening == "\\langle" or last == "\\rangle":
+            opening, last = "(", ")"
+        return Collection(opening, last, _items(items))
+    return None
+
+
+def _set(inside: str) -> Form:
+    if not inside:
+        return NamedSet("empty")
+    for bar in ("\\vert", "|", ":"):
+        parts = split(inside, bar)
+        if len(parts) == 2 and re.match(r"^[a-zA-Z]\s*(?:\\in|$)", parts[0].strip()):
+            # {x | x > 1} is what its condition is.
+            return read_form(parts[1])
+    return Collection("{", "}", _items(split(inside, ",", ";")))
+
+
+def _matrix(body: str) -> Matrix:
+    rows = [row for row in re.split(r"\\\\|\\cr(?![A-Za-z])", body) if row.strip()]
+    if sum(row.count("&") + 1 for row in rows) > MAX_ITEMS:
+        raise OverLimit(f"a matrix of over {MAX_ITEMS} entries")
+    return Matrix(tuple(tuple(read_form(cell) for cell in row.split("&")) for row in rows))
+
+
+def _signed(node: Node, upper: bool) -> Node:
+    if node.op in ("pm", "mp"):
+        inner = _signed(node.args[0], upper)
+        return inner if (node.op == "pm") == upper else Node("neg", (inner,))
+    return Node(
+        node.op, tuple(_signed(a, upper) for a in node.args), node.name, node.value, node.decimals
+    )

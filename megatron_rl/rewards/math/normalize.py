@@ -1,0 +1,189 @@
+r"""One spelling for texts that mean the same: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
+
+from __future__ import annotations
+
+import re
+
+_UNICODE = {
+    **{c: "-" for c in "−–—‒﹣-"},
+    **{c: "\\times " for c in "×✕"},
+    **{c: "\\cdot " for c in "·⋅∙"},
+    **{c: " " for c in "\u00a0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r"},
+    "÷": "/",
+    "≤": "\\le ",
+    "⩽": "\\le ",
+    "≥": "\\ge ",
+    "⩾": "\\ge ",
+    "≠": "\\ne ",
+    "≈": "\\approx ",
+    "≡": "\\equiv ",
+    "±": "\\pm ",
+    "∓": "\\mp ",
+    "∞": "\\infty ",
+    "∪": "\\cup ",
+    "∩": "\\cap ",
+    "∈": "\\in ",
+    "∅": "\\emptyset ",
+    "∀": "\\forall ",
+    "∃": "\\exists ",
+    "√": "\\sqrt ",
+    "∛": "\\sqrt[3] ",
+    "°": "^\\circ ",
+    "…": "\\ldots ",
+    "⋯": "\\ldots ",
+    "ℝ": "\\mathbb{R}",
+    "ℤ": "\\mathbb{Z}",
+    "ℕ": "\\mathbb{N}",
+    "ℚ": "\\mathbb{Q}",
+    "ℂ": "\\mathbb{C}",
+    "½": "\\frac{1}{2}",
+    "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}",
+    "¼": "\\frac{1}{4}",
+    "¾": "\\frac{3}{4}",
+    "⅛": "\\frac{1}{8}",
+    "′": "'",
+    "％": "\\%",
+    "，": ",",
+    "（": "(",
+    "）": ")",
+    "：": ":",
+    **dict(zip("αβγδεθλμνξπρστφχψωΔΓΘΛΣΦΨΩ", (
+        "\\alpha \\beta \\gamma \\delta \\epsilon \\theta \\lambda \\mu \\nu \\xi \\pi \\rho"
+        " \\sigma \\tau \\phi \\chi \\psi \\omega \\Delta \\Gamma \\Theta \\Lambda \\Sigma \\Phi"
+        " \\Psi \\Omega"
+    ).split(), strict=True)),
+}  # fmt: skip
+_UNICODE = {k: v if not v[-1:].isalpha() or v[0] != "\\" else v + " " for k, v in _UNICODE.items()}
+_TABLE = str.maketrans(_UNICODE)
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
+_SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_FULLWIDTH = str.maketrans({0xFF10 + i: str(i) for i in range(10)})
+
+_RENAMES = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "frac"),
+    **dict.fromkeys(("dbinom", "tbinom", "choose"), "binom"),
+    **dict.fromkeys(("leq", "leqslant", "leqq"), "le"),
+    **dict.fromkeys(("geq", "geqslant", "geqq"), "ge"),
+    **dict.fromkeys(("neq", "not="), "ne"),
+    **dict.fromkeys(("dots", "cdots", "dotsc", "dotsb", "dotsm", "hdots"), "ldots"),
+    **dict.fromkeys(("ast", "times", "cdot", "bullet"), "times"),
+    **dict.fromkeys(("varnothing",), "emptyset"),
+    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "vert"),
+    **dict.fromkeys(("lbrace",), "{"),
+    **dict.fromkeys(("rbrace",), "}"),
+    **dict.fromkeys(("degree", "degrees"), "circ"),
+    **dict.fromkeys(("bigcup",), "cup"),
+    **dict.fromkeys(("bigcap",), "cap"),
+    "varphi": "phi",
+    "varepsilon": "epsilon",
+    "vartheta": "theta",
+    "land": "wedge",
+    "lor": "vee",
+    "lt": "<",
+    "gt": ">",
+    "colon": ":",
+    "exp": "exp",
+    "infin": "infty",
+    "lbrack": "[",
+    "rbrack": "]",
+    "lparen": "(",
+    "rparen": ")",
+}
+_DROPPED = frozenset(
+    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle"
+    " textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace"
+    " negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal"
+    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom".split()
+)
+_TEXT_COMMANDS = r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_SPACES = re.compile(r"\\[,;:! ]|\\ |~|\\\\(?=\s*$)|\s+")
+_STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}")
+_E_ROMAN = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])")
+_NAMED = re.compile(
+    rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*"
+    r"(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|arccot|ln|log|lg|exp|gcd|lcm|max|min)"
+    r"\s*\}"
+)
+_PLAIN_FUNCTIONS = re.compile(
+    r"(?<![A-Za-z\\])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
+    # "5 min" is a time, min(2, 3) a function.
+    r"|ln|log|exp|(?:gcd|lcm|max|min)(?=\s*\())(?![A-Za-z])"
+)
+_PLAIN_WORDS = re.compile(
+    r"(?<![A-Za-z\\])(pi|infinity|infty|oo|inf|theta|alpha|beta|gamma|lambda|omega|phi|sigma)(?![A-Za-z])",
+)
+_PLAIN_NAMES = {"infinity": "infty", "oo": "infty", "inf": "infty"}
+_ASIN = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+
+
+def clean(text: str) -> str:
+    r"""LaTeX in one spelling, on which the readers work.
+
+    Example: `\left( \dfrac{1}{2},\, 3 \right)` becomes `( \frac {1}{2}, 3 )` up to spaces.
+    """
+    text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _SUBSCRIPT.sub(lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
+    text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+    text = text.translate(_TABLE).translate(_FULLWIDTH)
+    text = text.replace("\\not=", "\\ne ").replace("\\not =", "\\ne ")
+    text = text.replace("\\!", "").replace("$", "") if "\\$" not in text else text.replace("\\!", "")
+    text = _STYLE.sub(" ", text)
+    text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
+    text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)
+    text = _COMMAND.sub(_rename, text)
+    return _SPACES.sub(" ", text).strip()
+
+
+def _rename(match: re.Match[str]) -> str:
+    name = match[1]
+    if name in _DROPPED:
+        return " "
+    new = _RENAMES.get(name, name)
+    if new in "<>:[]()":
+        return new
+    return f"\\{new}"
+
+
+def plain_to_latex(text: str) -> str:
+    r"""Plain-text mathematics as LaTeX: `sqrt(2)*pi/2`, `x**2`, `>=`; LaTeX stays as it is.
+
+    What stands in `\text{...}` is no mathematics.
+    """
+    parts = _ANY_TEXT.split(text)
+    return "".join(p if i % 2 else _plain_part(p) for i, p in enumerate(parts))
+
+
+def _plain_part(text: str) -> str:
+    text = text.replace("**", "^").replace(">=", "\\ge ").replace("<=", "\\le ")
+    text = text.replace("!=", "\\ne ") if not re.search(r"[\d)]!=", text) else text
+    text = text.replace("==", "=").replace("...", "\\ldots ").replace("*", "\\times ")
+    text = re.sub(r"(?<![A-Za-z\\])sqrt", r"\\sqrt ", text)
+    text = re.sub(r"(?<![A-Za-z\\])cbrt", r"\\sqrt[3] ", text)
+    text = _PLAIN_FUNCTIONS.sub(lambda m: f"\\{_ASIN.get(m[1], m[1])} ", text)
+    text = _PLAIN_WORDS.sub(lambda m: f"\\{_PLAIN_NAMES.get(m[1], m[1])} ", text)
+    return re.sub(r"(?<![A-Za-z\\])[Uu]nion(?![A-Za-z])", r"\\cup ", text)
+
+
+_ANY_TEXT = re.compile(rf"(\\(?:{_TEXT_COMMANDS})\s*\{{[^{{}}]*\}})")
+_TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*(?:\{{([^{{}}]*)\}}|(?=\s))")
+
+
+def untext(text: str) -> str:
+    r"""The words of `\text{...}` set free, with a space on both sides."""
+    return _TEXT.sub(lambda m: f" {m[1] or ''} ", text)
+
+
+def text_form(text: str) -> str:
+    r"""A form in which two spellings of the same text are equal: no spaces, needless braces, `\text`.
+
+    Example: `1, 2,\ldots ,n` and `1,2,\ldots,n` both become `1,2,\ldots,n`.
+    """
+    text = untext(text).replace("\\{", "⦃").replace("\\}", "⦄")
+    # Braces around one character group nothing, and spaces separate nothing.
+    text = re.sub(r"\{\s*([^{}\\\s])\s*\}", r"\1", text)
+    text = re.sub(r"\\(times|cdot)(?![A-Za-z])", "*", text)
+    return re.sub(r"\s+", "", text).rstrip(".")

@@ -1,0 +1,143 @@
+"""Intervals, bands and draws averaged over two noise models: independent and correlated.
+
+Twenty evaluations do not tell for sure whether neighbours are correlated, so both models are fitted
+(`noise.py`), weighted by prior times evidence, and their profile likelihoods are averaged in the
+tails: the bound y solves ``sum_k w_k tail_k(y) = (1 - level)/2``, the model-averaged profile
+interval of Fletcher and Turek (2012, JABES 17:38). `tail_k` comes from the interval ends of model k
+on a ladder of levels. For correlated runs the interval is as wide as it must be, for independent
+evaluations it is little wider than the textbook one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtrit
+
+from .curve import Array
+from .likelihood import Map, build
+from .noise import SHARE, covariance, whitener
+from .solve import Problem
+
+TAILS = np.array([0.0002, 0.001, 0.0025, 0.006, 0.0125, 0.025, 0.04, 0.07, 0.13, 0.25, 0.45])
+"""Tail probabilities of the ladder."""
+PRIOR = 0.5
+"""Prior probability of correlated noise: even odds, and intervals hold under either kind
+(`benchmarks/scaling/coverage.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """Noise models that were fitted, and how probable each of them is."""
+
+    maps: tuple[Map, ...]
+    weights: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def correlated(self) -> float:
+        """Probability of correlated noise."""
+        return float(sum(w for w, s in zip(self.weights, self.shares, strict=True) if s > 0))
+
+    @property
+    def sigma(self) -> float:
+        """Noise of one evaluation (standard deviation, in pass rate)."""
+        pairs = zip(self.weights, self.maps, strict=True)
+        return float(np.sqrt(sum(w * m.sigma**2 for w, m in pairs)))
+
+    def interval(self, quantity: str, level: float) -> tuple[float, float]:
+        """Model-averaged profile interval of "a", "r0", "u" or "v"."""
+        low, high = [], []
+        for m in self.maps:
+            ends = [getattr(m, f"interval_{quantity}")(float(lv)) for lv in 1 - 2 * TAILS]
+            low.append(np.array([e[0] for e in ends])[:, None])
+            high.append(np.array([e[1] for e in ends])[:, None])
+        lo = _average(low, self.weights, (1 - level) / 2)
+        hi = -_average([-h for h in high], self.weights, (1 - level) / 2)
+        return float(lo[0]), float(hi[0])
+
+    def mean(self, compute: Array) -> Array:
+        """Average of the plausible curves [m]."""
+        pairs = zip(self.weights, self.maps, strict=True)
+        return np.asarray(sum(w * m.mean_curve(compute) for w, m in pairs))
+
+    def curve_band(self, compute: Array, level: float) -> tuple[Array, Array]:
+        """Interval of the noiseless curve at each compute [m]; both bounds rise with compute."""
+        ranges = [m.curve_range(compute, 1 - 2 * TAILS) for m in self.maps]
+        lo = _average([r[0] for r in ranges], self.weights, (1 - level) / 2)
+        hi = -_average([-r[1] for r in ranges], self.weights, (1 - level) / 2)
+        mean = self.mean(compute)
+        return np.minimum(lo, mean), np.maximum(hi, mean)
+
+    def band(self, compute: Array, level: float, noise: Array | float = 1.0) -> tuple[Array, Array]:
+        """Interval of an evaluation at each compute: curve and noise added in quadrature.
+
+        `noise` scales sigma, for evaluations of other sizes than the mean one [m].
+        """
+        low, high = self.curve_band(compute, level)
+        mean = self.mean(compute)
+        t = float(stdtrit(self.maps[0].dof, (1 + level) / 2)) * self.sigma * noise
+        return mean - np.hypot(mean - low, t), mean + np.hypot(high - mean, t)
+
+    def draw(self, n: int, seed: int = 0) -> tuple[Array, Array, Array, Array]:
+        """Draw n plausible curves: A, R0, u, v [n]."""
+        first = round(n * self.weights[0])
+        counts = (first, n - first) if len(self.maps) == 2 else (n,)
+        parts = [
+            m.draw(k, seed + i) for i, (m, k) in enumerate(zip(self.maps, counts, strict=True)) if k
+        ]
+        a, r0, u, v = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return a, r0, u, v
+
+
+def believe(
+    p: Problem, compute: Array, stderr: Array | None, prior_correlated: float = PRIOR
+) -> Belief:
+    """Fit the noise models of a problem (its whitener is replaced) and weigh them.
+
+    Args:
+        p: the problem.
+        compute: compute of its points [n].
+        stderr: their standard errors, for relative weights, or None.
+        prior_correlated: 0 assumes independent evaluations, 1 correlated ones.
+    """
+    kinds = [(0.0, 1 - prior_correlated), (SHARE, prior_correlated)]
+    kinds = [(share, prior) for share, prior in kinds if prior > 0]
+    maps, log_w = [], []
+    for share, prior in kinds:
+        k = covariance(compute, share, stderr)
+        q = Problem(p.shape, p.x, p.y, whitener(k), p.r0, p.fix_a, p.a_max)
+        maps.append(build(q, float(np.linalg.slogdet(k)[1])))
+        log_w.append(maps[-1].log_evidence + float(np.log(prior)))
+    w = np.exp(np.array(log_w) - max(log_w))
+    w /= w.sum()
+    return Belief(tuple(maps), tuple(float(t) for t in w), tuple(share for share, _ in kinds))
+
+
+def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Array:
+    """Value y [m] at which the weighted lower tails of the models reach `tail`.
+
+    Args:
+        ends: for each model the lower interval ends on the ladder [levels, m], rising with level.
+        weights: weights of the models.
+        tail: probability to leave below.
+    """
+    z = ndtri(TAILS)
+    lo = np.min([e[0] for e in ends], axis=0)
+    hi = np.max([e[-1] for e in ends], axis=0)
+    for _ in range(50):
+        y = 0.5 * (lo + hi)
+        total = sum(w * _tail(y, e, z) for w, e in zip(weights, ends, strict=True))
+        below = np.asarray(total) < tail
+        lo, hi = np.where(below, y, lo), np.where(below, hi, y)
+    return np.asarray(hi)
+
+
+def _tail(y: Array, ends: Array, z: Array) -> Array:
+    """Tail probability at y [m] by linear interpolation of the ladder [levels, m] in normal score."""
+    k = (ends <= y).sum(axis=0)
+    i = np.clip(k, 1, len(z) - 1)
+    columns = np.arange(ends.shape[1])
+    left, right = ends[i - 1, columns], ends[i, columns]
+    share = np.divide(y - left, right - left, out=np.zeros_like(y), where=right > left)
+    p = ndtr(z[i - 1] + np.clip(share, 0, 1) * (z[i] - z[i - 1]))
+    return np.where(k == 0, 0.0, np.where(k == len(z), 0.5, p))
