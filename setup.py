@@ -19,6 +19,7 @@ BASE = [
     "typer>=0.15",
     "matplotlib>=3.8",
     "plotly>=5.20",
+    "mpmath>=1.3",
 ]
 TRAIN = [
     "torch>=2.9,<2.14",

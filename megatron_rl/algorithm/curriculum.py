@@ -33,7 +33,8 @@ class Curriculum:
     ) -> None:
         self._prompts, self._seed = prompts, seed
         self._threshold, self._statistic, self._at_least = threshold, statistic, at_least
-        self._epoch = 0
+        self.epoch = 0
+        """Passes over the pool that were begun."""
         self._order: list[int] = []
         self._passed: dict[int, float] = {}
         self._visits: dict[int, int] = {}
@@ -47,9 +48,9 @@ class Curriculum:
             if len(order) < self._at_least:
                 order = list(range(self._prompts))
             self.excluded = self._prompts - len(order)
-            random.Random(f"epoch {self._epoch} {self._seed}").shuffle(order)
+            random.Random(f"epoch {self.epoch} {self._seed}").shuffle(order)
             self._order = order[::-1]
-            self._epoch += 1
+            self.epoch += 1
         return self._order.pop()
 
     def record(self, prompt: int, pass_rate: float) -> None:
@@ -69,7 +70,7 @@ class Curriculum:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "order": self._order,
             "passed": self._passed,
             "visits": self._visits,
@@ -78,6 +79,6 @@ class Curriculum:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a saved `state()`."""
-        self._epoch, self._order = state["epoch"], list(state["order"])
+        self.epoch, self._order = state["epoch"], list(state["order"])
         self._passed, self._visits = dict(state["passed"]), dict(state["visits"])
         self.excluded = state["excluded"]

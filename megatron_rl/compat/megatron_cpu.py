@@ -71,11 +71,11 @@ def _cuda_type_names() -> Iterator[None]:
         name = real(self, *args, **kwargs)
         return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = type_name
     try:
         yield
     finally:
-        torch.Tensor.type = real  # type: ignore[method-assign]
+        torch.Tensor.type = real
 
 
 def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,6 +315,6 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _Finder())
     # Two functions, because torch.compile refuses one object under two of torch's names.
-    torch.Tensor.cuda = _itself  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = _module_itself  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = _itself
+    torch.nn.Module.cuda = _module_itself
+    torch.Tensor.record_stream = _record_stream

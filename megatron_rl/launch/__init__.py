@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.launch.quiet import quiet_third_parties
 
 Command = Literal["train", "sft"]
 
@@ -39,6 +40,7 @@ def launch(command: Command, path: Path | None, overrides: list[str]) -> None:
     Raises:
         ConfigError: a configuration that cannot run, or torchrun was given another number of ranks.
     """
+    quiet_third_parties()
     config = load_config(path, overrides)
     needed = config.roles.world_size if command == "train" else config.roles.trainer_ranks
     started = int(os.environ.get("WORLD_SIZE", "1"))

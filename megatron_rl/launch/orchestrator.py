@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config import RunConfig
+from megatron_rl.observe.terminal import restore_terminal
 from megatron_rl.orchestrator.spec import Spec
 
 
@@ -94,3 +95,4 @@ class OrchestratorProcess:
         """End it now."""
         self._process.kill()
         self._process.wait(10)
+        restore_terminal()

@@ -42,7 +42,9 @@ def run_trainer_role(config: RunConfig, rank: int, store: Any, *, train: bool) -
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     began = time.monotonic()
     init_world(config, rank, config.roles.trainer_ranks, store)
-    phases = {}
+    # `make demo` says how long the set-up before this process took.
+    phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
+    phases["imports"] = time.monotonic() - began
     if start.needs_supervised_stage(config):
         at = time.monotonic()
         _supervised_stage(config, rank)
@@ -50,7 +52,6 @@ def run_trainer_role(config: RunConfig, rank: int, store: Any, *, train: bool) -
     elif not train and rank == 0:
         print(f"{start.start_directory(config)} is there already, made with the same settings")
     if train:
-        phases["process_groups"] = time.monotonic() - began - phases.get("supervised", 0.0)
         _reinforcement(config, rank, store, phases, interrupted)
     destroy_world()
 

@@ -66,7 +66,8 @@ class Architecture(ABC):
         found = self.hf.get(key, value)
         if found != value:
             raise ValueError(
-                f"config.json has {key} = {found!r}: {type(self).__name__} implements {value!r} only"
+                f"config.json has {key} = {found!r}: {type(self).__name__} implements"
+                f" {value!r} only"
             )
 
     def config_fields(self) -> dict[str, Any]:

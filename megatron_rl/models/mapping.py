@@ -82,8 +82,9 @@ class QueryKeyValue:
 class Split(Protocol):
     """The whole Megatron tensor <-> the shards of `size` tensor-parallel ranks."""
 
-    sharded: bool
-    """Whether ranks hold different shards."""
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different shards."""
 
     def cut(self, full: Tensor, rank: int, size: int) -> Tensor: ...
 

@@ -91,7 +91,7 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
     """Transformer Engine's attention with the query temperature; refuses rows beyond the chunk."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class Llama4TEAttention(TEDotProductAttention):  # type: ignore[misc]
+    class Llama4TEAttention(TEDotProductAttention):
         def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             s = query.shape[0] * self.config.context_parallel_size
             if chunk is not None and s > chunk:
@@ -107,7 +107,7 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
                 positions = torch.arange(s, device=query.device)
                 scale = temperature_scale(positions, *temperature)
                 query = (query * scale.view(-1, 1, 1, 1)).to(query.dtype)
-            return super().forward(query, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(query, *args, **kwargs)
 
     return Llama4TEAttention
 

@@ -6,8 +6,8 @@ initial weights. The tokenizer's files are the caller's.
 
 | name | architecture | parameters | active |
 |---|---|---|---|
-| tiny_scout | Llama 4: 3 layers (RoPE, RoPE, NoPE), 4 experts + shared, top-1, QK norm | 0.33M | 0.16M |
-| tiny_dense | Llama: 3 layers, SwiGLU | 0.17M | 0.17M |
+| tiny_scout | Llama 4: RoPE, RoPE, NoPE; 4 experts + shared, top-1, QK norm | 0.33M | 0.16M |
+| tiny_dense | Llama: 3 layers, SwiGLU | 0.16M | 0.16M |
 """
 
 from __future__ import annotations

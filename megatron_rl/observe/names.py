@@ -33,7 +33,6 @@ METRICS: dict[str, str] = {
     # rewards and prompts of a step
     "tokens": "completion tokens of the batch, dropped prompts included [tokens]",
     "tokens_trained": "completion tokens with a loss weight above 0 [tokens]",
-    "tokens_processed": "tokens that the trainer ran, prompts included, padding not [tokens]",
     "completions": "completions of the batch, dropped prompts included [completions]",
     "reward_mean": "mean verified reward over the batch [reward units]",
     "train_pass_rate": "share of correct completions in the batch [fraction]",
@@ -57,7 +56,6 @@ METRICS: dict[str, str] = {
     "completions_long": "completions over 16 tokens in the batch [completions]",
     # loss
     "loss": "sum(loss_weight x term) over the batch [nats]",
-    "advantage_std": "standard deviation that divided the centred rewards [reward units]",
     "ratio_mean": "pi_train / pi_gen over trained tokens, before the cap [ratio]",
     "ratio_max": "greatest ratio, before the cap [ratio]",
     "ratio_std": "standard deviation of these ratios [ratio]",
@@ -86,9 +84,6 @@ METRICS: dict[str, str] = {
     "requests_in_flight": "requests decoding when the weights were swapped [requests]",
     "aborted_requests": "requests that ended unfinished since the start; must stay 0 [requests]",
     # events
-    "message": "free text",
-    "seconds": "how long it took [s]",
-    "phase": "part of the run",
     "file": "file that the event is about",
     "rows": "rows that the event is about [rows]",
 }

@@ -118,6 +118,7 @@ def rollout_metrics(step: int, groups: list[Group], kept: int) -> dict[str, Any]
         "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
         "tokens": sum(len(s.token_ids) for s in samples),
         "completion_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
+        "completion_tokens_max": max(len(s.token_ids) for s in samples),
         "verdicts": dict(sorted(verdicts.items())),
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lag_tokens, 1),
         "lag_max": max(lags, default=0),

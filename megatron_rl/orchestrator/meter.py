@@ -42,6 +42,7 @@ class Meter:
         self.aborted = 0
         self._aborted_before = 0
         self._aborted_by: dict[str, int] = {}
+        self._made = clock()
         self._started: float | None = None
         self._wall_before = 0.0
         self._last_step_end: float | None = None
@@ -91,15 +92,20 @@ class Meter:
         self.aborted = aborted
 
     def phases(self) -> dict[str, float]:
-        """Wall seconds of the RL stage by phase."""
+        """Wall seconds by phase, from the start of this process on."""
         evaluation = self._evaluation_seconds()
-        return {"rl": self.wall_seconds() - evaluation, "evaluation": evaluation}
+        up = self._started if self._started is not None else self._clock()
+        return {
+            "engines": up - self._made,
+            "rl": self.wall_seconds() - evaluation,
+            "evaluation": evaluation,
+        }
 
     # ------------------------------------------------------------ what is heard
 
-    def batch(self, step: int, rollouts: dict[str, Any], *, excluded: int) -> None:
+    def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """A batch went to the trainer."""
-        self._batches[step] = {**rollouts, "prompts_excluded": excluded}
+        self._batches[step] = rollouts
 
     def published(self, published: m.Published) -> None:
         """The trainer exported a version."""
@@ -142,7 +148,7 @@ class Meter:
         rollouts = self._batches.pop(done.step)
         trainer = dict(done.metrics)
         tokens = rollouts["tokens"]
-        flops = 2 * tokens + 6 * trainer.get("tokens_processed", tokens)
+        flops = 2 * tokens + 6 * trainer["tokens_trained"]
         self._counters["tokens"] += tokens
         self._counters["flops"] += flops * self.active_parameters
         now = self._clock()
@@ -155,6 +161,7 @@ class Meter:
             **trainer,
             **self._logprob_error(trainer),
             "step_seconds": step_seconds,
+            "trainer_tokens_per_second": tokens / step_seconds,
             "train_seconds": done.train_seconds,
             "publish_seconds": self._publish_seconds,
             # The first wait began before the engines were up.

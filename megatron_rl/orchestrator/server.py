@@ -310,7 +310,8 @@ class Orchestrator:
                 f" {s.max_lag_steps}"
             )
         self.probed[step] = built.probe
-        self.meter.batch(step, built.metrics, excluded=self.curriculum.excluded)
+        drawn = {"prompts_excluded": self.curriculum.excluded, "epoch": self.curriculum.epoch}
+        self.meter.batch(step, built.metrics | drawn)
         self._send(TRAINER, built.batch)
 
     def _on_StepDone(self, sender: str, done: m.StepDone) -> None:

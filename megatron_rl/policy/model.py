@@ -207,7 +207,7 @@ class Policy:
                 if param is None:
                     continue
                 full = weight.pack.join([reader.get(n, weight.index) for n in weight.hf])
-                rank, size = split_rank(weight)
+                rank, size = self.split_rank(weight)
                 shard = weight.split.cut(full, rank, size)
                 if shard.shape != param.shape:
                     raise ValueError(
@@ -253,6 +253,18 @@ class Policy:
 
     # ------------------------------------------------------------ use
 
+    def split_rank(self, weight: Weight) -> tuple[int, int]:
+        """(rank, size) of the tensor-parallel group that shards this weight, expert or dense."""
+        if weight.expert is None:
+            return (
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            )
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
     @property
     def data_parallel(self) -> tuple[int, int]:
         """(rank, size) over which a batch is divided."""
@@ -270,8 +282,8 @@ class Policy:
     def reports(self) -> bool:
         """Whether this rank's outputs count in sums over the world: one rank per data shard."""
         return (
-            parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
+            parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.is_pipeline_last_stage() is True
         )
 
     def forward_backward(
@@ -354,16 +366,3 @@ class Policy:
         """Changes AdamW's constants."""
         for group in self.optimizer.param_groups:
             group["betas"], group["eps"] = (beta1, beta2), eps
-
-
-def split_rank(weight: Weight) -> tuple[int, int]:
-    """(rank, size) of the tensor-parallel group that shards this weight, expert or dense."""
-    if weight.expert is None:
-        return (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-    return (
-        parallel_state.get_expert_tensor_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )

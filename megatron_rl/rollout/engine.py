@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -82,6 +83,12 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         "enable_prefix_caching": True,
         "disable_log_stats": True,
     }
+    text_config = json.loads((Path(model_dir) / "config.json").read_text())
+    text_config = text_config.get("text_config", text_config)
+    if "attn_temperature_tuning" in text_config:
+        # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
+        tuning = bool(text_config["attn_temperature_tuning"])
+        arguments["override_generation_config"] = {"attn_temperature_tuning": tuning}
     if precision.params == "bf16" and precision.logits == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if torch.cuda.is_available():
@@ -150,20 +157,10 @@ class Engine:
             )
         completion = Completion(thinking_budget, answer_budget, self.phrase)
         while wanted := completion.wanted:
-            params = SamplingParams(
-                temperature=temperature,
-                max_tokens=wanted,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                skip_clone=True,
-                # The first output tells that the request was prefilled; none between that and
-                # the last one, which would each wake this process.
-                output_kind=RequestOutputKind.CUMULATIVE,
-                stream_interval=_FIRST_AND_LAST,
+            output = await self._request(
+                prompt + completion.token_ids, sampling(wanted, temperature)
             )
-            output = await self._request(prompt + completion.token_ids, params)
-            completion.add(_piece(output))
+            completion.add(piece_of(output))
         return completion
 
     async def score(
@@ -361,7 +358,24 @@ def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:
     return [int(t) for t in phrase]
 
 
-def _piece(output: RequestOutput) -> Piece:
+def sampling(max_tokens: int, temperature: float) -> SamplingParams:
+    """Parameters of one request; no seed of its own: vLLM's CPU build dies of it."""
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_clone=True,
+        # The first output tells that the request was prefilled; none between that and the last
+        # one, which would each wake this process.
+        output_kind=RequestOutputKind.CUMULATIVE,
+        stream_interval=_FIRST_AND_LAST,
+    )
+
+
+def piece_of(output: RequestOutput) -> Piece:
+    """What a finished request sampled."""
     sampled = output.outputs[0]
     spans = [VersionSpan(int(s.version), s.start, s.end) for s in sampled.weight_versions or ()]
     token_ids = list(sampled.token_ids)

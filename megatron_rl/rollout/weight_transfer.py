@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +19,11 @@ from vllm.model_executor.model_loader.reload import (
 
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.transports.disk import read_buckets
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    # Rotary tables are computed, not loaded; vLLM warns about them on every update.
+    return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
 
 
 @dataclass
@@ -50,6 +56,7 @@ class DiskWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         """No connection is needed."""
+        logging.getLogger(initialize_layerwise_reload.__module__).addFilter(_is_worth_a_line)
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""

@@ -6,6 +6,8 @@ with code 3.
 
 from typing import NamedTuple
 
+from .report import amount
+
 WIDE_A = 0.05
 """Width of the interval of A above which it says little (the run-to-run margin is 0.02)."""
 FEW_POINTS = 7
@@ -52,11 +54,11 @@ def judge(
     if cmid is not None and last < cmid:
         add(
             "ends_before_cmid",
-            f"the data end at {last:,.4g} {unit}, before Cmid ({cmid:,.4g}): A is extrapolated "
-            "from the first half of the gain",
+            f"the data end at {amount(last)} {unit}, before Cmid ({amount(cmid)}): "
+            "A is extrapolated from the first half of the gain",
         )
     elif cmid is not None and beyond < FEW_BEYOND:
-        add("few_beyond_cmid", f"only {beyond} points lie beyond Cmid ({cmid:,.4g} {unit})")
+        add("few_beyond_cmid", f"only {beyond} points lie beyond Cmid ({amount(cmid)} {unit})")
     if not a_fixed:
         if a_high - a_low > WIDE_A:
             add(
@@ -75,7 +77,7 @@ def judge(
     if r0_at is not None and r0_at > 0:
         add(
             "r0_after_start",
-            f"R0 is the evaluation at {r0_at:,.4g} {unit}, when the run had already learned: "
+            f"R0 is the evaluation at {amount(r0_at)} {unit}, when the run had already learned: "
             "B and Cmid come out too high and A too low; give --r0 if the start is known",
             False,
         )
@@ -87,5 +89,6 @@ def judge(
             False,
         )
     if skipped:
-        add("skipped", f"{skipped} early points up to {skip:,.4g} {unit} are left out", False)
+        what = "point" if skipped == 1 else "points"
+        add("skipped", f"{skipped} early {what} up to {amount(skip)} {unit} left out", False)
     return tuple(found)

@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Index = NDArray[np.intp]
 FormName = Literal["log-sigmoid", "linear-sigmoid", "power-law"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
 
@@ -82,12 +84,13 @@ class Shape:
             return -np.expm1(-b * (x - np.log(self.anchor)))
         return np.asarray(expit(b * (x - u)))
 
-    def dg(self, x: Array, u: float, v: float) -> tuple[Array, Array]:
-        """Derivatives of g by u and by v at finite x."""
+    def dg(self, x: Array, u: Array | float, v: Array | float) -> tuple[Array, Array]:
+        """Derivatives of g by u and by v at finite x [broadcast of x, u, v]."""
         b = np.exp(v)
         if self.form == "power-law":
             t = x - np.log(self.anchor)
-            return np.zeros_like(x), b * t * np.exp(-b * t)
+            slope = b * t * np.exp(-b * t)
+            return np.zeros_like(slope), slope
         g = self.g(x, u, v)
         slope = b * g * (1 - g)
         return -slope, slope * (x - u)

@@ -133,7 +133,7 @@ def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Arra
 
 
 def _tail(y: Array, ends: Array, z: Array) -> Array:
-    """Tail probability at y [m] by linear interpolation of the ladder [levels, m] in normal score."""
+    """Tail probability at y [m], linear in normal score between the ends [levels, m]."""
     k = (ends <= y).sum(axis=0)
     i = np.clip(k, 1, len(z) - 1)
     columns = np.arange(ends.shape[1])

@@ -6,8 +6,10 @@ of shapes (u, v) that is sheared along the ridge and zoomed until it fits the pl
 * Profile-likelihood region: shapes and rewards with ``S <= S_min (1 + F(level; 1, n-p) / (n-p))``.
   Intervals of A, B, Cmid and the band are its extremes, so the band at infinite compute is the
   interval of A, and each bound is monotone in compute because each curve is.
-* Weights: the marginal likelihood of a cell, flat in A on [R0, a_max], ln Cmid, ln B and ln sigma.
-  Means and probabilities come from them. Well-determined fits give the same either way.
+* Weights: the posterior under Jeffreys' prior, which keeps probabilities in step with the intervals
+  (a flat prior would favour the long ridge towards high A). Means and draws come from them.
+* Evidence: the marginal likelihood, flat in A on [R0, a_max], ln Cmid, ln B and ln sigma; it only
+  compares noise models.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import numpy as np
 from scipy.special import gammaln, stdtr, stdtrit
 from scipy.stats import f as f_distribution
 
-from .curve import Array
+from .curve import Array, Index, Mask
 from .noise import FLOOR
 from .solve import Linear, Point, Problem, linear, refine, solve
 
@@ -96,7 +98,7 @@ class Map:
         return _crossing(self.v[None, :, 0], s[None], self.threshold(level), self.centre.v)
 
     def curve_range(self, compute: Array, levels: Array) -> tuple[Array, Array]:
-        """Least and greatest curve value of the region of each level at each compute [levels, m]."""
+        """Least and greatest curve value of each level's region at each compute [levels, m]."""
         keep = np.flatnonzero(self.cells.s_bounded <= self.threshold(float(levels.max())))
         if len(keep) == 0:
             keep = np.array([int(np.argmin(self.cells.s_bounded))])
@@ -174,9 +176,11 @@ class Map:
         """Degrees of freedom of A inside one cell."""
         return len(self.problem.y) - (2 if self.problem.r0 is None else 1)
 
-    def _g(self, compute: Array, keep: Array) -> Array:
+    def _g(self, compute: Array, keep: Index) -> Array:
         shape = self.problem.shape
-        return shape.g(shape.x(compute)[None], self.u.ravel()[keep, None], self.v.ravel()[keep, None])
+        return shape.g(
+            shape.x(compute)[None], self.u.ravel()[keep, None], self.v.ravel()[keep, None]
+        )
 
 
 def _variance(s: Array | float, dof: int) -> Array:
@@ -188,13 +192,17 @@ def threshold(s_min: float, dof: int, level: float) -> float:
     return s_min + float(f_distribution.ppf(level, 1, dof)) * float(_variance(s_min, dof))
 
 
-def build(p: Problem, log_det: float = 0.0, rows: int = 81, columns: int = 81) -> Map:
+def build(
+    p: Problem, log_det: float = 0.0, rows: int = 81, columns: int = 81, reach: float = 1.0
+) -> Map:
     """Compute the map of a problem; the grid is zoomed until the region fills it.
 
     Args:
         p: the problem, whitened.
         log_det: log determinant of its noise covariance, for `Map.log_evidence`.
-        rows: cells in v; columns: cells in u.
+        rows: cells in v.
+        columns: cells in u.
+        reach: multiplies the distance of the grid's edge from the minimum of S.
     """
     n = len(p.y)
     dof = n - p.free
@@ -213,7 +221,8 @@ def build(p: Problem, log_det: float = 0.0, rows: int = 81, columns: int = 81) -
         s = cells.s_bounded.reshape(u.shape)
         if s.min() < centre.s:
             centre = _refine_from(p, cells, u, vv)
-        inside = s <= threshold(centre.s, dof, WIDE)
+        edge = threshold(centre.s, dof, WIDE)
+        inside = s <= centre.s + reach * (edge - centre.s)
         if (inside.mean() > 0.3 and zoom > 0) or zoom == 8:
             break
         v, lo_u, hi_u = _zoom(v, u, s, inside, centre, (v0, v1), (u0, u1))
@@ -238,7 +247,7 @@ def _zoom(
     v: Array,
     u: Array,
     s: Array,
-    inside: Array,
+    inside: Mask,
     centre: Point,
     v_box: tuple[float, float],
     u_box: tuple[float, float],
@@ -304,11 +313,30 @@ def _weigh(
     log_w = np.where(cells.s_bounded <= threshold(centre.s, dof, WIDE), log_w, -np.inf)
     if not np.isfinite(log_w).any():
         log_w[int(np.argmin(cells.s_bounded))] = 0.0
-    top = float(log_w.max())
-    weight = np.exp(log_w - top) * (area if area.sum() > 0 else 1.0)
-    total = float(weight.sum())
-    evidence = top + float(np.log(total * _steps(u, v)[1])) - 0.5 * log_det
-    return Map(p, centre, u, v, cells, weight / total, mean_a, mean_r0, dof, evidence)
+    cell = area if area.sum() > 0 else np.ones_like(area)
+    flat = np.exp(log_w - log_w.max()) * cell
+    evidence = float(log_w.max()) + float(np.log(flat.sum() * _steps(u, v)[1])) - 0.5 * log_det
+    log_j = log_w + _log_jeffreys(p, u.ravel(), v.ravel(), mean_a - mean_r0)
+    weight = np.exp(log_j - log_j.max()) * cell
+    return Map(p, centre, u, v, cells, weight / weight.sum(), mean_a, mean_r0, dof, evidence)
+
+
+def _log_jeffreys(p: Problem, u: Array, v: Array, gain: Array) -> Array:
+    """Log of Jeffreys' prior, sqrt(det of the Fisher information), at the mean of each cell."""
+    finite = np.isfinite(p.x)
+    x = np.where(finite, p.x, 0.0)
+    gu, gv = p.shape.dg(x, u[:, None], v[:, None])
+    g = p.shape.g(p.x, u[:, None], v[:, None])
+    columns = [gv * finite * gain[:, None]]
+    if p.shape.has_u:
+        columns.append(gu * finite * gain[:, None])
+    if p.fix_a is None:
+        columns.append(g)
+    if p.r0 is None:
+        columns.append(1 - g)
+    j = np.stack(columns, axis=2).transpose(0, 2, 1) @ p.white.T
+    det = np.linalg.det(j @ j.transpose(0, 2, 1))
+    return np.asarray(0.5 * np.log(np.maximum(det, 1e-300)))
 
 
 def _tail(z: Array, nu: int) -> Array:

@@ -8,9 +8,9 @@ import numpy as np
 from .errors import MissingExtra
 
 if TYPE_CHECKING:
-    from .compare import Comparison
-    from .fit import Fit, Interval
-    from .plan import Plan
+    from .comparison import Comparison
+    from .fitting import Fit, Interval
+    from .planning import Plan
 
 SCHEMA_FIT = "megatron_rl.fit/1"
 SCHEMA_FITS = "megatron_rl.fits/1"
@@ -84,11 +84,18 @@ def fit_to_dict(f: "Fit") -> dict[str, Any]:
     }
 
 
-def fits_to_dict(fits: Sequence["Fit"]) -> dict[str, Any]:
-    """One fit as itself, several as `megatron_rl.fits/1` with a list `fits`."""
-    if len(fits) == 1:
-        return fit_to_dict(fits[0])
-    return {"schema": SCHEMA_FITS, "fits": [fit_to_dict(f) for f in fits]}
+Resampled = Sequence[dict[str, "Interval"]]
+
+
+def fits_to_dict(fits: Sequence["Fit"], resampled: Resampled | None = None) -> dict[str, Any]:
+    """One fit as itself, several as `megatron_rl.fits/1` with a list `fits`.
+
+    Bootstrap intervals, one dictionary per fit, become its key `bootstrap`.
+    """
+    made = [fit_to_dict(f) for f in fits]
+    for one, extra in zip(made, resampled or (), strict=False):
+        one["bootstrap"] = {k: interval(i) for k, i in extra.items()}
+    return made[0] if len(made) == 1 else {"schema": SCHEMA_FITS, "fits": made}
 
 
 def comparison_to_dict(c: "Comparison") -> dict[str, Any]:
@@ -142,37 +149,53 @@ def plan_to_dict(p: "Plan") -> dict[str, Any]:
 
 
 def spread(i: "Interval | None", spec: str = ".3f") -> str:
-    """`value [low, high]`, `value (fixed)` or a dash."""
+    """`value [low, high]`, `value fixed` or a dash."""
+    return " ".join(parts(i, spec))
+
+
+def parts(i: "Interval | None", spec: str = ".3f") -> tuple[str, ...]:
+    """Value and interval as two texts; `spec` is a format, or "amount" for compute."""
     if i is None:
-        return "-"
-    if i.fixed and i.low == i.high:
-        return f"{i.value:{spec}} fixed"
-    low, high = (f"{x:{spec}}" if np.isfinite(x) else "never" for x in (i.low, i.high))
-    value = f"{i.value:{spec}}" if np.isfinite(i.value) else "never"
-    return f"{value} [{low}, {high}]"
+        return ("-",)
+    write = amount if spec == "amount" else lambda x: f"{x:{spec}}"
+    value, low, high = (write(x) if np.isfinite(x) else "never" for x in (i.value, i.low, i.high))
+    return (value, "fixed") if i.fixed and i.low == i.high else (value, f"[{low}, {high}]")
+
+
+def amount(x: float) -> str:
+    """Compute with four digits: 2,403 or 33,000 or 1.2e+13."""
+    if 1000 <= abs(x) < 1e7:
+        digits = max(0, int(np.log10(abs(x))) - 3)
+        return f"{round(x, -digits):,.0f}"
+    return f"{x:.4g}"
+
+
+def b_spec(f: "Fit") -> str:
+    """Format of B: its size is free only per unit of linear compute."""
+    return ".3g" if f.form == "linear-sigmoid" else ".2f"
 
 
 def print_fits(fits: Sequence["Fit"]) -> None:
     """Table of fits, then for each what the reader must know: rules, repairs, warnings."""
-    console, table = _table("run", "A", "B", "Cmid", "R0", "points", "sigma", "held out", "verdict")
+    unit = fits[0].unit
+    console, table = _table("run", "A", "B", f"Cmid\n{unit}", "points", "held out", "verdict")
     for f in fits:
         p = f.prediction
-        held = "-" if p is None else f"{p.points}: rmse {p.rmse:.4f}, in band {p.coverage:.0%}"
-        verdict = "[green]good[/]" if f.well_conditioned else "[bold red]ill-conditioned[/]"
-        r0 = "-" if f.R0 is None else spread(f.R0)
-        b = spread(f.B, ".2f" if f.form != "linear-sigmoid" else ".3g")
-        cmid = spread(f.Cmid, ",.4g")
-        row = (f.name, spread(f.A), b, cmid, r0, str(f.n), f"{f.sigma:.4f}", held, verdict)
-        table.add_row(*row)
+        held = "-" if p is None else f"{p.points}: rmse {p.rmse:.4f}\n{p.coverage:.0%} in band"
+        verdict = "[green]good[/]" if f.well_conditioned else "[bold red]ill[/]"
+        cells = (parts(f.A), parts(f.B, b_spec(f)), parts(f.Cmid, "amount"))
+        table.add_row(f.name, *("\n".join(c) for c in cells), str(f.n), held, verdict)
     console.print(table)
     first = fits[0]
+    margin = f", run-to-run margin {first.run_margin:g} on A" if first.run_margin else ""
     console.print(
-        f"[dim]{first.form}, compute in {first.unit}, intervals {first.level:.0%}"
-        + (f", run-to-run margin {first.run_margin:g} on A" if first.run_margin else "")
-        + "[/]"
+        f"[dim]{first.form}, {first.method} method, compute in {unit}, "
+        f"intervals {first.level:.0%}{margin}[/]"
     )
     for f in fits:
-        console.print(f"[bold]{f.name}[/]: R0 {f.window.r0_rule}; skip {f.window.skip_rule}")
+        r0 = "" if f.R0 is None else f" {spread(f.R0)}"
+        console.print(f"[bold]{f.name}[/]: R0{r0}, {f.window.r0_rule}; skip {f.window.skip_rule}")
+        console.print(f"  noise {f.sigma:.4f}, sum of squares {f.sse:.4g}")
         if f.D is not None:
             console.print(f"  D {spread(f.D, '.4g')} in A - D/C^B")
         for repair in f.repairs:
@@ -181,25 +204,42 @@ def print_fits(fits: Sequence["Fit"]) -> None:
             console.print(f"  [{'red' if w.serious else 'yellow'}]{w.code}:[/] {w.text}")
 
 
+def print_bootstrap(fits: Sequence["Fit"], resampled: Resampled, n: int) -> None:
+    """Bootstrap intervals beside the profile intervals."""
+    console, table = _table("run", "A", "B", "Cmid")
+    for f, r in zip(fits, resampled, strict=True):
+        cells = (parts(r.get("A")), parts(r["B"], b_spec(f)), parts(r.get("Cmid"), "amount"))
+        table.add_row(f.name, *("\n".join(c) for c in cells))
+    console.print(f"moving-block bootstrap, {n} resamples:")
+    console.print(table)
+
+
 def print_comparison(c: "Comparison") -> None:
     """Ranking and neighbours."""
-    console, table = _table("rank", "run", "A", "B", "B at shared A", "Cmid", "conditioned")
+    console, table = _table("rank", "run", "A", "B", "B at shared A", "Cmid", "verdict")
     for e in c.entries:
         f = e.fit
-        at = "-" if e.shared is None else f"{spread(e.shared.B, '.2f')} at {e.shared.A.value:.3f}"
+        at = "-"
+        if e.shared is not None:
+            value, ends = parts(e.shared.B, b_spec(f))
+            at = f"{value} at {e.shared.A.value:.3f}\n{ends}"
         good = "good" if f.well_conditioned else "[red]ill[/]"
-        cmid = spread(f.Cmid, ",.4g")
-        table.add_row(str(e.rank), f.name, spread(f.A), spread(f.B, ".2f"), at, cmid, good)
+        cells = (parts(f.A), parts(f.B, b_spec(f)), (at,), parts(f.Cmid, "amount"))
+        table.add_row(str(e.rank), f.name, *("\n".join(c) for c in cells), good)
     console.print(table)
-    by = f"by B at A = {c.shared_a:g}" if c.shared_a is not None else (
-        f"by A; runs whose A agree within {c.margin:g} by B at their mean A"
+    by = (
+        f"by B at A = {c.shared_a:g}"
+        if c.shared_a is not None
+        else (f"by A; runs whose A agree within {c.margin:g} by B at their mean A")
     )
     console.print(f"[dim]ranked {by}; compute in {c.entries[0].fit.unit}[/]")
     for p in c.pairs:
         line = f"[bold]{p.better}[/] over [bold]{p.other}[/]: A {spread(p.difference, '+.3f')}, "
         line += f"P(more than {c.margin:g}) = {p.beyond_margin:.2f}; {p.verdict}"
         if p.overtakes is not None:
-            line += f"; overtakes at {spread(p.overtakes, ',.4g')} (P {p.overtake_probability:.2f})"
+            line += (
+                f"; overtakes at {spread(p.overtakes, 'amount')} (P {p.overtake_probability:.2f})"
+            )
         console.print(line)
 
 
@@ -208,18 +248,18 @@ def print_plan(p: "Plan") -> None:
     f = p.fit
     console, table = _table("compute", "gain", f"gain per {f.unit}")
     for g in p.gains:
-        row = (f"{g.compute:,.4g}", spread(g.gain, "+.4f"), spread(g.per_unit, ".3g"))
+        row = (amount(g.compute), spread(g.gain, "+.4f"), spread(g.per_unit, ".3g"))
         table.add_row(*row)
     console.print(f"[bold]{f}[/]")
     console.print(
-        f"at {p.now:,.4g} {f.unit}: {spread(p.slope, '.3g')} per further unit of compute, "
+        f"at {amount(p.now)} {f.unit}: {spread(p.slope, '.3g')} per further unit of compute, "
         f"{spread(p.remaining)} left to gain"
     )
     console.print(table)
     for t in p.targets:
         within = "" if t.within is None else f", within the budget P = {t.within:.2f}"
         console.print(
-            f"[bold]{t.target:g}[/]: {spread(t.compute, ',.4g')} {f.unit}{within}; {t.verdict}"
+            f"[bold]{t.target:g}[/]: {spread(t.compute, 'amount')} {f.unit}{within}; {t.verdict}"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .curve import Array
+from .curve import Array, Mask
 from .errors import DataError
 
 
@@ -60,7 +60,7 @@ class Series:
         s = None if stderr is None else np.asarray(stderr, dtype=float).ravel()
         notes = list(repairs)
 
-        def refuse(bad: Array, column: int, problem: str, remedy: str) -> None:
+        def refuse(bad: Mask, column: int, problem: str, remedy: str) -> None:
             if bad.any():
                 i = int(np.argmax(bad))
                 value = (c, r, s)[column]
@@ -110,4 +110,5 @@ def _merge(c: Array, r: Array, s: Array | None) -> tuple[Array, Array, Array | N
     mean = np.bincount(group, weight * r) / total
     counts = np.bincount(group)
     merged = int(counts[counts > 1].sum())
-    return unique, mean, (None if s is None else total**-0.5), merged
+    error = None if s is None else np.asarray(1 / np.sqrt(total))
+    return unique, np.asarray(mean), error, merged

@@ -198,7 +198,8 @@ def refine(p: Problem, start: Point) -> Point:
         max_nfev=200,
     )
     theta = unpack(out.x)
-    return Point(*(float(t) for t in theta), s=float(2 * out.cost))
+    a, r0, u, v = (float(t) for t in theta)
+    return Point(a, r0, u, v, float(2 * out.cost))
 
 
 def _minima(s: Array) -> list[tuple[int, ...]]:
@@ -210,8 +211,7 @@ def _minima(s: Array) -> list[tuple[int, ...]]:
         for dj in (-1, 0, 1):
             if di or dj:
                 lowest &= (
-                    centre
-                    <= padded[1 + di : 1 + di + s.shape[0], 1 + dj : 1 + dj + s.shape[1]]
+                    centre <= padded[1 + di : 1 + di + s.shape[0], 1 + dj : 1 + dj + s.shape[1]]
                 )
     found = np.argwhere(lowest)
     order = np.argsort(s[lowest], kind="stable")

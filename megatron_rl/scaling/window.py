@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from scipy.stats import f as f_distribution
 
-from .curve import Array, FormName, Shape
+from .curve import FormName, Index, Mask, Shape
 from .errors import DataError
 from .noise import FLOOR, SHARE, covariance, whitener
 from .series import Series
@@ -27,9 +27,9 @@ DROP_LEVEL = 0.95
 class Window:
     """Points of a series by their part in the fit; masks are over the whole series [n]."""
 
-    used: Array
-    skipped: Array
-    held_out: Array
+    used: Mask
+    skipped: Mask
+    held_out: Mask
     r0: float | None
     """Fixed reward at zero compute; None when it is fitted, or unused (power law)."""
     r0_stderr: float | None
@@ -55,12 +55,10 @@ def choose(
     Raises:
         DataError: nothing is left to fit, or an option is out of range.
     """
-    c, r = series.compute, series.reward
+    c = series.compute
     usable = np.ones(len(c), dtype=bool)
     value, stderr, at, rule = _r0(series, form, r0)
-    if at is not None:
-        usable[0] = False
-    elif (c[0] == 0) and (form == "power-law" or r0 != "fit"):
+    if at is not None or (c[0] == 0 and (form == "power-law" or r0 != "fit")):
         usable[0] = False
     limit = np.inf if fit_until is None else fit_until
     inside = usable & (c <= limit)
@@ -100,7 +98,7 @@ def _auto_skip(
     series: Series,
     form: FormName,
     r0: float | None,
-    inside: Array,
+    inside: Mask,
     fix_a: float | None,
     a_max: float,
 ) -> tuple[float, str]:
@@ -130,7 +128,7 @@ def _sum_of_squares(
     series: Series,
     form: FormName,
     r0: float | None,
-    index: Array,
+    index: Index,
     fix_a: float | None,
     a_max: float,
 ) -> tuple[float, int]:
@@ -146,7 +144,7 @@ def problem(
     series: Series,
     form: FormName,
     r0: float | None,
-    index: Array,
+    index: Index,
     fix_a: float | None,
     a_max: float,
 ) -> Problem:

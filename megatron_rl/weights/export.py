@@ -16,16 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
-
-if TYPE_CHECKING:
-    from megatron_rl.policy.model import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class _Shard:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,20 @@ class ExportPlan:
     buckets: list[list[_Shard]]
 
 
-def make_plan(policy: Policy, bucket_bytes: int) -> ExportPlan:
+class ShardedModel(Protocol):
+    """What the export needs of a model; `megatron_rl.policy.model.Policy` is one."""
+
+    architecture: Architecture
+    parameters: dict[str, torch.nn.Parameter]
+    """This rank's parameters by `Weight.megatron`."""
+    export_plans: dict[int, ExportPlan]
+    """Plans by bucket size; filled here."""
+
+    def split_rank(self, weight: Weight) -> tuple[int, int]:
+        """(rank, size) of the tensor-parallel group that shards the weight."""
+
+
+def make_plan(policy: ShardedModel, bucket_bytes: int) -> ExportPlan:
     """Agrees on who sends what; collective over the trainer ranks.
 
     Args:
@@ -63,11 +74,13 @@ def make_plan(policy: Policy, bucket_bytes: int) -> ExportPlan:
     Raises:
         RuntimeError: a shard that no rank holds.
     """
-    from megatron_rl.policy.model import split_rank
-
     weights = [w for w in policy.architecture.weights() if w.exported]
     held = {
-        (i, split_rank(w)[0] if w.split.sharded else 0): (tuple(p.shape), p.dtype, split_rank(w)[1])
+        (i, policy.split_rank(w)[0] if w.split.sharded else 0): (
+            tuple(p.shape),
+            p.dtype,
+            policy.split_rank(w)[1],
+        )
         for i, w in enumerate(weights)
         if (p := policy.parameters.get(w.megatron)) is not None
     }
@@ -107,7 +120,7 @@ def _units(weights: list[Weight]) -> list[list[int]]:
     return list(units.values())
 
 
-def export(policy: Policy, bucket_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
+def export(policy: ShardedModel, bucket_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
     """The current weights under their Hugging Face names; collective over the trainer ranks.
 
     Args:
@@ -128,18 +141,18 @@ def export(policy: Policy, bucket_bytes: int = 256 * 2**20) -> Iterator[tuple[st
     return iter(())
 
 
-def _bytes_of(policy: Policy, plan: ExportPlan, shards: list[_Shard]) -> Tensor:
+def _bytes_of(policy: ShardedModel, plan: ExportPlan, shards: list[_Shard]) -> Tensor:
     parts = [policy.parameters[plan.weights[s.weight].megatron].detach() for s in shards]
     return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
-def _send(policy: Policy, plan: ExportPlan, bucket: list[_Shard]) -> None:
+def _send(policy: ShardedModel, plan: ExportPlan, bucket: list[_Shard]) -> None:
     own = [shard for shard in bucket if shard.sender == dist.get_rank()]
     if own:
         dist.send(_bytes_of(policy, plan, own), dst=0)
 
 
-def _receive(policy: Policy, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
+def _receive(policy: ShardedModel, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
     for bucket in plan.buckets:
         by_sender: dict[int, list[_Shard]] = {}
         for shard in bucket:
@@ -166,9 +179,8 @@ def _renamed(
     plan: ExportPlan, found: dict[tuple[int, int], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     parts_of: dict[int, list[Tensor]] = {}
-    for (weight, part), tensor in sorted(found.items(), key=lambda item: item[0]):
-        assert part == len(parts_of.setdefault(weight, []))
-        parts_of[weight].append(tensor)
+    for i, part in sorted(found):
+        parts_of.setdefault(i, []).append(found[i, part])
     named: dict[str, list[Tensor]] = {}
     stacked: set[str] = set()
     for i, parts in parts_of.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observe import read_metrics
+from megatron_rl.observe import METRICS, read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -138,6 +138,12 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run, request)
     assert summary["pass_rate"]["last"]["step"] == STEPS
     assert (output / "final" / "model.safetensors").stat().st_size > 0
     assert (output / "final" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("run", ["dense", "scout"])
+def test_every_metric_has_a_documented_meaning(run, request):
+    names = {n for row in read_metrics(request.getfixturevalue(run) / "metrics.jsonl") for n in row}
+    assert names <= set(METRICS)
 
 
 def test_an_interrupted_and_resumed_run_trains_the_same_prompts_as_one_that_was_not(dense, scout):

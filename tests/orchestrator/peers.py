@@ -174,7 +174,7 @@ class Trainer:
             ][: len(batch.probe)]
             await self.send(
                 m.StepDone(
-                    step=self.step, metrics={"loss": 0.1}, probe_logprobs=probe, wait_seconds=0.001,
+                    step=self.step, metrics={"loss": 0.1, "tokens_trained": 40.0}, probe_logprobs=probe, wait_seconds=0.001,
                     train_seconds=0.004,
                 )
             )  # fmt: skip

@@ -74,6 +74,8 @@ def build(kind: str, seed: int) -> Any:
         if parameter.dim() > 1:
             gain = 3.0 if "lm_head" in name else 1.0
             parameter.data.copy_(noise * gain / parameter.shape[-1] ** 0.5)
+            if "lm_head" in name:
+                parameter.data[[EOS, END]] *= 0.3  # ends are rare: completions are long
         else:
             parameter.data.copy_(1 + 0.1 * noise)
     return model.float().eval()
@@ -83,6 +85,26 @@ def save(kind: str, seed: int, directory: Path) -> Path:
     build(kind, seed).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+def reference_logprobs(models: dict[int, Any], prompt: list[int], tokens: list[int],
+                       spans: list[Any]) -> torch.Tensor:  # fmt: skip
+    """Log-probs of a completion whose KV cache was kept over weight updates.
+
+    A token is the output of the forward pass over the one before it, so version spans of tokens,
+    shifted by one, are the spans of input positions; the prompt belongs to the first span.
+    """
+    from transformers import DynamicCache
+
+    ids, cache, logits, start = prompt + tokens, DynamicCache(), [], 0
+    for span in spans:
+        end = len(prompt) + span.end - 1
+        inputs = torch.tensor([ids[start:end]])
+        with torch.no_grad():
+            logits.append(models[span.version](inputs, past_key_values=cache, use_cache=True).logits[0])
+        start = end
+    every = torch.log_softmax(torch.cat(logits), -1)[len(prompt) - 1 :]
+    return every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def checkpoint(directory: Path) -> dict[str, torch.Tensor]:

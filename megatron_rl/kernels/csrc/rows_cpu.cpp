@@ -1,6 +1,9 @@
-// The CPU twin of the row kernels. A row stays in the L2 cache between its passes: largest logit,
-// sums (leaving e^(z - z_top) in place), gradient. Every sum has a fixed order.
+// The CPU twin of the row kernels. A row is read from memory once: block by block, largest logit,
+// sums, and e^(z - z_block) left in place; the gradient then scales the blocks, out of the L2 cache.
+// Every sum has a fixed order.
 #include "rows_cpu.h"
+
+#include <memory>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -12,7 +15,8 @@ namespace mrl {
 namespace {
 
 constexpr int kLanes = 64;
-// Lanes are emptied into doubles this often, so that the error does not grow with the vocabulary.
+// A block (16 KiB of logits) stays in L1. Its sums go into doubles, so that the error does not grow
+// with the vocabulary.
 constexpr int64_t kBlock = 64 * kLanes;
 
 MRL_CLONES float largest(const float* x, int64_t n) {
@@ -29,21 +33,21 @@ MRL_CLONES float largest(const float* x, int64_t n) {
 
 template <bool kStore>
 MRL_FN Stat sums(float* x, int64_t n, float top, float scale) {
-  double mass = 0.0, moment = 0.0;
+  float s[kLanes], m[kLanes];
+  for (int j = 0; j < kLanes; ++j) s[j] = m[j] = 0.0f;
   int64_t i = 0;
-  while (i + kLanes <= n) {
-    const int64_t stop = i + kBlock < n ? i + kBlock : n;
-    float s[kLanes], m[kLanes];
-    for (int j = 0; j < kLanes; ++j) s[j] = m[j] = 0.0f;
-    for (; i + kLanes <= stop; i += kLanes)
-      for (int j = 0; j < kLanes; ++j) {
-        const float d = (x[i + j] - top) * scale, e = exp_nonpositive(d);
-        s[j] += e;
-        m[j] += moment_term(d, e);
-        if (kStore) x[i + j] = e;
-      }
-    for (int j = 0; j < kLanes; ++j) mass += s[j], moment += m[j];
+  for (; i + kLanes <= n; i += kLanes) {
+    // The next block comes from memory while this one is worked on.
+    for (int j = 0; j < kLanes; j += 16) __builtin_prefetch(x + i + j + kBlock, kStore, 2);
+    for (int j = 0; j < kLanes; ++j) {
+      const float d = (x[i + j] - top) * scale, e = exp_nonpositive(d);
+      s[j] += e;
+      m[j] += moment_term(d, e);
+      if (kStore) x[i + j] = e;
+    }
   }
+  double mass = 0.0, moment = 0.0;
+  for (int j = 0; j < kLanes; ++j) mass += s[j], moment += m[j];
   for (; i < n; ++i) {
     const float d = (x[i] - top) * scale, e = exp_nonpositive(d);
     mass += e;
@@ -64,13 +68,36 @@ MRL_CLONES void exponentials(float* x, int64_t n, float top, float scale) {
   for (int64_t i = 0; i < n; ++i) x[i] = exp_nonpositive((x[i] - top) * scale);
 }
 
+// Statistics of a row. With `tops`, exponentials relative to each block's largest logit take the
+// logits' place, and tops[b] is that logit.
+Stat statistics(float* x, int64_t n, float scale, float* tops) {
+  float top = kNoTop;
+  double mass = 0.0, moment = 0.0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t length = i + kBlock < n ? kBlock : n - i;
+    const float block_top = largest(x + i, length);
+    const Stat s = tops ? sums_leaving_exponentials(x + i, length, block_top, scale)
+                        : sums_of_logits(x + i, length, block_top, scale);
+    if (tops) tops[i / kBlock] = block_top;
+    const float new_top = block_top > top ? block_top : top;
+    // As `merge`, in doubles.
+    const float da = (top - new_top) * scale, db = (block_top - new_top) * scale;
+    const double ea = exp_nonpositive(da), eb = exp_nonpositive(db);
+    moment = (mass == 0.0 ? 0.0 : ea * (moment + da * mass)) +
+             (s.mass == 0.0f ? 0.0 : eb * (s.moment + static_cast<double>(db) * s.mass));
+    mass = mass * ea + s.mass * eb;
+    top = new_top;
+  }
+  return {top, static_cast<float>(mass), static_cast<float>(moment)};
+}
+
 MRL_CLONES void times(float* x, int64_t n, float k) {
   for (int64_t i = 0; i < n; ++i) x[i] *= k;
 }
 
-// bf16(k * x[i]) to the front of the row. Going forward, byte 2i is never ahead of byte 4i.
-MRL_CLONES void times_bf16(float* x, int64_t n, float k) {
-  char* out = reinterpret_cast<char*>(x);
+// bf16(k * x[i]) to `out`, which may be the front of the row that x lies in: going forward, it never
+// overtakes x.
+MRL_CLONES void times_bf16(const float* x, int64_t n, float k, char* out) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     uint32_t wide[kLanes];
@@ -88,23 +115,33 @@ MRL_CLONES void times_bf16(float* x, int64_t n, float k) {
   }
 }
 
-// The row of exponentials becomes the gradient; `column` is the target's, or -1.
-void finish(float* x, int64_t width, int64_t columns, int64_t column, float c, float scale,
-            float mass, bool bf16) {
+// The row of exponentials becomes the gradient; `column` is the target's, or -1. Exponentials are
+// relative to the row's largest logit, or with `tops` to each block's.
+void finish(float* x, int64_t width, int64_t columns, int64_t column, float c, float scale, Stat s,
+            const float* tops, bool bf16) {
   char* bytes = reinterpret_cast<char*>(x);
   if (c == 0.0f) {  // exact zeros, also where the logits are not finite
     std::memset(bytes, 0, (bf16 ? 2 : 4) * width);
     return;
   }
-  const float at_target = column < 0 ? 0.0f : c * scale * (1.0f - x[column] / mass);
-  const float k = -c * scale / mass;
+  const auto factor = [&](int64_t i) {
+    return tops ? exp_nonpositive((tops[i / kBlock] - s.top) * scale) : 1.0f;
+  };
+  const float p = column < 0 ? 0.0f : x[column] * factor(column) / s.mass;
+  const float at_target = c * scale * (1.0f - p);
+  const float k = -c * scale / s.mass;
+  for (int64_t i = 0; i < columns; i += kBlock) {
+    const int64_t length = i + kBlock < columns ? kBlock : columns - i;
+    if (bf16)
+      times_bf16(x + i, length, k * factor(i), bytes + 2 * i);
+    else
+      times(x + i, length, k * factor(i));
+  }
   if (bf16) {
-    times_bf16(x, columns, k);
     std::memset(bytes + 2 * columns, 0, 2 * (width - columns));
     const uint16_t h = to_bf16(at_target);
     if (column >= 0) std::memcpy(bytes + 2 * column, &h, 2);
   } else {
-    times(x, columns, k);
     std::memset(x + columns, 0, 4 * (width - columns));
     if (column >= 0) x[column] = at_target;
   }
@@ -120,7 +157,7 @@ int64_t target_column(const Rows& a, int64_t row) {
 void cpu_row_stats(const Rows& a, float* out, int64_t count, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; ++r) {
     const float* x = a.x + r * a.stride;
-    const Stat s = sums_of_logits(x, a.columns, largest(x, a.columns), a.scale);
+    const Stat s = statistics(const_cast<float*>(x), a.columns, a.scale, nullptr);
     const int64_t column = target_column(a, r);
     out[r] = s.top;
     out[count + r] = s.mass;
@@ -134,20 +171,22 @@ void cpu_row_grads(const Rows& a, const float* top, const float* mass, const flo
   for (int64_t r = begin; r < end; ++r) {
     float* x = a.x + r * a.stride;
     if (coefficient[r] != 0.0f) exponentials(x, a.columns, top[r], a.scale);
-    finish(x, a.width, a.columns, target_column(a, r), coefficient[r], a.scale, mass[r], bf16);
+    const Stat s{top[r], mass[r], 0.0f};
+    finish(x, a.width, a.columns, target_column(a, r), coefficient[r], a.scale, s, nullptr, bf16);
   }
 }
 
 void cpu_cispo_rows(const Rows& a, const CispoArgs& c, bool bf16, float* out, int64_t count,
                     int64_t begin, int64_t end) {
+  const std::unique_ptr<float[]> tops(new float[a.columns / kBlock + 1]);
   for (int64_t r = begin; r < end; ++r) {
     float* x = a.x + r * a.stride;
     const int64_t column = target_column(a, r);
     const float x_target = column < 0 ? -INFINITY : x[column];
-    const Stat s = sums_leaving_exponentials(x, a.columns, largest(x, a.columns), a.scale);
+    const Stat s = statistics(x, a.columns, a.scale, tops.get());
     const float logp = log_prob(s, x_target, a.scale);
     const Term t = cispo(logp, c.generator_logp[r], c.advantage[r], c.weight[r], c.cap);
-    finish(x, a.width, a.columns, column, t.coefficient, a.scale, s.mass, bf16);
+    finish(x, a.width, a.columns, column, t.coefficient, a.scale, s, tops.get(), bf16);
     const float values[5] = {logp, entropy(s), t.ratio, t.coefficient, t.loss};
     for (int i = 0; i < 5; ++i) out[i * count + r] = values[i];
   }

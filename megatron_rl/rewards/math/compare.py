@@ -22,7 +22,7 @@ from megatron_rl.rewards.math.forms import (
     Union,
     Words,
 )
-from megatron_rl.rewards.math.relations import Interval, as_intervals, same_relation, value_of
+from megatron_rl.rewards.math.relations import Interval, as_intervals, same_relation, value_of, variables
 
 ROUNDED_DECIMALS = 4
 ROUNDED_DIGITS = 6
@@ -92,6 +92,8 @@ def _with_relation(gold: Form, answer: Form) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         if same_relation(gold, answer, same):
             return True
+        if variables(gold) != variables(answer):
+            return False
     elif isinstance(answer, Relation):
         value = value_of(answer, same, asked=False)
         if value is not None:

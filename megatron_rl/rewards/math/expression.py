@@ -175,7 +175,7 @@ class _Reader:
 
     def juxtapose(self, left: Node) -> tuple[str, Node]:
         token = self.peek()
-        if token[0].isdigit() or token[0] == ".":
+        if (token[0].isdigit() or token[0] == ".") and self.peek(-1) != "!":
             raise Unreadable(f"two numbers side by side before {token!r}")
         mixed = token == "\\frac" and left.op == "num" and left.decimals < 0
         right = self.postfix(self.atom())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
 _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", re.DOTALL)
-_SENTENCE = re.compile(
-    r"(?:final\s+)?answer\s*(?:is|=|:)\s*:?\s*(?P<rest>.+?)\s*$", re.IGNORECASE | re.DOTALL
-)
+_SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
+MAX_NESTED_BOXES = 10
 
 
 class NoAnswer(ValueError):
@@ -63,7 +63,10 @@ def last_box(text: str) -> str | None:
 def unbox(text: str) -> str:
     r"""The text without `\boxed{` and its brace, wherever a box stands in it."""
     out, position = [], 0
-    while (match := _BOX.search(text, position)) is not None:
+    for _ in range(MAX_NESTED_BOXES):
+        match = _BOX.search(text, position)
+        if match is None:
+            break
         out.append(text[position : match.start()])
         position = match.end()
         if text[position : position + 1] == "{":
@@ -77,18 +80,14 @@ def unbox(text: str) -> str:
 
 def _closing(text: str, start: int) -> int | None:
     """Index of the brace that closes the one at `start`; escaped braces don't count."""
-    depth, i = 0, start
-    while i < len(text):
-        character = text[i]
-        if character == "\\":
-            i += 1
-        elif character == "{":
+    depth = 0
+    for match in _BRACE.finditer(text, start):
+        if match[0] == "{":
             depth += 1
-        elif character == "}":
+        elif match[0] == "}":
             depth -= 1
             if depth == 0:
-                return i
-        i += 1
+                return match.start()
     return None
 
 
@@ -98,8 +97,10 @@ def bare_answer(text: str) -> str:
     Raises:
         NoAnswer: the text is empty.
     """
-    found = _SENTENCE.search(text)
-    answer = strip_math_delimiters(found["rest"] if found else text)
+    start = 0
+    for match in _SENTENCE.finditer(text):
+        start = match.end()
+    answer = strip_math_delimiters(text[start:])
     if not answer:
         raise NoAnswer("the answer is empty")
     return answer

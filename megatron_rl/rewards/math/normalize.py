@@ -100,7 +100,8 @@ _DROPPED = frozenset(
 )
 _TEXT_COMMANDS = r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_SPACES = re.compile(r"\\[,;:! ]|\\ |~|\\\\(?=\s*$)|\s+")
+# A line break \\ separates the rows of a matrix; at the end it is nothing.
+_SPACES = re.compile(r"(\\\\)(?!\s*$)|\\[,;:! ]|~|\\\\|\s+")
 _STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}")
 _E_ROMAN = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])")
 _NAMED = re.compile(
@@ -135,7 +136,7 @@ def clean(text: str) -> str:
     text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
     text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)
     text = _COMMAND.sub(_rename, text)
-    return _SPACES.sub(" ", text).strip()
+    return _SPACES.sub(lambda m: m[1] or " ", text).strip()
 
 
 def _rename(match: re.Match[str]) -> str:

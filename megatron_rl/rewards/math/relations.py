@@ -82,6 +82,12 @@ def _same_or_open(head: Form, value: Form, same: Same) -> bool:
     return True
 
 
+def variables(relation: Relation) -> frozenset[str]:
+    """Names of the variables of a relation."""
+    nodes = (p.node for p in relation.parts if isinstance(p, Expression))
+    return frozenset().union(*(n.symbols for n in nodes))
+
+
 def same_relation(gold: Relation, answer: Relation, same: Same) -> bool:
     """Whether two relations state the same."""
     if set(gold.operators) == set(answer.operators) == {"="}:

@@ -53,7 +53,7 @@ _define("units", 1, "unit,units")
 _WORDS = re.compile(
     r"^(?P<value>.*?[\d)}\]!A-Za-z])\s*(?P<unit>"
     r"(?:(?:square|sq\.?|cubic|cu\.?)\s+)?"
-    r"(?:\\text_)?[A-Za-z][A-Za-z./]*\.?(?:\s+per\s+[a-z]+|\s+(?:squared|cubed))?"
+    r"[A-Za-z][A-Za-z./]{0,24}\.?(?:\s+per\s+[a-z]+|\s+(?:squared|cubed))?"
     r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?)$"
 )
 _TEXT_UNIT = re.compile(

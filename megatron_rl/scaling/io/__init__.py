@@ -1,8 +1,8 @@
 """Readers: one file per format, all ending in a Table, from which series are selected by name.
 
-The format follows from the name: ``.csv`` and ``.tsv``, ``.jsonl`` (a run's ``metrics.jsonl`` as it
-is), ``.parquet``, TensorBoard event files or a directory of them, ``.wandb`` files or a directory of
-an offline wandb run. CSV exported from wandb's charts is a CSV whose columns are named "run - metric".
+The format follows from the name: ``.csv`` and ``.tsv``, ``.jsonl`` (a run's ``metrics.jsonl`` as
+it is), ``.parquet``, TensorBoard event files or a directory of them, ``.wandb`` files or a
+directory of an offline wandb run. CSV exported from wandb's charts has columns "run - metric".
 """
 
 from collections.abc import Callable, Sequence

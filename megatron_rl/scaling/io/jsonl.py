@@ -17,7 +17,7 @@ SCHEMA = "megatron_rl.metrics/"
 
 
 def read(path: Path) -> Table:
-    """Read the objects of a file; every column has a cell in every row, None where it is missing."""
+    """Read the objects of a file; a key that a row does not have is None there."""
     raw = path.read_bytes().splitlines()
     rows: list[tuple[int, dict[str, Any]]] = []
     repairs: list[str] = []

@@ -81,9 +81,7 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
     return found
 
 
-def _find(
-    table: Table, wanted: str | None, known: Sequence[str], what: str, option: str
-) -> str:
+def _find(table: Table, wanted: str | None, known: Sequence[str], what: str, option: str) -> str:
     """Column by exact name, by last part of a path (eval/pass_rate) or by a well-known name."""
     names = list(table.columns)
     candidates = known if wanted is None else (wanted, f"compute_{wanted}")
@@ -93,6 +91,9 @@ def _find(
         ends = [n for n in names if n.replace(".", "/").rsplit("/", 1)[-1] == candidate]
         same = [n for n in names if n.lower() == candidate.lower()]
         for group in (same, ends):
+            if len(group) > 1:
+                # A run logs compute with its training rows too; evaluations count here.
+                group = [n for n in group if n.startswith(("eval/", "eval."))] or group
             if len(group) == 1:
                 return group[0]
             if len(group) > 1:

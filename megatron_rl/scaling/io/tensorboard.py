@@ -1,7 +1,7 @@
 """TensorBoard event files: scalar tags become columns, aligned by step.
 
-A compute tag (for example ``eval/compute_device_hours``) that was logged at the evaluation's step is
-used by name; without one the step is the compute.
+A compute tag (for example ``eval/compute_device_hours``) that was logged at the evaluation's step
+is used by name; without one the step is the compute.
 """
 
 from pathlib import Path

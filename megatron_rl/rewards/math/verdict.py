@@ -11,7 +11,7 @@ from functools import lru_cache
 from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.math import stock
 from megatron_rl.rewards.math.compare import same
-from megatron_rl.rewards.math.evaluate import Undefined
+from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.expression import MAX_CHARACTERS, Node, OverLimit, Unreadable
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, read_form
@@ -116,6 +116,9 @@ def _judge_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> V
                 limit = str(e)
             except Undefined as e:
                 undefined = str(e)
+                if not has_value(g.form):
+                    reason = f"gold answer {shown(gold)} has no value: {e}"
+                    return Verdict(Outcome.UNPARSABLE, reason)
     if limit or answers.over_limit or (golds.over_limit and not golds.found):
         raise OverLimit(limit or answers.error or golds.error)
     if not (golds.found and answers.found):
@@ -126,6 +129,17 @@ def _judge_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> V
         which = shown(answer if golds.found else gold)
         return Verdict(Outcome.UNPARSABLE, f"{whose} {which}: {error}")
     return Verdict(Outcome.WRONG, f"{wrong.reason} ({undefined})") if undefined else wrong
+
+
+def has_value(form: Form) -> bool:
+    """Whether a constant expression has a value; anything else counts as having one."""
+    if not isinstance(form, Expression) or form.node.symbols:
+        return True
+    try:
+        evaluate(form.node, Context())
+    except (Undefined, ZeroDivisionError, OverflowError):
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -148,6 +148,14 @@ class Fit:
         low, high = make(c, self.level if level is None else level)
         return low.reshape(np.shape(compute)), high.reshape(np.shape(compute))
 
+    def bootstrap(
+        self, n: int = 1000, block: int | None = None, seed: int = 0
+    ) -> dict[str, "Interval"]:
+        """Moving-block bootstrap intervals of A, B and Cmid, as a check; see `bootstrap`."""
+        from .bootstrap import bootstrap
+
+        return bootstrap(self, n, block, seed)
+
     def draws(self, n: int = 4000, seed: int = 0) -> tuple[Array, Array, Array, Array]:
         """Plausible curves (A, R0, u, v), for probabilities; see curve.Shape for u and v."""
         return self._belief.draw(n, seed)
@@ -201,7 +209,7 @@ def fit(
     Args:
         compute: compute of the evaluations [n] in any unit, or a Series.
         reward: pass rates [n] in [0, 1].
-        stderr: standard errors [n]; they weigh the points, the noise level comes from the residuals.
+        stderr: standard errors [n]; they weigh the points, the residuals give the noise level.
         r0: reward at zero compute: a number, "first" (evaluation) or "fit".
         skip: leave out points up to this compute; None: see `window`; 0: none.
         fit_until: points beyond are held out and predicted.
@@ -268,8 +276,8 @@ def _assemble(
     Cmid = R0 = D = None
     if shape.has_u:
         u = _around(point.u, belief.interval("u", level))
-        ends = (float(shape.cmid(t)) for t in (point.u, u.low, u.high))
-        Cmid = Interval(*ends)
+        mid, low, high = (float(shape.cmid(t)) for t in (point.u, u.low, u.high))
+        Cmid = Interval(mid, low, high)
         R0 = _r0_interval(window, point, belief, level)
     else:
         D = _d_interval(p, point, belief, level)

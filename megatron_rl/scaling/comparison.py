@@ -8,12 +8,13 @@ of slope B in log F against log C.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from .curve import Array
 from .errors import DataError
-from .fit import RUN_MARGIN, Fit, Interval, fit
+from .fitting import RUN_MARGIN, Fit, Interval, fit
 from .series import Series
 from .window import R0Choice
 
@@ -90,9 +91,7 @@ def compare(
     entries = [
         Entry(i, f, s) for i, (f, s) in enumerate(_rank(list(fits), margin, shared_a), start=1)
     ]
-    pairs = [
-        _pair(a, b, margin) for a, b in zip(entries[:-1], entries[1:], strict=True)
-    ]
+    pairs = [_pair(a, b, margin) for a, b in pairwise(entries)]
     return Comparison(tuple(entries), tuple(pairs), margin, shared_a)
 
 
@@ -135,13 +134,11 @@ def _without_r0_point(f: Fit) -> Series:
     )
 
 
-def _rank(
-    fits: list[Fit], margin: float, shared_a: float | None
-) -> list[tuple[Fit, Fit | None]]:
+def _rank(fits: list[Fit], margin: float, shared_a: float | None) -> list[tuple[Fit, Fit | None]]:
     """Groups by A, within a group by B at the shared A."""
     if shared_a is not None:
-        pairs = [(f, refit(f, shared_a)) for f in fits]
-        return sorted(pairs, key=lambda p: -p[1].B.value)
+        at_a = sorted(((f, refit(f, shared_a)) for f in fits), key=lambda p: -p[1].B.value)
+        return list(at_a)
     ordered = sorted(fits, key=lambda f: -f.A.value)
     ranked: list[tuple[Fit, Fit | None]] = []
     while ordered:
@@ -189,9 +186,7 @@ def _pair(one: Entry, two: Entry, margin: float) -> Pair:
     if np.isfinite(best) and happens.any():
         ends = np.quantile(crossings[happens], [tail, 1 - tail])
         interval = Interval(float(best), min(float(ends[0]), best), max(float(ends[1]), best))
-    return Pair(
-        one.name, two.name, difference, beyond, verdict, interval, float(np.mean(happens))
-    )
+    return Pair(one.name, two.name, difference, beyond, verdict, interval, float(np.mean(happens)))
 
 
 def _axis(f: Fit, g: Fit) -> Array:
@@ -209,5 +204,6 @@ def _overtakes(c: Array, lead: Array) -> Array:
     rows = np.arange(len(lead))
     left, right = lead[rows, last], lead[rows, last + 1]
     share = np.divide(-left, right - left, out=np.zeros_like(left), where=right > left)
+    share = np.clip(share, 0, 1)
     at = np.exp(np.log(c[last]) + share * np.log(c[last + 1] / c[last]))
     return np.where(turns.any(axis=1) & ahead[:, -1], at, np.nan)

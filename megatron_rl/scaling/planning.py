@@ -11,7 +11,7 @@ import numpy as np
 
 from .curve import Array
 from .errors import DataError
-from .fit import Fit, Interval
+from .fitting import Fit, Interval
 
 At = Callable[[float], Array]
 Summary = Callable[[float, Array], Interval]
@@ -125,9 +125,7 @@ def _gain(f: Fit, now: float, c: float, at: At, summary: Summary) -> Gain:
     return Gain(c, summary(gain, draws), summary(gain / extra, draws / extra))
 
 
-def _target(
-    f: Fit, target: float, budget: float | None, draws: Draws, summary: Summary
-) -> Target:
+def _target(f: Fit, target: float, budget: float | None, draws: Draws, summary: Summary) -> Target:
     a, r0, u, v = draws
     shape, q = f._problem.shape, f._point
 

@@ -1,0 +1,63 @@
+"""Shared by the scaling benchmarks: the published points and synthetic runs."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.scaling import Series, log_sigmoid  # noqa: E402
+from megatron_rl.scaling.io import read  # noqa: E402
+from megatron_rl.scaling.noise import covariance  # noqa: E402
+
+POINTS = ROOT / "tests/scaling/data/scalerl_points.csv"
+DATE = "2026-11-29"
+SIGMA = 0.0045
+"""Noise of the published evaluations (median of their fits)."""
+
+
+def published() -> dict[str, Series]:
+    """Published series by name; `X+` joins a series with its extrapolation markers."""
+    found = {s.name: s for s in read(POINTS)}
+    for name in [n for n in found if n.endswith("_ext")]:
+        base, ext = found[name.removesuffix("_ext")], found.pop(name)
+        found[base.name + "+"] = Series.clean(
+            np.concatenate([base.compute, ext.compute]),
+            np.concatenate([base.reward, ext.reward]),
+            name=base.name + "+",
+            unit=base.unit,
+        )
+    return found
+
+
+def synthetic(
+    seed: int, draws: int, share: float, length: float = 2.0, sigma: float = SIGMA
+) -> Iterator[tuple[dict[str, float], np.ndarray, np.ndarray]]:
+    """Runs of 20-30 evaluations with A .45-.75, B 1-5 (log-uniform), ending at 2 to 4 Cmid.
+
+    `share` of the noise variance is correlated over `length` evaluations (0: independent).
+    """
+    rng = np.random.default_rng(seed)
+    for _ in range(draws):
+        truth = {
+            "A": rng.uniform(0.45, 0.75),
+            "B": float(np.exp(rng.uniform(0, np.log(5)))),
+            "Cmid": float(np.exp(rng.uniform(np.log(1e3), np.log(2e4)))),
+            "R0": rng.uniform(0.1, 0.4),
+        }
+        n = int(rng.integers(20, 31))
+        c = np.linspace(0.3, rng.uniform(2, 4), n) * truth["Cmid"]
+        noise = np.linalg.cholesky(covariance(c, share, length=length)) @ rng.normal(size=n)
+        yield truth, c, np.clip(log_sigmoid(c, **truth) + sigma * noise, 0, 1)
+
+
+def table(head: list[str], rows: list[list[str]]) -> None:
+    """Print a Markdown table."""
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print(flush=True)

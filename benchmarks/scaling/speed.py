@@ -1,0 +1,55 @@
+"""The default fit against the paper's grid with `curve_fit`, in one process, on every series.
+
+python benchmarks/scaling/speed.py > benchmarks/results/scaling_speed.md
+"""
+
+import time
+from collections.abc import Callable
+
+from common import DATE, published, table
+
+from megatron_rl.scaling import Series
+from megatron_rl.scaling.fitting import fit
+from megatron_rl.scaling.paper import solve_paper
+from megatron_rl.scaling.solve import solve
+from megatron_rl.scaling.window import choose, problem
+
+R0, SKIP = 0.395, 1400.0
+
+
+def timed[T](function: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Least CPU seconds of one call, so that other work on the machine does not count."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        result = function()
+        seconds.append(time.process_time() - start)
+    return min(seconds), result
+
+
+def measure(s: Series) -> list[str]:
+    window = choose(s, "log-sigmoid", R0, SKIP, None, None, 1.0)
+    p = problem(s, "log-sigmoid", window.r0, window.used.nonzero()[0], None, 1.0)
+    fast, one = timed(lambda: solve(p), 5)
+    whole, _ = timed(lambda: fit(s, r0=R0, skip=SKIP), 3)
+    slow, two = timed(lambda: solve_paper(p), 1)
+    no_larger = one.s <= two.s
+    return [
+        s.name, str(len(p.y)), f"{slow:.2f} s", f"{fast * 1e3:.1f} ms", f"{slow / fast:.0f}",
+        f"{whole * 1e3:.0f} ms", f"{slow / whole:.0f}", f"{two.s:.4e}", f"{one.s:.4e}",
+        "yes" if no_larger else "NO",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    print(f"# Speed ({DATE})\n")
+    print(f"CPU seconds, one thread; R0 {R0}, points up to {SKIP:g} GPU-hours skipped.\n")
+    head = [
+        "series", "n", "paper's grid", "default fit", "times faster", "with intervals",
+        "times faster", "SSE paper", "SSE default", "no larger",
+    ]  # fmt: skip
+    table(head, [measure(s) for k, s in published().items() if not k.endswith("+")])
+
+
+if __name__ == "__main__":
+    main()

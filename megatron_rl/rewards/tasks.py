@@ -1,0 +1,131 @@
+"""Task kinds: which verifier judges a completion. Runs inside a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.exact import verify_exact
+from megatron_rl.rewards.settings import VerifierSettings
+
+KINDS = ("exact", "math", "code", "reasoning", "custom")
+Judge = Callable[[str, str, dict[str, Any]], Verdict]
+"""(completion, gold, meta) -> verdict."""
+
+
+def judge_of(kind: str, settings: VerifierSettings) -> Judge:
+    """The verifier of a task kind, with its libraries loaded.
+
+    Raises:
+        VerifierError: a library, the sandbox or the custom function is missing; with the remedy.
+    """
+    makers = {
+        "exact": _exact,
+        "math": _math,
+        "code": _code,
+        "reasoning": _reasoning,
+        "custom": _custom,
+    }
+    if kind not in makers:
+        raise VerifierDown(f"task kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
+    return makers[kind](settings)
+
+
+def _exact(settings: VerifierSettings) -> Judge:
+    def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
+        return verify_exact(completion, gold, settings.think_end, meta.get("eos", "<eos>"))
+
+    return judge
+
+
+def _math(settings: VerifierSettings) -> Judge:
+    from megatron_rl.rewards.math.verdict import judge as judge_math
+    from megatron_rl.rewards.math.stock import warm_up
+
+    warm_up()
+
+    def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
+        return judge_math(
+            completion,
+            gold,
+            think_end=settings.think_end,
+            boxed=meta.get("boxed", settings.math.boxed),
+            ended_thinking=meta.get("ended_thinking", settings.math.ended_thinking),
+        )
+
+    return judge
+
+
+def _code(settings: VerifierSettings) -> Judge:
+    from megatron_rl.rewards.code.verdict import make_judge
+
+    return make_judge(settings.sandbox, settings.think_end)
+
+
+def _reasoning(settings: VerifierSettings) -> Judge:
+    from megatron_rl.rewards.reasoning import make_judge
+
+    return make_judge(settings)
+
+
+def _custom(settings: VerifierSettings) -> Judge:
+    if settings.custom is None:
+        raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
+    function = load_function(settings.custom)
+
+    def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
+        return call_function(function, completion, gold, meta)
+
+    return judge
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The reward function at an import path `package.module:function`.
+
+    Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | Verdict`, `def` or
+    `async def`; True is correct, False is wrong. An exception stops the run.
+
+    Raises:
+        VerifierDown: there is no such function.
+    """
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise VerifierDown(f"verifier.custom is {path!r}: write it as `package.module:function`")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise VerifierDown(f"verifier.custom is {path!r}: {e}; is it on PYTHONPATH?") from e
+    if not callable(function):
+        raise VerifierDown(f"verifier.custom is {path!r}: that is no function")
+    return function  # type: ignore[no-any-return]
+
+
+def call_function(
+    function: Callable[..., Any], completion: str, gold: str, meta: dict[str, Any]
+) -> Verdict:
+    """Verdict of a custom reward function.
+
+    Raises:
+        VerifierDown: it raised, or returned neither a bool nor a Verdict.
+    """
+    try:
+        result = function(completion, gold, meta)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+    except Exception as e:
+        raise VerifierDown(f"custom reward function: {type(e).__name__}: {e}") from e
+    if isinstance(result, bool):
+        return Verdict(Outcome.CORRECT if result else Outcome.WRONG, f"custom reward: {result}")
+    if isinstance(result, Verdict):
+        return result
+    raise VerifierDown(
+        f"custom reward function: returned {type(result).__name__}, expected bool or Verdict"
+    )
+
+
+async def _await(result: Any) -> Any:
+    return await result

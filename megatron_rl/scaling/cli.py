@@ -1,0 +1,297 @@
+"""`megatron-rl fit`, `compare` and `plan`.
+
+Exit codes: 0 well, 2 bad input or options, 3 ill-conditioned under --strict.
+"""
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from .fitting import Fit
+    from .window import R0Choice
+
+ILL_CONDITIONED = 3
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        help="metrics.jsonl, CSV, JSONL, Parquet, TensorBoard event files or run directories, "
+        "wandb offline runs or exported CSV"
+    ),
+]
+SeriesNames = Annotated[
+    list[str] | None, typer.Option("--series", help="Keep this series; may be repeated")
+]
+SeriesColumn = Annotated[str | None, typer.Option(help="Column that names the series")]
+ComputeColumn = Annotated[str | None, typer.Option(help="Column of compute")]
+ComputeUnit = Annotated[
+    str | None,
+    typer.Option(
+        help="Unit to report: gpu-hours, gpu-seconds (converted into each other), flops, tokens, "
+        "steps or any label"
+    ),
+]
+RewardColumn = Annotated[
+    list[str] | None,
+    typer.Option(help="Column of the pass rate; repeated: one series per column"),
+]
+StderrColumn = Annotated[str | None, typer.Option(help="Column of the standard error")]
+Percent = Annotated[
+    bool | None, typer.Option("--percent/--fraction", help="Rewards are percent; default: detect")
+]
+R0 = Annotated[str, typer.Option(help="Reward at zero compute: a number, 'first' or 'fit'")]
+Skip = Annotated[
+    float | None,
+    typer.Option(
+        help="Leave out points up to this compute; default: a start that contradicts the rest"
+    ),
+]
+FitUntil = Annotated[float | None, typer.Option(help="Fit up to this compute and predict the rest")]
+Form = Annotated[
+    Literal["log-sigmoid", "linear-sigmoid", "power-law"], typer.Option(help="Family of curves")
+]
+Method = Annotated[Literal["fast", "paper"], typer.Option(help="'paper': its grid, slow")]
+FixA = Annotated[float | None, typer.Option("--fix-a", help="Hold A at this value")]
+AMax = Annotated[float, typer.Option("--a-max", help="Upper bound of A")]
+Level = Annotated[float, typer.Option(help="Confidence level of intervals and band")]
+RunMargin = Annotated[
+    float, typer.Option(help="Run-to-run spread of A, added to its interval in quadrature")
+]
+Correlated = Annotated[
+    float,
+    typer.Option(help="Prior probability that neighbouring evaluations have correlated noise"),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-': standard output)")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if ill-conditioned")]
+
+
+def _reports[**P, T](command: Callable[P, T]) -> Callable[P, T]:
+    """Turn errors of the input into one line on standard error and exit code 2."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        from .errors import DataError, MissingExtra
+
+        try:
+            return command(*args, **kwargs)
+        except (DataError, MissingExtra, ValueError, OSError) as error:
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from error
+
+    return run
+
+
+@app.command("fit")
+@_reports
+def fit_command(
+    files: Files,
+    series: SeriesNames = None,
+    series_column: SeriesColumn = None,
+    compute_column: ComputeColumn = None,
+    compute_unit: ComputeUnit = None,
+    reward_column: RewardColumn = None,
+    stderr_column: StderrColumn = None,
+    percent: Percent = None,
+    r0: R0 = "first",
+    skip: Skip = None,
+    fit_until: FitUntil = None,
+    form: Form = "log-sigmoid",
+    method: Method = "fast",
+    fix_a: FixA = None,
+    a_max: AMax = 1.0,
+    level: Level = 0.95,
+    run_margin: RunMargin = 0.0,
+    correlated: Correlated = 0.5,
+    json_path: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw .png, .svg or .pdf; several series: numbered")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one interactive HTML file")] = None,
+    bootstrap: Annotated[
+        int, typer.Option(help="Resamples of a moving-block bootstrap, as a check; 0: none")
+    ] = 0,
+    strict: Strict = False,
+) -> None:
+    """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
+    from . import report
+
+    fits = _fits(**_options(locals()))
+    resampled = [f.bootstrap(bootstrap) for f in fits] if bootstrap else None
+    if str(json_path) != "-":
+        report.print_fits(fits)
+        if resampled is not None:
+            report.print_bootstrap(fits, resampled, bootstrap)
+    _write_json(json_path, report.fits_to_dict(fits, resampled))
+    if plot is not None:
+        from .plot import save_plot
+
+        for i, f in enumerate(fits):
+            numbered = plot if len(fits) == 1 else plot.with_stem(f"{plot.stem}_{i + 1}")
+            save_plot(f, numbered)
+    if html is not None:
+        from .html import save_html
+
+        save_html(fits, html)
+    _strictly(strict, fits)
+
+
+@app.command("compare")
+@_reports
+def compare_command(
+    files: Files,
+    series: SeriesNames = None,
+    series_column: SeriesColumn = None,
+    compute_column: ComputeColumn = None,
+    compute_unit: ComputeUnit = None,
+    reward_column: RewardColumn = None,
+    stderr_column: StderrColumn = None,
+    percent: Percent = None,
+    r0: R0 = "first",
+    skip: Skip = None,
+    fit_until: FitUntil = None,
+    form: Form = "log-sigmoid",
+    method: Method = "fast",
+    a_max: AMax = 1.0,
+    level: Level = 0.95,
+    correlated: Correlated = 0.5,
+    margin: Annotated[float, typer.Option(help="Differences of A up to this are none")] = 0.02,
+    shared_a: Annotated[
+        float | None, typer.Option("--shared-a", help="Refit all at this A and rank by B")
+    ] = None,
+    json_path: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw curves and leave-one-out transform")
+    ] = None,
+    strict: Strict = False,
+) -> None:
+    """Rank runs by A, and by B where A agrees within the margin."""
+    from . import report
+    from .comparison import compare
+
+    fits = _fits(**_options(locals()))
+    result = compare(fits, margin, shared_a)
+    if str(json_path) != "-":
+        report.print_comparison(result)
+    _write_json(json_path, report.comparison_to_dict(result))
+    if plot is not None:
+        from .plot import save_comparison
+
+        save_comparison(result, plot)
+    _strictly(strict, fits)
+
+
+@app.command("plan")
+@_reports
+def plan_command(
+    files: Files,
+    target: Annotated[
+        list[float] | None, typer.Option(help="Pass rate to reach (fraction); may be repeated")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Total compute that may be spent")] = None,
+    series: SeriesNames = None,
+    series_column: SeriesColumn = None,
+    compute_column: ComputeColumn = None,
+    compute_unit: ComputeUnit = None,
+    reward_column: RewardColumn = None,
+    stderr_column: StderrColumn = None,
+    percent: Percent = None,
+    r0: R0 = "first",
+    skip: Skip = None,
+    fit_until: FitUntil = None,
+    form: Form = "log-sigmoid",
+    a_max: AMax = 1.0,
+    level: Level = 0.95,
+    run_margin: RunMargin = 0.0,
+    correlated: Correlated = 0.5,
+    json_path: Json = None,
+    strict: Strict = False,
+) -> None:
+    """Say what more compute buys: compute for a target, gain per unit, and when to stop."""
+    from . import report
+    from .planning import plan
+
+    fits = _fits(**_options(locals()))
+    plans = [plan(f, tuple(target or ()), budget) for f in fits]
+    if str(json_path) != "-":
+        for p in plans:
+            report.print_plan(p)
+    made = [report.plan_to_dict(p) for p in plans]
+    together = {"schema": "megatron_rl.plans/1", "plans": made}
+    _write_json(json_path, made[0] if len(made) == 1 else together)
+    _strictly(strict, fits)
+
+
+FIT_OPTIONS = (
+    "r0", "skip", "fit_until", "form", "method", "fix_a", "a_max", "level", "run_margin",
+    "correlated",
+)  # fmt: skip
+READ_OPTIONS = (
+    "files", "series", "series_column", "compute_column", "compute_unit", "reward_column",
+    "stderr_column", "percent",
+)  # fmt: skip
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of reading and fitting among a command's arguments."""
+    return {k: v for k, v in given.items() if k in FIT_OPTIONS or k in READ_OPTIONS}
+
+
+def _fits(**given: Any) -> list["Fit"]:
+    """Read the files and fit every series; an error names the series that could not be fitted."""
+    from .errors import DataError
+    from .fitting import fit
+    from .io import ReadOptions, read_many
+
+    options = ReadOptions(
+        series=tuple(given["series"] or ()),
+        series_column=given["series_column"],
+        compute_column=given["compute_column"],
+        reward_columns=tuple(given["reward_column"] or ()),
+        stderr_column=given["stderr_column"],
+        percent=given["percent"],
+        compute_unit=given["compute_unit"],
+    )
+    keys = {k: v for k, v in given.items() if k in FIT_OPTIONS}
+    keys["r0"] = _r0(keys["r0"])
+    fits = []
+    for s in read_many(given["files"], options):
+        try:
+            fits.append(fit(s, **keys))
+        except ValueError as error:
+            raise DataError(f"series '{s.name}': {error}", "Or leave it out: --series") from error
+    return fits
+
+
+def _r0(text: str) -> "R0Choice":
+    from .errors import DataError
+
+    if text == "first" or text == "fit":
+        return "first" if text == "first" else "fit"
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(f"--r0 is '{text}'", "Give a number, 'first' or 'fit'") from None
+
+
+def _write_json(path: Path | None, data: dict[str, Any]) -> None:
+    if path is None:
+        return
+    text = json.dumps(data, indent=2, allow_nan=False)
+    if str(path) == "-":
+        typer.echo(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _strictly(strict: bool, fits: list["Fit"]) -> None:
+    ill = [f.name for f in fits if not f.well_conditioned]
+    if strict and ill:
+        typer.secho(f"ill-conditioned: {', '.join(ill)}", fg="red", err=True)
+        raise typer.Exit(ILL_CONDITIONED)

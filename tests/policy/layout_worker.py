@@ -1,0 +1,147 @@
+"""One of two gloo processes that take both tiny models through every parallel layout.
+
+Run by `test_layouts.py` as `python -m tests.policy.layout_worker RANK FOLDER`: importing Megatron
+costs seconds, so one pair of processes does all layouts, and rank 0 writes what it saw.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.policy.cases import batch, gradients, run_config
+
+STEPS = 3
+EXPERTS = {"parallel__expert": 2}
+SHARDED = {"parallel__distributed_optimizer": True}
+PLAIN = {"parallel__distributed_optimizer": False}
+TP = {"parallel__tensor": 2}
+SP = {**TP, "parallel__sequence_parallel": True}
+PP = {"parallel__pipeline": 2}
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2": ("tiny_dense", TP),
+    "dense TP2 SP": ("tiny_dense", SP),
+    "dense PP2": ("tiny_dense", PP),
+    "dense DP2": ("tiny_dense", PLAIN),
+    "dense DP2 distributed optimizer": ("tiny_dense", SHARDED),
+    "scout EP2": ("tiny_scout", {**EXPERTS, **PLAIN}),
+    "scout EP2 distributed optimizer": ("tiny_scout", {**EXPERTS, **SHARDED}),
+    "scout TP2 SP": ("tiny_scout", {**SP, **PLAIN}),
+    "scout TP2 SP ETP2": ("tiny_scout", {**SP, "parallel__expert_tensor": 2}),
+    "scout TP2 SP EP2": ("tiny_scout", {**SP, **EXPERTS}),
+    "scout PP2": ("tiny_scout", PP),
+    "scout DP2 distributed optimizer": ("tiny_scout", SHARDED),
+}
+CHECKPOINTED = ("dense TP2", "scout EP2 distributed optimizer", "scout PP2")
+
+
+def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
+    """Trains a few steps; what is compared between layouts, complete on rank 0."""
+    from megatron_rl.policy.model import Policy
+    from megatron_rl.policy.trainer import Trainer
+    from megatron_rl.weights.export import export
+
+    policy = Policy(config, directory)
+    trainer = Trainer(config, policy)
+    seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": []}
+    run, finalize = policy._forward_backward, policy.config.finalize_model_grads_func
+    # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
+    policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=True)
+    assert finalize is not None
+    apply = policy.apply
+
+    def observed(rate: float) -> float:
+        seen["gradients"].append(gradients(policy))
+        return apply(rate)
+
+    policy.apply = observed  # type: ignore[method-assign]
+    for step in range(STEPS):
+        done = trainer.train_step(batch(step, seed=step), step)
+        seen["metrics"].append(done.metrics)
+        seen.setdefault("probe", []).append(done.probe_logprobs)
+        # Buckets of a few kilobytes: fused experts must stay together all the same.
+        seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
+    if check_resume:
+        seen["resumed"] = _resumes_exactly(config, directory, policy)
+    return seen
+
+
+def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any]:
+    from megatron_rl.policy import checkpoint
+    from megatron_rl.policy.model import Policy
+    from megatron_rl.policy.trainer import Trainer
+    from megatron_rl.weights.export import export
+
+    path = checkpoint.save(config, policy, STEPS)
+    other = Policy(config, directory)
+    step = checkpoint.load(config, other, path)
+    both = []
+    for one in (policy, other):
+        done = Trainer(config, one).train_step(batch(step, seed=step), step)
+        both.append((done.metrics, dict(export(one))))
+    (metrics, weights), (metrics_2, weights_2) = both
+    return {
+        "step": step,
+        "metrics": metrics == metrics_2,
+        "weights": all(torch.equal(weights[n], weights_2[n]) for n in weights),
+    }
+
+
+def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences of a layout from the single process."""
+
+    def apart(a: dict[str, Tensor], b: dict[str, Tensor], scale: bool) -> float:
+        assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+        return max(
+            float((a[n] - b[n]).abs().max()) / (float(b[n].abs().max()) + 1e-12 if scale else 1.0)
+            for n in b
+        )
+
+    pairs = list(zip(seen["metrics"], alone["metrics"], strict=True))
+    probes = torch.tensor(sum(sum(seen["probe"], []), []))
+    probes_alone = torch.tensor(sum(sum(alone["probe"], []), []))
+    exports = list(zip(seen["exports"], alone["exports"], strict=True))
+    return {
+        "names": list(seen["exports"][0]) == list(alone["exports"][0]),
+        "start_is_exact": apart(*exports[0], scale=False) == 0.0,
+        "metrics": {k: max(abs(a[k] - b[k]) for a, b in pairs) for k in pairs[0][1]},
+        "metric_names": sorted(pairs[0][0]) == sorted(pairs[0][1]),
+        "gradients": apart(seen["gradients"][0], alone["gradients"][0], scale=True),
+        "weights": [apart(a, b, scale=False) for a, b in exports],
+        "moved": apart(seen["exports"][-1], seen["exports"][0], scale=False),
+        "probe": float((probes - probes_alone).abs().max()),
+        "resumed": seen.get("resumed"),
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    from megatron_rl.policy.world import destroy_world, init_world
+
+    torch.set_num_threads(1)
+    alone: dict[str, Any] = {}
+    if rank == 0:
+        for name in ("tiny_dense", "tiny_scout"):
+            config = run_config(folder / name, output_dir=folder / "out" / name)
+            init_world(config, 0, 1, dist.HashStore())
+            alone[name] = observe(config, folder / name, check_resume=True)
+            destroy_world()
+    found: dict[str, Any] = {"alone": {n: alone[n]["resumed"] for n in alone}}
+    for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
+        config = run_config(folder / name, 2, output_dir=folder / "out" / str(i), **options)
+        init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
+        seen = observe(config, folder / name, check_resume=layout in CHECKPOINTED)
+        destroy_world()
+        if rank == 0:
+            found[layout] = compare(seen, alone[name])
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""Losses, gradients, weights and files are the same in every parallel layout, to 1e-5 in fp32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.policy.cases import ODD_VOCABULARY, write_model
+from tests.policy.layout_worker import CHECKPOINTED, LAYOUTS
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-5
+ADAM_TOLERANCE = 2e-4
+"""Adam turns a gradient of 1e-9 into a step of the size of the learning rate (1e-3) of any sign."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two processes saw in all layouts."""
+    folder = tmp_path_factory.mktemp("layouts")
+    write_model(folder / "tiny_dense", "tiny_dense", vocab_size=ODD_VOCABULARY)
+    write_model(folder / "tiny_scout", "tiny_scout")
+    command = [sys.executable, "-m", "tests.policy.layout_worker"]
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            cwd=Path(__file__).parents[2],
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        until = time.monotonic() + 500
+        while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
+            assert time.monotonic() < until, [log.read_text()[-2000:] for log in logs]
+            time.sleep(0.2)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for worker, log in zip(workers, logs, strict=True):
+        assert worker.returncode in (0, -9), log.read_text()[-6000:]
+    return torch.load(folder / "found.pt")
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, found: Any) -> Any:
+    return found[request.param]
+
+
+def test_names_and_first_export_equal_the_checkpoint(layout: Any) -> None:
+    assert layout["names"]
+    assert layout["start_is_exact"]
+
+
+def test_metrics_agree_with_one_process(layout: Any) -> None:
+    assert layout["metric_names"]
+    # Ratios reach 10 here, so their maximum and their spread are compared a little wider.
+    wide = {"ratio_max": 10 * TOLERANCE, "ratio_std": 5 * TOLERANCE}
+    for name, difference in layout["metrics"].items():
+        assert difference <= wide.get(name, TOLERANCE), (name, difference)
+    assert layout["probe"] <= TOLERANCE
+
+
+def test_gradients_agree_with_one_process(layout: Any) -> None:
+    assert layout["gradients"] <= TOLERANCE
+
+
+def test_three_successive_exports_agree_with_one_process(layout: Any) -> None:
+    assert layout["moved"] > 1e-3
+    assert layout["weights"][0] == 0.0
+    assert max(layout["weights"]) <= ADAM_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_resumed_run_repeats_the_next_step_exactly(found: Any, name: str) -> None:
+    assert found[name]["resumed"] == {"step": 3, "metrics": True, "weights": True}
+
+
+def test_a_resumed_single_process_repeats_the_next_step_exactly(found: Any) -> None:
+    exact = {"step": 3, "metrics": True, "weights": True}
+    assert found["alone"] == {"tiny_dense": exact, "tiny_scout": exact}

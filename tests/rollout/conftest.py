@@ -1,0 +1,87 @@
+"""One engine per architecture for all tests of the folder: starting one takes half a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config import RunConfig
+from megatron_rl.weights.transports.disk import DiskPublisher
+from tests.rollout import tiny_models
+
+
+def run_config(model_dir: Path, **generation: Any) -> RunConfig:
+    defaults = {
+        "max_prompt_tokens": 100,
+        "thinking_budget_tokens": (150, 150),
+        "answer_budget_tokens": 20,
+        "interruption_phrase": "(abc)</think>",
+        "concurrent_completions": 32,
+        "kv_cache_gib": 0.125,
+    }
+    return RunConfig(
+        model=str(model_dir), precision={"params": "fp32"}, generation=defaults | generation
+    )
+
+
+@dataclass
+class Served:
+    """An engine, the models of the versions it was given, and the loop it lives in."""
+
+    engine: Any
+    kind: str
+    loop: asyncio.AbstractEventLoop
+    publisher: DiskPublisher
+    folder: Path
+    models: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work(), 120))
+
+    def publish(self, seed: int) -> Any:
+        """A new version with random weights of this seed; its manifest."""
+        version = max(self.models) + 1
+        self.models[version] = tiny_models.build(self.kind, seed)
+        self.models[version].save_pretrained(self.folder)
+        weights = tiny_models.checkpoint(self.folder)
+        return self.publisher.publish(version, iter(weights.items()), 100_000)
+
+    def published(self, version: int) -> dict[str, torch.Tensor]:
+        self.models[version].save_pretrained(self.folder)
+        return tiny_models.checkpoint(self.folder)
+
+
+@pytest.fixture(scope="session", params=["llama", "llama4"])
+def served(request, tmp_path_factory) -> Iterator[Served]:
+    environment = dict(os.environ)
+    folder = tmp_path_factory.mktemp(request.param)
+    model_dir = tiny_models.save(request.param, 0, folder / "v0")
+    config = run_config(model_dir)
+    from megatron_rl.rollout.environment import prepare_environment
+
+    prepare_environment(config, str(model_dir))
+    from megatron_rl.rollout.engine import Engine
+
+    loop = asyncio.new_event_loop()
+
+    async def start() -> Engine:
+        engine = Engine(config, 0, str(model_dir))
+        await engine.prepare()
+        return engine
+
+    engine = loop.run_until_complete(start())
+    publisher = DiskPublisher(folder / "weights")
+    models = {0: tiny_models.build(request.param, 0)}
+    yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
+    engine.stop()
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
+    os.environ.clear()
+    os.environ.update(environment)

@@ -1,0 +1,119 @@
+"""The rule of forced-length interruption, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_rl.messages import VersionSpan
+from megatron_rl.rollout.interruption import Completion, Piece
+
+EOS, END = 2, 5
+PHRASE = [8, 9, END]
+BUDGET, ANSWER = 10, 4
+
+
+def generate(samples: Iterator[int], thinking: int = BUDGET, answer: int = ANSWER, version: int = 3):
+    """A completion as an engine would make it that samples these tokens, one per step."""
+    completion = Completion(thinking, answer, PHRASE)
+    requests = 0
+    while wanted := completion.wanted:
+        tokens: list[int] = []
+        while len(tokens) < wanted and EOS not in tokens:
+            tokens.append(next(samples))
+        span = VersionSpan(version, 0, len(tokens))
+        reason = "stop" if tokens[-1] == EOS else "length"
+        completion.add(Piece(tokens, [-1.0] * len(tokens), [span], reason))
+        requests += 1
+        assert len(completion.token_ids) == len(completion.logprobs) == completion.spans[-1].end
+    return completion, requests
+
+
+def forever(*first: int) -> Iterator[int]:
+    yield from first
+    while True:
+        yield 20
+
+
+def test_thinking_that_never_ends_is_interrupted_after_exactly_the_budget():
+    completion, requests = generate(forever(*[20] * 10, 21, 22, EOS))
+    assert completion.token_ids == [20] * 10 + PHRASE + [21, 22, EOS]
+    assert completion.forced == (10, 13)
+    assert completion.logprobs[10:13] == [0.0] * 3
+    assert (completion.finish_reason, requests) == ("stop", 2)
+
+
+def test_an_interrupted_answer_has_at_most_the_answer_budget():
+    completion, _ = generate(forever())
+    assert len(completion.token_ids) == BUDGET + len(PHRASE) + ANSWER
+    assert completion.finish_reason == "length"
+
+
+def test_thinking_that_ends_before_the_budget_is_not_interrupted():
+    completion, requests = generate(forever(20, 20, END, 21, EOS))
+    assert completion.token_ids == [20, 20, END, 21, EOS]
+    assert completion.forced == (0, 0)
+    assert (completion.finish_reason, requests) == ("stop", 1)
+
+
+def test_an_end_marker_as_the_last_token_of_the_budget_is_a_natural_end():
+    completion, _ = generate(forever(*[20] * 9, END, 21, EOS))
+    assert completion.token_ids == [*[20] * 9, END, 21, EOS]
+    assert completion.forced == (0, 0)
+
+
+def test_an_end_marker_right_after_the_budget_comes_too_late():
+    completion, _ = generate(forever(*[20] * 10, END, EOS))
+    assert completion.token_ids == [20] * 10 + PHRASE + [END, EOS]
+    assert completion.forced == (10, 13)
+
+
+def test_the_phrase_is_never_forced_twice():
+    reopened, _ = generate(forever(20, END, 21, 4, 20, 20))
+    assert reopened.forced == (0, 0)
+    interrupted, _ = generate(forever(*[20] * 10, 4, 20))
+    assert interrupted.token_ids.count(END) == 1
+
+
+def test_the_answer_after_a_natural_end_may_outlast_the_thinking_budget():
+    # Ended at token 8 of 10: 2 tokens of the answer are inside the budget, 2 more are allowed.
+    completion, requests = generate(forever(*[20] * 7, END))
+    assert completion.token_ids == [*[20] * 7, END, 20, 20, 20, 20]
+    assert (completion.finish_reason, requests) == ("length", 2)
+
+
+def test_an_answer_longer_than_its_budget_is_cut_and_truncated():
+    # The engine may sample up to the thinking budget before anybody looks.
+    completion, requests = generate(forever(20, END, *[21] * 6, EOS))
+    assert completion.token_ids == [20, END, 21, 21, 21, 21]
+    assert completion.spans == [VersionSpan(3, 0, 6)]
+    assert (completion.finish_reason, requests) == ("length", 1)
+
+
+def test_a_completion_without_an_end_marker_can_stop_by_itself():
+    completion, _ = generate(forever(20, 21, EOS))
+    assert (completion.token_ids, completion.finish_reason) == ([20, 21, EOS], "stop")
+
+
+def test_version_spans_are_joined_and_cover_forced_tokens():
+    completion = Completion(4, 3, PHRASE)
+    spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 4)]
+    completion.add(Piece([20] * 4, [-1.0] * 4, spans, "length"))
+    completion.add(Piece([21, EOS], [-1.0] * 2, [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop"))
+    assert completion.spans == [VersionSpan(1, 0, 1), VersionSpan(2, 1, 8), VersionSpan(3, 8, 9)]
+    assert completion.forced == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "spans"),
+    [
+        ([-1.0], [VersionSpan(0, 0, 2)]),
+        ([-1.0, -1.0], [VersionSpan(0, 0, 1)]),
+        ([-1.0, -1.0], [VersionSpan(0, 0, 1), VersionSpan(1, 0, 2)]),
+        ([-1.0, -1.0], []),
+    ],
+)
+def test_lengths_that_disagree_are_refused(logprobs, spans):
+    with pytest.raises(ValueError, match="lengths must agree"):
+        Completion(4, 3, PHRASE).add(Piece([20, 20], logprobs, spans, "length"))
