@@ -18,7 +18,8 @@ demo:
 	@start=$$(date +%s); \
 	bash scripts/setup.sh || exit 1; \
 	ready=$$(date +%s); \
-	PATH="$(BIN):$$PATH" torchrun --nproc-per-node $(NPROC) examples/scalerl_tiny.sh \
+	PATH="$(BIN):$$PATH" MEGATRON_RL_SETUP_SECONDS=$$((ready - start)) \
+	  torchrun --nproc-per-node $(NPROC) examples/scalerl_tiny.sh \
 	  --output_dir $(OUTPUT_DIR); \
 	status=$$?; end=$$(date +%s); \
 	echo "make demo: set-up $$((ready - start)) s + run $$((end - ready)) s = $$((end - start)) s"; \

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tokenizers import Tokenizer
 
@@ -40,11 +41,10 @@ def run_trainer_role(config: RunConfig, rank: int, store: Any, *, train: bool) -
     """
     interrupted = _Interrupt()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    began = time.monotonic()
     init_world(config, rank, config.roles.trainer_ranks, store)
     # `make demo` says how long the set-up before this process took.
     phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
-    phases["imports"] = time.monotonic() - began
+    phases["imports"] = time.time() - psutil.Process().create_time()
     if start.needs_supervised_stage(config):
         at = time.monotonic()
         _supervised_stage(config, rank)
