@@ -22,8 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROUNDS = 5
-COMPLETIONS = 512
+ROUNDS = 4
+COMPLETIONS = 256
 THINKING, ANSWER = 28, 6
 
 

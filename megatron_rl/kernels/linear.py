@@ -131,8 +131,10 @@ class _Chunks:
         )
         stats_R4C = stats_4C[None]
         if self.group is not None:
-            stats_R4C = stats_4C.new_empty(self.group.size(), *stats_4C.shape)
-            dist.all_gather_into_tensor(stats_R4C, stats_4C, group=self.group)
+            R, C = self.group.size(), stats_4C.shape[1]
+            gathered = stats_4C.new_empty(R * 4, C)
+            dist.all_gather_into_tensor(gathered, stats_4C, group=self.group)
+            stats_R4C = gathered.view(R, 4, C)
         merged_4C: Tensor = ops.merge_rows(stats_R4C, self.scale)
         return merged_4C
 

@@ -123,13 +123,12 @@ def _linear_cispo(
     done = linear.one_pass(
         hidden_TH, weight_VH, targets_T, loss, plan, grads=(hidden_grad, weight_grad)
     )
-    empty = hidden_TH.new_empty(0)
-    return (
-        done.rows_5T[4].double().sum().float(),
-        done.rows_5T,
-        empty if done.hidden_grad_TH is None else done.hidden_grad_TH,
-        empty.float() if done.weight_grad_VH is None else done.weight_grad_VH,
-    )
+    hidden_TH_grad, weight_VH_grad = done.hidden_grad_TH, done.weight_grad_VH
+    if hidden_TH_grad is None:
+        hidden_TH_grad = hidden_TH.new_empty(0)
+    if weight_VH_grad is None:
+        weight_VH_grad = hidden_TH.new_empty(0, dtype=torch.float32)
+    return done.rows_5T[4].double().sum().float(), done.rows_5T, hidden_TH_grad, weight_VH_grad
 
 
 @_linear_cispo.register_fake

@@ -147,6 +147,7 @@ class Meter:
         """Write the row of a trained step."""
         rollouts = self._batches.pop(done.step)
         trainer = dict(done.metrics)
+        logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
         flops = 2 * tokens + 6 * trainer["tokens_trained"]
         self._counters["tokens"] += tokens
@@ -159,7 +160,7 @@ class Meter:
             **self.compute(),
             **rollouts,
             **trainer,
-            **self._logprob_error(trainer),
+            **logprob_error,
             "step_seconds": step_seconds,
             "trainer_tokens_per_second": tokens / step_seconds,
             "train_seconds": done.train_seconds,
@@ -172,7 +173,7 @@ class Meter:
         self.sink.step(row)
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
-        """Single-version tokens of the batch and probed tokens together."""
+        """Single-version tokens of the batch, taken out of `trainer`, and probed ones together."""
         tokens = trainer.pop("same_version_logprob_tokens", 0.0)
         total = trainer.pop("same_version_logprob_error_mean", 0.0) * tokens
         worst = trainer.pop("same_version_logprob_error_max", 0.0)

@@ -20,6 +20,7 @@ Importing this package lets Megatron-Core run on CPU where there is no CUDA (`co
 come before the first import of `megatron.core`. It imports neither orchestrator nor rollout.
 """
 
-from megatron_rl.compat import megatron_cpu
+from megatron_rl.compat import megatron_cpu, quiet
 
 megatron_cpu.install()
+quiet.hush()

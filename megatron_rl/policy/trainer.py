@@ -61,12 +61,13 @@ class Trainer:
             every rank. `wait_seconds` is 0.
 
         Raises:
-            ValueError: arrays that don't fit together.
-            FloatingPointError: loss or gradient norm is not finite; nothing was applied then
-                unless the norm alone is.
+            ValueError: arrays that don't fit together, or ids beyond the vocabulary.
+            FloatingPointError: loss or gradient norm is not finite. The weights are spoiled then;
+                the last checkpoint and the last published version are not.
         """
         started = time.perf_counter()
         sequences = Sequences.of_batch(batch)
+        self._check_ids(sequences, step)
         arrays = {
             name: torch.from_numpy(messages.floats(getattr(batch, name)).copy())
             for name in ("advantages", "generator_logprobs", "loss_weights")
@@ -112,6 +113,14 @@ class Trainer:
             wait_seconds=0.0,
             train_seconds=time.perf_counter() - started,
         )
+
+    def _check_ids(self, sequences: Sequences, step: int) -> None:
+        ids, vocabulary = sequences.token_ids, self.policy.architecture.vocabulary
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise ValueError(
+                f"the batch of step {step} has token ids {ids.min()} to {ids.max()}: the model's"
+                f" vocabulary is 0 to {vocabulary - 1}; tokenizer and model don't belong together"
+            )
 
     def _metrics(
         self,

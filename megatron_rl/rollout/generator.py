@@ -103,6 +103,7 @@ class _Generator:
                 if engine is not None:
                     engine.stop()
                 socket.disable_monitor()
+                monitor.close()
 
     def _connect(self, socket: Any) -> Any:
         socket.setsockopt(zmq.IDENTITY, f"generator-{self._index}".encode())

@@ -1,8 +1,8 @@
 """Which points are fitted: R0, the skipped start, the limit, and the points held out.
 
-Default rule for the start (`skip=None`): the first point is dropped as long as leaving it out
-improves the fit of the others significantly (F-test at 5% under correlated noise), at most a third
-of the points and never below eight. The paper skips about 1.5k GPU-hours, one epoch of its data;
+Default rule for the start (`skip=None`): the first point is dropped as long as leaving it out, alone
+(F-test at 5%) or with the next one or two (2%), improves the fit of the others under correlated
+noise; at most a third of the points, and never below eight. The paper skips about 1.5k GPU-hours, one epoch of its data;
 the rule needs no unit and keeps the early points of runs whose start already follows the curve.
 """
 
@@ -20,7 +20,8 @@ from .solve import Problem, solve
 
 R0Choice = float | Literal["first", "fit"]
 KEEP_AT_LEAST = 8
-DROP_LEVEL = 0.95
+DROP_LEVELS = {1: 0.95, 2: 0.98, 3: 0.98}
+"""Level of the test by the number of points that are left out together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +104,34 @@ def _auto_skip(
     a_max: float,
 ) -> tuple[float, str]:
     """Compute up to which the start contradicts the curve, and the rule in words."""
-    rule = "automatic: a start that contradicts the curve of the rest (F-test, 5%)"
+    rule = "automatic: a start that contradicts the curve of the rest (F-test)"
     index = np.flatnonzero(inside & (series.compute > 0))
     most = min(len(index) // 3, len(index) - KEEP_AT_LEAST)
-    dropped, start = 0, 0.0
-    if most < 1:
-        return start, f"{rule}; nothing left out"
-    whole = _sum_of_squares(series, form, r0, index, fix_a, a_max)
-    while dropped < most:
-        rest = _sum_of_squares(series, form, r0, index[dropped + 1 :], fix_a, a_max)
-        dof = len(index) - dropped - 1 - rest[1]
+    fits: dict[int, tuple[float, int]] = {}
+
+    def fitted(leave: int) -> tuple[float, int]:
+        if leave not in fits:
+            fits[leave] = _sum_of_squares(series, form, r0, index[leave:], fix_a, a_max)
+        return fits[leave]
+
+    def contradicts(dropped: int, more: int, level: float) -> bool:
+        rest, free = fitted(dropped + more)
+        dof = len(index) - dropped - more - free
         if dof < 2:
-            break
-        ratio = (whole[0] - rest[0]) / max(rest[0] / dof, FLOOR**2)
-        if ratio <= f_distribution.ppf(DROP_LEVEL, 1, dof):
-            break
+            return False
+        ratio = (fitted(dropped)[0] - rest) / more / max(rest / dof, FLOOR**2)
+        return bool(ratio > f_distribution.ppf(level, more, dof))
+
+    dropped, start = 0, 0.0
+    while dropped < most and any(
+        contradicts(dropped, more, level)
+        for more, level in DROP_LEVELS.items()
+        if dropped + more <= most
+    ):
         start = float(series.compute[index[dropped]])
-        dropped, whole = dropped + 1, rest
-    what = f"left out {dropped} points up to {start:g}" if dropped else "nothing left out"
+        dropped += 1
+    points = "point" if dropped == 1 else "points"
+    what = f"left out {dropped} {points} up to {start:g}" if dropped else "nothing left out"
     return start, f"{rule}; {what}"
 
 

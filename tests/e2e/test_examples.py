@@ -44,9 +44,10 @@ def environment() -> dict[str, str]:
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=log.open("ab"), stderr=subprocess.STDOUT
-    )
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT
+        )
 
 
 def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 400) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.cases import CAP, cispo_inputs, largest, relative
+from tests.kernels.cases import CAP, cispo_inputs, largest
 from tests.kernels.test_rows import bf16_of, strided
 
 from megatron_rl.kernels import reference
@@ -41,6 +41,11 @@ def compile_emulation(directory: Path, source: Path = SOURCES) -> ctypes.CDLL:
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_emulation(tmp_path_factory.mktemp("emulation"))
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bf16: bool) -> bool:
+    """Every element by itself: most gradients are tiny beside the target's."""
+    return torch.allclose(got.float(), want, rtol=1e-2 if bf16 else 2e-5, atol=1e-12)
 
 
 def pointer(t: torch.Tensor) -> ctypes.c_void_p:
@@ -90,7 +95,7 @@ def test_cispo_kernel(
     emulated.emulate_order(order)
     got = cispo(emulated, x, y, columns, bf16)
     assert largest(got, want) < 1e-5
-    assert relative(bf16_of(x) if bf16 else x, want_x) < (3e-3 if bf16 else 2e-6)
+    assert close(bf16_of(x) if bf16 else x, want_x, bf16)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -129,7 +134,7 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
             *(pointer(merged[2]), pointer(merged[3]), pointer(terms[1]), int(bf16)),
         )
     got = torch.cat([bf16_of(p) if bf16 else p for p in parts], 1)
-    assert relative(got[:, :V], want_x) < (3e-3 if bf16 else 2e-6)
+    assert close(got[:, :V], want_x, bf16)
     assert (got[:, V:] == 0).all()
 
 
@@ -140,7 +145,7 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
 def test_the_emulation_notices_a_missing_barrier(tmp_path: Path, barrier: str) -> None:
     text = (SOURCES / "rows_cuda.cu").read_text()
     assert text.count(barrier) == 1
-    broken = barrier.replace("__syncthreads();", ";")
+    broken = barrier.replace("__syncthreads();", "{}")
     (tmp_path / "rows_cuda.cu").write_text(text.replace(barrier, broken))
     library = compile_emulation(tmp_path, tmp_path)
     C, V = 2, 12288
@@ -156,5 +161,5 @@ def test_the_emulation_notices_a_missing_barrier(tmp_path: Path, barrier: str) -
         )
         library.emulate_order(order)
         cispo(library, x, y, V, True)
-        wrong += not relative(bf16_of(x), want) < 3e-3
+        wrong += not close(bf16_of(x), want, True)
     assert wrong > 0

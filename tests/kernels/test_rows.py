@@ -74,7 +74,8 @@ def test_log_prob_entropy_ratio_loss_and_gradient_equal_float64(
     assert relative(c, want.coefficient_T) < 5e-6
     assert abs(term.double().sum() - want.loss) < 1e-6 * abs(want.loss)
     got = bf16_of(buffer_CV) if bf16 else buffer_CV
-    assert relative(got, want.logit_grads_TV) < (3e-3 if bf16 else 1e-6)
+    # bf16 numbers have 8 bits: 2^-8 where one element makes up the norm.
+    assert relative(got, want.logit_grads_TV) < (4e-3 if bf16 else 1e-6)
     assert (got[:, columns:] == 0).all()
     assert (got[loss.weights_T == 0] == 0).all()
 

@@ -103,19 +103,23 @@ def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
             for n in b
         )
 
-    pairs = list(zip(seen["metrics"], alone["metrics"], strict=True))
-    probes = torch.tensor(sum(sum(seen["probe"], []), []))
-    probes_alone = torch.tensor(sum(sum(alone["probe"], []), []))
+    pairs = zip(seen["metrics"], alone["metrics"], strict=True)
+    probes = zip(seen["probe"], alone["probe"], strict=True)
     exports = list(zip(seen["exports"], alone["exports"], strict=True))
     return {
         "names": list(seen["exports"][0]) == list(alone["exports"][0]),
         "start_is_exact": apart(*exports[0], scale=False) == 0.0,
-        "metrics": {k: max(abs(a[k] - b[k]) for a, b in pairs) for k in pairs[0][1]},
-        "metric_names": sorted(pairs[0][0]) == sorted(pairs[0][1]),
+        "metrics": [{k: abs(a[k] - b[k]) for k in a.keys() | b.keys()} for a, b in pairs],
         "gradients": apart(seen["gradients"][0], alone["gradients"][0], scale=True),
         "weights": [apart(a, b, scale=False) for a, b in exports],
         "moved": apart(seen["exports"][-1], seen["exports"][0], scale=False),
-        "probe": float((probes - probes_alone).abs().max()),
+        "probe": [
+            max(
+                float((torch.tensor(x) - torch.tensor(y)).abs().max())
+                for x, y in zip(a, b, strict=True)
+            )
+            for a, b in probes
+        ],
         "resumed": seen.get("resumed"),
     }
 

@@ -115,6 +115,14 @@ def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, mo
     monkeypatch.setattr(engine_module, "FIRST_TOKEN_SECONDS", 0.0)
     engine, manifest = served.engine, served.publish(300)
     prompts = [prompt(i, 90) for i in range(24)]
+    withdrawn: list[str] = []
+    abort = engine._llm.abort
+
+    async def count_and_abort(ids: list[str]) -> None:
+        withdrawn.extend(ids)
+        await abort(ids)
+
+    monkeypatch.setattr(engine._llm, "abort", count_and_abort)
 
     async def work():
         tasks = [asyncio.create_task(engine.complete(p, 6, 3, 1.0)) for p in prompts]
@@ -124,6 +132,7 @@ def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, mo
         return await asyncio.gather(*tasks)
 
     completions = served.run(work)
+    assert withdrawn
     assert engine.aborted == 0
     for p, completion in zip(prompts, completions, strict=True):
         check_lengths(completion)

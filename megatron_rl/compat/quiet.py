@@ -1,0 +1,50 @@
+"""Upstream notices that tell a user of `megatron_rl` nothing to act on, silenced one by one.
+
+Everything else still comes through.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+LOG_LINES: dict[str, tuple[str, ...]] = {
+    "megatron.core.models.gpt.gpt_model": ("GPTModel IS DEPRECATED",),
+    "megatron.core.distributed.distributed_data_parallel": ("full_param_layout not provided",),
+    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),
+}
+"""Logger -> starts of lines."""
+WARNINGS = (
+    "Apex is not installed. Falling back to Torch Norm",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "MimoModelConfig is experimental",
+    "When using async grad allreduce",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.*` is deprecated",
+    "torch.distributed is disabled, unavailable or uninitialized",
+    "The argument order of load has been changed",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+)
+"""Starts of warnings of Megatron-Core and of torch, when Megatron calls it (regular expressions)."""
+
+
+def hush() -> None:
+    """Silences the notices in this process; safe to repeat."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
+    for name, starts in LOG_LINES.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(f, _Silence) for f in logger.filters):
+            logger.addFilter(_Silence(starts))
+
+
+class _Silence(logging.Filter):
+    def __init__(self, starts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.starts = starts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in self.starts)

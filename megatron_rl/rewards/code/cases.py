@@ -1,0 +1,230 @@
+"""Tests of programming problems, in the formats of the public data sets, and how outputs compare."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import math
+import pickle
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.rewards.code.run import TestResult
+
+FLOAT_TOLERANCE = 1e-6
+"""Relative and absolute, for expected outputs that are written with a decimal point."""
+
+
+class BadTests(ValueError):
+    """The tests of a problem cannot be read; the message says what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test. Example: `Case({"stdin": "1 2\\n"}, "3\\n")`."""
+
+    run: dict[str, Any]
+    """What the harness gets; never the expected result."""
+    expected: Any
+    """Text of standard output, or a function's result."""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a function is called, rather than a program fed."""
+        return "stdin" not in self.run
+
+
+def read_cases(text: str, function: str | None = None) -> list[Case]:
+    """The tests of a problem.
+
+    Args:
+        text: JSON: `{"inputs": [...], "outputs": [...], "fn_name": ...}` (TACO, APPS), a list of
+            `{"input", "output", "testtype" or "type", "fn_name"}` (DeepCoder, LiveCodeBench,
+            PrimeIntellect), a list of `assert f(x) == y` (MBPP); or LiveCodeBench's packed form.
+        function: name of the function, where the tests don't have it.
+
+    Raises:
+        BadTests: none of these, or no test.
+    """
+    data = _decode(text)
+    if isinstance(data, dict) and "assert" in data:
+        data = data["assert"]
+    if isinstance(data, dict):
+        cases = _from_columns(data, function)
+    elif isinstance(data, list) and data and all(isinstance(t, str) for t in data):
+        cases = [_from_assert(t) for t in data]
+    elif isinstance(data, list):
+        cases = [_from_row(t, function) for t in data]
+    else:
+        raise BadTests(f"tests are a {type(data).__name__}: expected a list or a mapping")
+    if not cases:
+        raise BadTests("the problem has no tests")
+    return cases
+
+
+def _decode(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        packed = zlib.decompress(base64.b64decode(text, validate=True))
+        return json.loads(_StringOnly(io.BytesIO(packed)).load())
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, TypeError) as e:
+        raise BadTests(f"tests are neither JSON nor LiveCodeBench's packed form: {e}") from None
+
+
+class _StringOnly(pickle.Unpickler):
+    """Unpickles built-in values; any class is refused, so data cannot run code here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"packed tests refer to {module}.{name}")
+
+
+def _from_columns(data: dict[str, Any], function: str | None) -> list[Case]:
+    if not {"inputs", "outputs"} <= set(data):
+        raise BadTests(f"tests have the keys {sorted(data)}: expected inputs and outputs")
+    name = data.get("fn_name") or function
+    if len(data["inputs"]) != len(data["outputs"]):
+        raise BadTests(f"{len(data['inputs'])} inputs, {len(data['outputs'])} outputs")
+    pairs = zip(data["inputs"], data["outputs"], strict=True)
+    if name is None:
+        return [Case({"stdin": _text(i)}, _text(o)) for i, o in pairs]
+    return [Case({"call": name, "args": list(i)}, _unwrapped(o)) for i, o in pairs]
+
+
+def _unwrapped(output: Any) -> Any:
+    """APPS and TACO write a function's result as a list of one."""
+    return output[0] if isinstance(output, list) and len(output) == 1 else output
+
+
+def _from_row(row: Any, function: str | None) -> Case:
+    if not isinstance(row, dict) or not {"input", "output"} <= set(row):
+        raise BadTests(f"a test is {str(row)[:80]!r}: expected input and output")
+    kind = row.get("testtype") or row.get("type") or ("functional" if function else "stdin")
+    if kind in ("stdin", "stdin_stdout"):
+        return Case({"stdin": _text(row["input"])}, _text(row["output"]))
+    name = row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or function
+    if not name:
+        raise BadTests("a functional test without the function's name")
+    given, expected = row["input"], row["output"]
+    if isinstance(given, str):
+        given = [_value(line) for line in given.splitlines() if line.strip()]
+    return Case({"call": name, "args": list(given)}, _value(expected))
+
+
+def _from_assert(text: str) -> Case:
+    """`assert f(1) == 2`: f(1) is evaluated in the sandbox, and compared with 2 outside."""
+    try:
+        tree = ast.parse(text.strip())
+    except SyntaxError as e:
+        raise BadTests(f"test {text[:80]!r}: {e}") from None
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
+        raise BadTests(f"test {text[:80]!r}: expected one assert")
+    test = tree.body[0].test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        try:
+            expected = ast.literal_eval(test.comparators[0])
+        except ValueError:
+            pass
+        else:
+            return Case({"asserts": [ast.unparse(test.left)]}, [expected])
+    return Case({"asserts": [f"bool({ast.unparse(test)})"]}, [True])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(str(v) for v in value)
+    return str(value)
+
+
+def _value(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def failure(case: Case, result: TestResult) -> str:
+    """Why a result is wrong; empty if it is right."""
+    if result.status != "ok":
+        return _STATUS.get(result.status, result.status) + _last_line(result.error)
+    if not case.is_call:
+        return "" if same_output(case.expected, result.stdout) else "wrong output"
+    try:
+        value = json.loads(result.value)
+    except ValueError:
+        return "the function returned nothing that can be read"
+    return "" if same_value(case.expected, value) else f"wrong result {str(value)[:60]}"
+
+
+_STATUS = {
+    "time": "over the time limit",
+    "cpu": "over the CPU time limit",
+    "signal 27": "over the CPU time limit",
+    "memory": "over the memory limit",
+    "output": "over the output limit",
+    "file": "over the file size limit",
+    "total": "no time left for it",
+    "killed": "the program ended its sandbox",
+    "error": "error",
+}
+
+
+def _last_line(error: str) -> str:
+    lines = error.strip().splitlines()
+    return f": {lines[-1][:120]}" if lines else ""
+
+
+def same_output(expected: str, output: str) -> bool:
+    """Equal up to white space at the ends of lines and of the text; numbers as numbers."""
+    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (expected, output)]
+    if lines[0] == lines[1]:
+        return True
+    if len(lines[0]) != len(lines[1]):
+        return False
+    return all(_same_line(a.split(), b.split()) for a, b in zip(*lines, strict=True))
+
+
+def _same_line(expected: list[str], output: list[str]) -> bool:
+    return len(expected) == len(output) and all(
+        a == b or _same_number(a, b) for a, b in zip(expected, output, strict=True)
+    )
+
+
+def _same_number(expected: str, output: str) -> bool:
+    if "." not in expected and "e" not in expected.lower():
+        return False
+    try:
+        a, b = float(expected), float(output)
+    except ValueError:
+        return False
+    return math.isclose(a, b, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+
+
+def same_value(expected: Any, value: Any) -> bool:
+    """Equality of results: tuples are lists, keys are texts, floats have a tolerance."""
+    if isinstance(expected, bool) or isinstance(value, bool):
+        return expected is value
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return math.isclose(expected, value, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    if isinstance(expected, list | tuple):
+        return (
+            isinstance(value, list)
+            and len(expected) == len(value)
+            and all(same_value(e, v) for e, v in zip(expected, value, strict=True))
+        )
+    if isinstance(expected, set | frozenset):
+        return same_value(sorted(expected, key=repr), value)
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and {str(k) for k in expected} == set(value)
+            and all(same_value(v, value[str(k)]) for k, v in expected.items())
+        )
+    return bool(expected == value)

@@ -1,0 +1,237 @@
+"""What runs inside the sandbox: it forks a process per test, feeds it and bounds it.
+
+Standard library only: the file's text is handed to a bare interpreter. One JSON job comes in on
+standard input, one JSON line per test goes out. Expected outputs never come in here, so a program
+can neither read nor forge a verdict; it can only print.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+PRELUDE = (
+    "import sys, math, re, string, random, itertools, functools, collections, heapq, bisect, copy\n"
+    "import operator\n"
+    "from typing import *\nfrom collections import *\nfrom functools import *\n"
+    "from itertools import *\nfrom heapq import *\nfrom bisect import *\nfrom math import *\n"
+)
+ERROR_BYTES = 2000
+
+
+def main():
+    job = json.loads(sys.stdin.buffer.read())
+    if job["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    libc = ctypes.CDLL(None)
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the program cannot look into this process
+    channel = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    for index, test in enumerate(job["tests"]):
+        result = run_test(job, test, libc, channel)
+        result["index"] = index
+        channel.write(json.dumps(result).encode() + b"\n")
+        channel.flush()
+        if job["namespace"]:
+            # Whatever the test left behind; without a process namespace it could start nothing.
+            with contextlib.suppress(OSError):
+                os.kill(-1, signal.SIGKILL)
+
+
+def run_test(job, test, libc, channel):
+    stdin = os.memfd_create("stdin")
+    data = memoryview(test.get("stdin", "").encode("utf-8", "replace"))
+    while data:
+        data = data[os.write(stdin, data) :]
+    os.lseek(stdin, 0, os.SEEK_SET)
+    out_read, out_write = os.pipe()
+    error_read, error_write = os.pipe()
+    value_read, value_write = os.pipe()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        channel_fd = channel.fileno()
+        for source, target in ((stdin, 0), (out_write, 1), (error_write, 2)):
+            os.dup2(source, target)
+        for fd in (stdin, out_read, out_write, error_read, error_write, value_read, channel_fd):
+            os.close(fd)
+        become_program(job, test, libc, value_write)
+    for fd in (stdin, out_write, error_write, value_write):
+        os.close(fd)
+    limits = {out_read: job["output_bytes"], error_read: 1 << 20, value_read: job["output_bytes"]}
+    texts, stopped = collect(limits, started + job["wall_seconds"])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    for fd in limits:
+        os.close(fd)
+    return {
+        "status": stopped or ended(status, texts[error_read]),
+        "stdout": texts[out_read].decode("utf-8", "replace"),
+        "value": texts[value_read].decode("utf-8", "replace"),
+        "error": texts[error_read][-ERROR_BYTES:].decode("utf-8", "replace"),
+        "seconds": round(time.monotonic() - started, 4),
+        "cpu": round(usage.ru_utime + usage.ru_stime, 4),
+    }
+
+
+def ended(status, error):
+    """How the process ended, when it was not stopped here."""
+    if os.WIFSIGNALED(status):
+        by = os.WTERMSIG(status)
+        return {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "file"}.get(by, f"signal {by}")
+    if os.WEXITSTATUS(status) == 0:
+        return "ok"
+    return "memory" if b"MemoryError" in error[-ERROR_BYTES:] else "error"
+
+
+def collect(limits, deadline):
+    """Bytes of each pipe until all are closed, one is over its limit, or time is up."""
+    texts = {fd: bytearray() for fd in limits}
+    open_fds = set(limits)
+    while open_fds:
+        left = deadline - time.monotonic()
+        ready = select.select(list(open_fds), [], [], max(left, 0))[0]
+        if not ready:
+            return texts, "time"
+        for fd in ready:
+            part = os.read(fd, 1 << 16)
+            if not part:
+                open_fds.discard(fd)
+            texts[fd] += part
+            if len(texts[fd]) > limits[fd]:
+                if limits[fd] == 1 << 20:
+                    del texts[fd][: -ERROR_BYTES * 2]
+                    continue
+                return texts, "output"
+        # A daemon may keep the pipes open: the program's own end ends the test.
+    return texts, ""
+
+
+def become_program(job, test, libc, value_fd):
+    code = 1
+    try:
+        os.setsid()
+        limit(job)
+        libc.prctl(4, 1, 0, 0, 0)
+        if job["weak_uid"] is not None:
+            os.setgroups([])
+            os.setresgid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
+            os.setresuid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
+        if job["seccomp"]:
+            load_filter(job["seccomp"])
+        source = job["source"]
+        job.clear()
+        code = execute(source, test, value_fd)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        if isinstance(e.code, str):
+            sys.stderr.write(e.code)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    with contextlib.suppress(BaseException):
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def limit(job):
+    cpu = max(1, int(job["cpu_seconds"] + 0.999))
+    table = {
+        resource.RLIMIT_CPU: (cpu, cpu + 1),
+        resource.RLIMIT_AS: (job["memory_bytes"],) * 2,
+        resource.RLIMIT_FSIZE: (job["file_bytes"],) * 2,
+        resource.RLIMIT_NOFILE: (64, 64),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    if job["processes"]:
+        table[resource.RLIMIT_NPROC] = (job["processes"],) * 2
+    for kind, (soft, hard) in table.items():
+        _, most = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+    # The CPU limit counts whole seconds; this one is exact, and a program that ignores it meets it.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
+
+
+def load_filter(rules):
+    """Seccomp by the library's own binding; only without namespaces is it loaded from here."""
+    import pyseccomp
+
+    filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    own = os.getpid()
+    for name, error, arguments in rules:
+        match = []
+        for position, operator, a, b in arguments:
+            a = own if a == "pid" else a
+            match.append(pyseccomp.Arg(position, getattr(pyseccomp, operator), a, b))
+        with contextlib.suppress(OSError):  # a system call that this architecture lacks
+            filter_.add_rule(pyseccomp.ERRNO(error), name, *match)
+    filter_.load()
+
+
+def execute(source, test, value_fd):
+    import types
+
+    sys.stdin = open(0, encoding="utf-8", errors="replace")
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
+    sys.argv = ["program.py"]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    space = module.__dict__
+    if "call" not in test and "asserts" not in test:
+        os.close(value_fd)
+        exec(compile(source, "program.py", "exec"), space)
+        return 0
+    space["__name__"] = "program"
+    exec(PRELUDE, space)
+    exec(compile(source, "program.py", "exec"), space)
+    if "asserts" in test:
+        value = []
+        for text in test["asserts"]:
+            value.append(eval(compile(text, "test", "eval"), space))
+    else:
+        value = find(space, test["call"])(*test["args"])
+    os.write(value_fd, json.dumps(plain(value), allow_nan=True).encode())
+    return 0
+
+
+def find(space, name):
+    if name in space:
+        return space[name]
+    solution = space.get("Solution")
+    if solution is None or not hasattr(solution, name):
+        raise NameError(f"the program defines no {name}")
+    return getattr(solution(), name)
+
+
+def plain(value):
+    """The value as JSON has it: tuples are lists, sets are sorted lists."""
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(v) for v in value), key=repr)
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return repr(value)
+
+
+if __name__ == "__main__":
+    main()

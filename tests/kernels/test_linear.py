@@ -1,0 +1,379 @@
+"""Fused head and loss against float64: values, gradients, chunks, types, Megatron's main_grad."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.kernels.cases import CAP, Case, largest, linear_case, relative
+from torch import Tensor
+
+from megatron_rl.kernels import heads
+from megatron_rl.kernels.fused import Cispo, LinearLoss, linear_logprobs, linear_loss
+from megatron_rl.kernels.library import load
+from megatron_rl.kernels.lm_head import fp32_linear
+
+
+def leaves(case: Case, main_grad: bool = False) -> tuple[Tensor, Tensor]:
+    hidden_TH = case.hidden_TH.clone().requires_grad_()
+    weight_VH: Any = case.weight_VH.clone().requires_grad_()
+    if main_grad:
+        weight_VH.main_grad = torch.zeros(weight_VH.shape)
+        weight_VH.grad_added_to_main_grad = False
+    return hidden_TH, weight_VH
+
+
+def run(
+    case: Case, leaf: tuple[Tensor, Tensor], loss: Any = None, **kw: Any
+) -> tuple[LinearLoss, Tensor]:
+    """Forward and backward; returns the result and the fp32 (or own type) weight gradient."""
+    hidden_TH, weight_VH = leaf
+    result = linear_loss(
+        hidden_TH,
+        weight_VH,
+        case.targets_T,
+        case.loss if loss is None else loss,
+        temperature=case.temperature,
+        vocabulary=case.vocabulary,
+        **kw,
+    )
+    result.loss.backward()
+    main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+    grad = weight_VH.grad if main_grad is None else main_grad
+    assert grad is not None
+    return result, grad
+
+
+def rows_of_memory(case: Case, rows: int) -> int:
+    return rows * 4 * (case.weight_VH.shape[0] + 128)
+
+
+CASES = [
+    pytest.param(37, 65, 7, {}, id="V=7 odd T, H"),
+    pytest.param(61, 33, 1003, {"vocabulary": 1000}, id="V=1003 padded"),
+    pytest.param(45, 64, 1003, {"temperature": 0.7}, id="V=1003 temperature"),
+    pytest.param(97, 128, 32000, {}, id="V=32000"),
+    pytest.param(33, 96, 202048, {"vocabulary": 202000}, id="V=202048 padded"),
+]
+
+
+@pytest.mark.parametrize("grads", ["bf16", "fp32"])
+@pytest.mark.parametrize(("T", "H", "V", "kw"), CASES)
+def test_bf16_operands_equal_float64(T: int, H: int, V: int, kw: dict[str, Any], grads: Any) -> None:
+    case = linear_case(T, H, V, **kw)
+    truth = case.truth
+    leaf = leaves(case, main_grad=True)
+    got, weight_grad_VH = run(
+        case, leaf, logit_grads=grads, chunk_bytes=rows_of_memory(case, 32), loss_scale=1.0
+    )
+    assert largest(got.logprobs_T, truth.logprobs_T) < 1e-5
+    assert (got.logprobs_T <= 0).all()
+    assert largest(got.entropy_T, truth.entropy_T) < 1e-5
+    assert relative(got.ratio_T, truth.ratio_T) < 1e-5
+    assert relative(got.coefficient_T, truth.coefficient_T) < 1e-5
+    assert abs(got.loss - truth.loss) < 1e-6 * abs(truth.loss)
+    assert weight_grad_VH.dtype == torch.float32
+    assert relative(weight_grad_VH, truth.weight_grad_VH) < (3e-3 if grads == "bf16" else 1e-6)
+    # Of bf16 type itself: rounding it alone costs up to 2^-8.
+    assert leaf[0].grad is not None
+    assert relative(leaf[0].grad, truth.hidden_grad_TH) < 4e-3
+    if case.vocabulary < V:
+        assert (weight_grad_VH[case.vocabulary :] == 0).all()
+
+
+@pytest.mark.parametrize(("T", "H", "V", "kw"), CASES[:4])
+def test_fp32_operands_equal_float64(T: int, H: int, V: int, kw: dict[str, Any]) -> None:
+    case = linear_case(T, H, V, torch.float32, **kw)
+    leaf = leaves(case)
+    got, weight_grad_VH = run(case, leaf, chunk_bytes=rows_of_memory(case, 10))
+    assert largest(got.logprobs_T, case.truth.logprobs_T) < 1e-5
+    # torch's sgemm alone leaves errors of some 1e-6 in a log-prob, and terms of both signs cancel.
+    terms_T = case.truth.coefficient_T * case.truth.logprobs_T
+    assert abs(got.loss - case.truth.loss) < 1e-6 * terms_T.abs().sum()
+    # A log-prob's error is the relative error of its ratio, so of its gradient.
+    assert relative(weight_grad_VH, case.truth.weight_grad_VH) < 2e-6
+    assert leaf[0].grad is not None
+    assert relative(leaf[0].grad, case.truth.hidden_grad_TH) < 2e-6
+
+
+def test_bf16_logits_are_worse_which_is_why_they_are_fp32() -> None:
+    case = linear_case(64, 64, 1003)
+    got, _ = run(case, leaves(case), precision="bf16")
+    assert 1e-3 < largest(got.logprobs_T, case.truth.logprobs_T) < 0.2
+
+
+@pytest.mark.parametrize("grads", ["bf16", "fp32"])
+def test_chunk_size_does_not_matter_and_runs_repeat_bitwise(grads: Any) -> None:
+    # fp32 gradients with fp32 operands: no rounding of the result hides a difference.
+    case = linear_case(131, 64, 1003, torch.bfloat16 if grads == "bf16" else torch.float32)
+    results = []
+    for rows in (1, 7, 32, 96, 1000, 1000):
+        leaf = leaves(case, main_grad=True)
+        got, weight_grad_VH = run(
+            case, leaf, logit_grads=grads, chunk_bytes=rows_of_memory(case, rows)
+        )
+        results.append((got, weight_grad_VH, leaf[0].grad))
+    for got, weight_grad_VH, hidden_grad_TH in results[:-1]:
+        assert largest(got.logprobs_T, results[-1][0].logprobs_T) < 4e-6
+        assert abs(got.loss - results[-1][0].loss) <= 1e-6 * abs(got.loss)
+        assert relative(weight_grad_VH, results[-1][1]) < 1e-6
+        assert relative(hidden_grad_TH, results[-1][2]) < 1e-6
+    assert all(
+        torch.equal(a, b) for a, b in zip(results[-1][0], results[-2][0], strict=True)
+    )
+    assert torch.equal(results[-1][1], results[-2][1])
+    assert torch.equal(results[-1][2], results[-2][2])
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.25])
+def test_main_grad_is_added_to_in_fp32(scale: float | None) -> None:
+    case = linear_case(50, 64, 203)
+    hidden_TH, weight_VH = leaves(case, main_grad=True)
+    weight: Any = weight_VH
+    weight.main_grad.fill_(1.0)
+    factor = 1.0 if scale is None else scale
+    for _ in range(2):
+        got = linear_loss(
+            hidden_TH, weight_VH, case.targets_T, case.loss, logit_grads="fp32", loss_scale=scale
+        )
+        assert abs(got.loss - case.truth.loss) < 1e-6 * abs(case.truth.loss)
+        (got.loss * factor).backward()
+    want = 1.0 + 2 * factor * case.truth.weight_grad_VH
+    assert relative(weight.main_grad - 1.0, want - 1.0) < 2e-5  # 1 + small numbers, in fp32
+    assert weight.grad_added_to_main_grad
+    assert hidden_TH.grad is not None
+    assert relative(hidden_TH.grad, 2 * factor * case.truth.hidden_grad_TH) < 6e-3
+
+
+def test_a_shared_embedding_gets_zeros_beside_main_grad() -> None:
+    case = linear_case(20, 32, 67)
+    hidden_TH, weight_VH = leaves(case, main_grad=True)
+    weight: Any = weight_VH
+    weight.zero_out_wgrad = True
+    embedded = torch.nn.functional.embedding(case.targets_T, weight_VH)
+    got = linear_loss(hidden_TH, weight_VH, case.targets_T, case.loss, loss_scale=1.0)
+    (got.loss + embedded.float().sum()).backward()
+    # What autograd delivers is the embedding's share alone; Megatron's hook adds it to main_grad.
+    want = torch.zeros(67, 32).index_add_(0, case.targets_T, torch.ones(20, 32))
+    assert torch.equal(weight_VH.grad.float(), want)  # type: ignore[union-attr]
+    assert relative(weight.main_grad, case.truth.weight_grad_VH) < 3e-3
+
+
+def test_a_broken_promise_about_the_loss_scale_is_an_error() -> None:
+    case = linear_case(20, 32, 67)
+    hidden_TH, weight_VH = leaves(case, main_grad=True)
+    got = linear_loss(hidden_TH, weight_VH, case.targets_T, case.loss, loss_scale=1.0)
+    with pytest.raises(RuntimeError, match="loss_scale"):
+        (got.loss * 2).backward()
+
+
+@pytest.mark.parametrize("hidden_only", [True, False])
+def test_only_wanted_gradients_are_made(hidden_only: bool) -> None:
+    case = linear_case(20, 32, 67)
+    hidden_TH, weight_VH = leaves(case)
+    (weight_VH if hidden_only else hidden_TH).requires_grad_(False)
+    got = linear_loss(hidden_TH, weight_VH, case.targets_T, case.loss)
+    got.loss.backward()
+    wanted, other = (hidden_TH, weight_VH) if hidden_only else (weight_VH, hidden_TH)
+    assert other.grad is None
+    truth = case.truth.hidden_grad_TH if hidden_only else case.truth.weight_grad_VH
+    assert truth is not None
+    assert relative(wanted.grad, truth) < 5e-3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_gradients_only_the_logits_are_multiplied(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    case = linear_case(20, 32, 67, dtype)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a backward product without need")
+
+    head, _ = heads.select("fp32", "auto", dtype, "cpu")
+    monkeypatch.setattr(type(head), "hidden_grad", refuse)
+    monkeypatch.setattr(type(head), "weight_grad", refuse)
+    with torch.no_grad():
+        got = linear_loss(*leaves(case), case.targets_T, case.loss)
+    assert abs(got.loss - case.truth.loss) < 2e-6 * abs(case.truth.loss)
+    assert largest(got.logprobs_T, case.truth.logprobs_T) < 1e-5
+    assert not got.loss.requires_grad
+
+
+def test_no_tokens_give_zeros_and_still_a_graph() -> None:
+    case = linear_case(4, 32, 67)
+    none = slice(0, 0)
+    for scale in (None, 1.0):
+        hidden_TH, weight_VH = leaves(case, main_grad=scale is not None)
+        empty = Cispo(
+            case.loss.generator_logprobs_T[none], case.loss.advantages_T[none],
+            case.loss.weights_T[none], CAP,
+        )  # fmt: skip
+        got = linear_loss(
+            hidden_TH[none], weight_VH, case.targets_T[none], empty, loss_scale=scale
+        )
+        got.loss.backward()
+        assert got.loss == 0
+        grad = weight_VH.grad if scale is None else weight_VH.main_grad  # type: ignore[attr-defined]
+        assert (grad == 0).all()
+        assert (hidden_TH.grad == 0).all()  # type: ignore[union-attr]
+
+
+def clipped(case: Case) -> Any:
+    """PPO's clip with a dual sign, as GRPO and DAPO use it: not CISPO, but per token."""
+
+    def loss(logprobs_C: Tensor, place: slice) -> Tensor:
+        ratio_C = (logprobs_C - case.loss.generator_logprobs_T[place].to(logprobs_C)).exp()
+        a_C = case.loss.advantages_T[place].to(logprobs_C)
+        w_C = case.loss.weights_T[place].to(logprobs_C)
+        return -w_C * torch.minimum(ratio_C * a_C, ratio_C.clamp(0.8, 1.26) * a_C)
+
+    return loss
+
+
+def gspo(case: Case, logprobs_T: Tensor) -> Tensor:
+    """Sequence ratio: needs sums over sequences before any token's coefficient is known."""
+    sequence_T = torch.arange(len(logprobs_T)) // 10
+    n = int(sequence_T[-1]) + 1
+    delta_T = logprobs_T - case.loss.generator_logprobs_T.to(logprobs_T)
+    zeros = torch.zeros(n).to(logprobs_T)
+    count = zeros.index_add(0, sequence_T, torch.ones_like(delta_T))
+    ratio_S = (zeros.index_add(0, sequence_T, delta_T) / count).exp()
+    a_S = torch.linspace(-1, 1, n).to(logprobs_T)
+    return -torch.minimum(ratio_S * a_S, ratio_S.clamp(0.9, 1.1) * a_S).sum()
+
+
+def in_float64(case: Case, loss: Any) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_TH = case.hidden_TH.double().requires_grad_()
+    weight_VH = case.weight_VH.double().requires_grad_()
+    z_TV = hidden_TH @ weight_VH.T / case.temperature
+    logprobs_T = torch.log_softmax(z_TV, -1).gather(1, case.targets_T[:, None])[:, 0]
+    value = loss(logprobs_T)
+    value.backward()
+    assert hidden_TH.grad is not None
+    assert weight_VH.grad is not None
+    return value.detach(), hidden_TH.grad, weight_VH.grad
+
+
+def test_any_loss_of_single_log_probs_takes_the_one_pass_path() -> None:
+    case = linear_case(57, 64, 509, torch.float32, temperature=0.9)
+    function = clipped(case)
+    want = in_float64(case, lambda logp: function(logp, slice(None)).sum())
+    leaf = leaves(case)
+    got, weight_grad_VH = run(case, leaf, function, chunk_bytes=rows_of_memory(case, 10))
+    assert abs(got.loss - want[0]) < 2e-6 * abs(want[0])
+    assert relative(weight_grad_VH, want[2]) < 2e-6
+    assert relative(leaf[0].grad, want[1]) < 2e-6  # type: ignore[arg-type]
+
+
+def test_a_loss_that_mixes_tokens_is_refused_by_the_one_pass_path() -> None:
+    case = linear_case(20, 32, 67)
+    with pytest.raises(ValueError, match="one term per token"):
+        run(case, leaves(case), lambda logp, place: logp.sum())
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_sequence_loss_takes_the_two_pass_path_exactly(main_grad: bool) -> None:
+    case = linear_case(57, 64, 509, torch.float32)
+    want = in_float64(case, lambda logp: gspo(case, logp))
+    hidden_TH, weight_VH = leaves(case, main_grad=main_grad)
+    logprobs_T, entropy_T = linear_logprobs(
+        hidden_TH, weight_VH, case.targets_T, chunk_bytes=rows_of_memory(case, 10)
+    )
+    assert not entropy_T.requires_grad
+    assert largest(entropy_T, case.truth.entropy_T) < 1e-5
+    loss = gspo(case, logprobs_T)
+    loss.backward()
+    assert abs(loss - want[0]) < 2e-6  # a sum of numbers of about +-1 that nearly cancel
+    weight_grad_VH = weight_VH.main_grad if main_grad else weight_VH.grad  # type: ignore[attr-defined]
+    assert relative(weight_grad_VH, want[2]) < 2e-6
+    assert relative(hidden_TH.grad, want[1]) < 2e-6  # type: ignore[arg-type]
+
+
+def test_the_plain_head_gives_the_same_logits_and_gradients() -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
+        case = linear_case(30, 40, 77, dtype)
+        hidden_TH, weight_VH = leaves(case)
+        logits_TV = fp32_linear(hidden_TH, weight_VH)
+        assert logits_TV.dtype == torch.float32
+        want_TV = case.hidden_TH.double() @ case.weight_VH.double().T
+        assert relative(logits_TV, want_TV) < 1e-6
+        (logits_TV * case.truth.logit_grads_TV.float()).sum().backward()
+        assert relative(weight_VH.grad, case.truth.weight_grad_VH) < tolerance  # type: ignore[arg-type]
+        assert relative(hidden_TH.grad, case.truth.hidden_grad_TH) < tolerance  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_VH": torch.zeros(67, 31, dtype=torch.bfloat16)}, "width must agree"),
+        ({"hidden_TH": torch.zeros(4, 32)}, "type and width must agree"),
+        ({"targets_T": torch.zeros(3, dtype=torch.int64)}, "int64"),
+        ({"targets_T": torch.zeros(4, dtype=torch.int32)}, "int64"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"vocabulary": 68}, "vocabulary"),
+        ({"precision": "fp16"}, "precision"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> None:
+    case = linear_case(4, 32, 67)
+    arguments: dict[str, Any] = {
+        "hidden_TH": case.hidden_TH,
+        "weight_VH": case.weight_VH,
+        "targets_T": case.targets_T,
+        "loss": case.loss,
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_loss(**{**arguments, **change})
+
+
+def test_the_choice_of_head_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    heads.select.cache_clear()
+    case = linear_case(4, 32, 67)
+    with caplog.at_level(logging.INFO, "megatron_rl.kernels"):
+        for _ in range(2):
+            run(case, leaves(case), precision="tf32")
+    lines = [r.message for r in caplog.records if "LM head" in r.message]
+    assert len(lines) == 1
+    assert "tf32" in lines[0]
+
+
+KINDS = [1, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25)
+@given(
+    C=st.integers(1, 70),
+    H=st.integers(1, 140),
+    V=st.integers(1, 600),
+    gap=st.integers(0, 3),
+    accumulate=st.booleans(),
+)
+def test_own_gemms_equal_float64_for_all_sizes(
+    kind: int, C: int, H: int, V: int, gap: int, accumulate: bool
+) -> None:
+    if not load().can_run(kind):
+        pytest.skip(f"this processor has no bf16 GEMM kind {kind}")
+    g = torch.Generator().manual_seed(C * H + V)
+    head = heads.CpuBf16(kind)
+    weight_VH = torch.randn(V, H, generator=g).bfloat16()
+    hidden_CH = torch.randn(C, H + gap, generator=g).bfloat16()[:, :H]
+    logits_CV = torch.full((C, V + gap), float("nan"))[:, :V]
+    head.logits(hidden_CH, weight_VH, logits_CV)
+    scale = H**0.5
+    assert largest(logits_CV, hidden_CH.double() @ weight_VH.double().T) < 1e-6 * scale * 4
+    grads_CV = torch.full((C, V + gap), float("nan"), dtype=torch.bfloat16)[:, :V]
+    grads_CV.copy_(torch.randn(C, V, generator=g))
+    hidden_grad_CH = torch.full((C, H), float("nan"))
+    head.hidden_grad(grads_CV, weight_VH, hidden_grad_CH)
+    want = grads_CV.double() @ weight_VH.double()
+    assert relative(hidden_grad_CH, want) < 1e-6
+    weight_grad_VH = torch.full((V, H), 1.0 if accumulate else float("nan"))
+    head.weight_grad(grads_CV, hidden_CH, weight_grad_VH, accumulate)
+    want = grads_CV.double().T @ hidden_CH.double() + (1.0 if accumulate else 0.0)
+    assert relative(weight_grad_VH, want) < 1e-6
