@@ -330,8 +330,8 @@ class RunConfig(Section):
         model_ranks = p.tensor * p.pipeline * p.context
         if r.trainer_ranks % model_ranks:
             raise ValueError(
-                f"roles.trainer_ranks is {r.trainer_ranks}: it must be a multiple of parallel.tensor"
-                f" x parallel.pipeline x parallel.context = {model_ranks}"
+                f"roles.trainer_ranks is {r.trainer_ranks}: it must be a multiple of"
+                f" parallel.tensor x parallel.pipeline x parallel.context = {model_ranks}"
             )
         expert_ranks = p.expert * p.expert_tensor * p.pipeline
         if r.trainer_ranks % expert_ranks:
@@ -388,7 +388,7 @@ def _flatten(error: ValidationError) -> str:
 
 
 def _unrecognized(message: str) -> str:
-    head, found, arguments = message.partition("unrecognized arguments: ")
+    _, found, arguments = message.partition("unrecognized arguments: ")
     if not found:
         return f"command line: {message}"
     name, *value = arguments.split(" ")
@@ -463,7 +463,9 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     return RunConfig.model_validate(merged.model_dump())
 
 
-def describe(section: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
+def describe(
+    section: type[Section] = RunConfig, prefix: str = ""
+) -> list[tuple[str, str, str, str]]:
     """Every leaf key of the tree as (dotted key, type, default, help text)."""
     rows = []
     for name, field in section.model_fields.items():

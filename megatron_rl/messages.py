@@ -222,17 +222,18 @@ class Batch(Message):
     @classmethod
     def stopping(cls, step: int, versions_needed_from: int = 0) -> Self:
         """The batch that says no step is left."""
-        empty = dict.fromkeys(
-            ("prompt_lengths", "token_ids", "advantages", "generator_logprobs", "loss_weights"), b""
-        )
         return cls(
             step=step,
             bounds=np.zeros(1, dtype="<i4").tobytes(),
+            prompt_lengths=b"",
+            token_ids=b"",
+            advantages=b"",
+            generator_logprobs=b"",
+            loss_weights=b"",
             versions=b"",
             probe=[],
             stop=True,
             versions_needed_from=versions_needed_from,
-            **empty,
         )
 
 

@@ -64,7 +64,7 @@ def make_split(task: TaskConfig, seed: int) -> Split:
     while len(heldout) < task.heldout_prompts:
         wanted = _stratum(lengths, len(heldout), task.heldout_prompts)
         heldout.setdefault(_draw(rng, wanted))
-    train = []
+    train: list[Problem] = []
     while len(train) < task.train_prompts:
         problem = _draw(rng, rng.choices(*_columns(lengths))[0])
         if problem not in heldout:
@@ -72,7 +72,9 @@ def make_split(task: TaskConfig, seed: int) -> Split:
     return Split(train, list(heldout))
 
 
-def demonstrations(task: TaskConfig, seed: int, count: int, per_problem: int, thinking: int) -> Iterator[tuple[str, str]]:
+def demonstrations(
+    task: TaskConfig, seed: int, count: int, per_problem: int, thinking: int
+) -> Iterator[tuple[str, str]]:
     """Noisy demonstrations for the supervised stage, as (prompt, completion) texts.
 
     Args:

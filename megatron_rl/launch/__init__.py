@@ -50,7 +50,11 @@ def launch(command: Command, path: Path | None, overrides: list[str]) -> None:
         raise ConfigError(
             f"torchrun started {started} ranks and the configuration needs {needed}"
             f" (roles.trainer_ranks {config.roles.trainer_ranks}"
-            + (f" + roles.generator_ranks {config.roles.generator_ranks}" if command == "train" else "")
+            + (
+                f" + roles.generator_ranks {config.roles.generator_ranks}"
+                if command == "train"
+                else ""
+            )
             + f"): use --nnodes x --nproc-per-node = {needed}, or change roles"
         )
     rank = int(os.environ["RANK"])

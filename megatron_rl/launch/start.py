@@ -88,7 +88,7 @@ def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[E
 
 
 def active_parameters(directory: Path) -> int:
-    """Parameters of a Hugging Face model that one token uses: of its experts, those it is sent to."""
+    """Parameters of a Hugging Face model that one token uses: its own experts, and all else."""
     config = json.loads((directory / "config.json").read_text())
     experts = config.get("num_local_experts") or config.get("num_experts") or 1
     share = min(config.get("num_experts_per_tok") or 1, experts) / experts

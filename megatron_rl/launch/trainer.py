@@ -87,7 +87,9 @@ def _supervised_stage(config: RunConfig, rank: int) -> None:
         nonlocal said
         if rank == 0 and config.observe.terminal != "off" and time.monotonic() - said > 5:
             said = time.monotonic()
-            print(f"supervised stage: step {step + 1}/{config.sft.steps}, loss {loss:.3f}", flush=True)
+            print(
+                f"supervised stage: step {step + 1}/{config.sft.steps}, loss {loss:.3f}", flush=True
+            )
 
     run_supervised(config, policy, start.examples_by_step(config, tokenizer), on_step)
     save_huggingface(policy, directory, source=initial)

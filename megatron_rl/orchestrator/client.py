@@ -59,7 +59,11 @@ class TrainerClient:
         """
         self._send(m.BatchRequest(step=step))
         batch = self._wait(
-            m.Batch, self._timeouts.batch_seconds, "timeouts.batch_seconds", step, interruptible=True
+            m.Batch,
+            self._timeouts.batch_seconds,
+            "timeouts.batch_seconds",
+            step,
+            interruptible=True,
         )
         if batch is None:
             return m.Batch.stopping(step, self.versions_needed_from)

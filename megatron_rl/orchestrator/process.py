@@ -100,7 +100,7 @@ def main() -> None:
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     try:
         run_orchestrator(spec)
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - the process ends here; rank 0 passes the cause on
         traceback.print_exc()
         print(f"megatron_rl orchestrator: {e}", file=sys.stderr, flush=True)
         Path(f"{spec.endpoint_file}.error").write_text(f"{type(e).__name__}: {e}")

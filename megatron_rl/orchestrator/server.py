@@ -8,7 +8,6 @@ trainer waits for the groups of its step.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable

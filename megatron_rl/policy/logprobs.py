@@ -55,14 +55,16 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rank, size, columns = group.rank(), group.size(), logits_TV.shape[1]
         first, parallel = rank * columns, size > 1 and len(targets_T) > 0
-        scaled_TV = logits_TV / temperature if temperature != 1.0 else logits_TV
         if first + columns > vocabulary:
-            scaled_TV = scaled_TV.clone()
-            scaled_TV[:, max(vocabulary - first, 0) :] = float("-inf")
-        top_T = scaled_TV.amax(dim=1)
+            logits_TV = logits_TV.clone()
+            logits_TV[:, max(vocabulary - first, 0) :] = float("-inf")
+        top_T = logits_TV.amax(dim=1)
         if parallel:
             dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-        shifted_TV = scaled_TV - top_T[:, None]
+        # Division comes after the subtraction, which rounds nothing near the top.
+        shifted_TV = logits_TV - top_T[:, None]
+        if temperature != 1.0:
+            shifted_TV /= temperature
         weights_TV = shifted_TV.exp()
         column_T = targets_T - first
         mine_T = (column_T >= 0) & (column_T < columns)

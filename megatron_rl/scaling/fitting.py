@@ -238,7 +238,7 @@ def fit(
     p = problem(series, form, window.r0, index, fix_a, a_max)
     point = solve(p) if method == "fast" else solve_paper(p)
     s = None if series.stderr is None else series.stderr[index]
-    belief = believe(p, series.compute[index], s, correlated)
+    belief = believe(p, series.compute[index], s, point, correlated)
     return _assemble(series, window, p, point, belief, form, method, fit_until, level, run_margin)
 
 
@@ -270,15 +270,16 @@ def _assemble(
     run_margin: float,
 ) -> Fit:
     shape = p.shape
-    a = _around(point.a, belief.interval("a", level), p.fix_a is not None)
-    v = _around(point.v, belief.interval("v", level))
+    ends = belief.intervals(level)
+    a = _around(point.a, ends["a"], p.fix_a is not None)
+    v = _around(point.v, ends["v"])
     B = Interval(float(shape.b(point.v)), float(shape.b(v.low)), float(shape.b(v.high)))
     Cmid = R0 = D = None
     if shape.has_u:
-        u = _around(point.u, belief.interval("u", level))
+        u = _around(point.u, ends["u"])
         mid, low, high = (float(shape.cmid(t)) for t in (point.u, u.low, u.high))
         Cmid = Interval(mid, low, high)
-        R0 = _r0_interval(window, point, belief, level)
+        R0 = _r0_interval(window, point, ends["r0"], level)
     else:
         D = _d_interval(p, point, belief, level)
     (_, _), (v0, v1) = shape.bounds()
@@ -338,9 +339,9 @@ def _around(value: float, ends: tuple[float, float], fixed: bool = False) -> Int
     return Interval(value, min(ends[0], value), max(ends[1], value), fixed)
 
 
-def _r0_interval(window: Window, point: Point, belief: Belief, level: float) -> Interval:
+def _r0_interval(window: Window, point: Point, ends: tuple[float, float], level: float) -> Interval:
     if window.r0 is None:
-        return _around(point.r0, belief.interval("r0", level))
+        return _around(point.r0, ends)
     half = 0.0 if window.r0_stderr is None else window.r0_stderr * float(ndtri((1 + level) / 2))
     return Interval(window.r0, max(window.r0 - half, 0.0), min(window.r0 + half, 1.0), True)
 

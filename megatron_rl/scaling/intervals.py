@@ -16,7 +16,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 from .curve import Array
 from .likelihood import Map, build
 from .noise import SHARE, covariance, whitener
-from .solve import Problem
+from .solve import Point, Problem
 
 TAILS = np.array([0.0002, 0.001, 0.0025, 0.006, 0.0125, 0.025, 0.04, 0.07, 0.13, 0.25, 0.45])
 """Tail probabilities of the ladder."""
@@ -44,16 +44,18 @@ class Belief:
         pairs = zip(self.weights, self.maps, strict=True)
         return float(np.sqrt(sum(w * m.sigma**2 for w, m in pairs)))
 
-    def interval(self, quantity: str, level: float) -> tuple[float, float]:
-        """Model-averaged profile interval of "a", "r0", "u" or "v"."""
-        low, high = [], []
+    def intervals(self, level: float) -> dict[str, tuple[float, float]]:
+        """Model-averaged profile intervals of "a", "r0", "u" and "v"."""
+        names = ("a", "r0", "u", "v")
+        lows, highs = [], []
         for m in self.maps:
-            ends = [getattr(m, f"interval_{quantity}")(float(lv)) for lv in 1 - 2 * TAILS]
-            low.append(np.array([e[0] for e in ends])[:, None])
-            high.append(np.array([e[1] for e in ends])[:, None])
-        lo = _average(low, self.weights, (1 - level) / 2)
-        hi = -_average([-h for h in high], self.weights, (1 - level) / 2)
-        return float(lo[0]), float(hi[0])
+            make = (m.interval_a, m.interval_r0, m.interval_u, m.interval_v)
+            ends = np.array([[f(float(lv)) for f in make] for lv in 1 - 2 * TAILS])
+            lows.append(ends[..., 0])
+            highs.append(-ends[..., 1])
+        tail = (1 - level) / 2
+        lo, hi = _average(lows, self.weights, tail), -_average(highs, self.weights, tail)
+        return {k: (float(a), float(b)) for k, a, b in zip(names, lo, hi, strict=True)}
 
     def mean(self, compute: Array) -> Array:
         """Average of the plausible curves [m]."""
@@ -90,7 +92,11 @@ class Belief:
 
 
 def believe(
-    p: Problem, compute: Array, stderr: Array | None, prior_correlated: float = PRIOR
+    p: Problem,
+    compute: Array,
+    stderr: Array | None,
+    start: Point,
+    prior_correlated: float = PRIOR,
 ) -> Belief:
     """Fit the noise models of a problem (its whitener is replaced) and weigh them.
 
@@ -98,6 +104,7 @@ def believe(
         p: the problem.
         compute: compute of its points [n].
         stderr: their standard errors, for relative weights, or None.
+        start: the least-squares solution.
         prior_correlated: 0 assumes independent evaluations, 1 correlated ones.
     """
     kinds = [(0.0, 1 - prior_correlated), (SHARE, prior_correlated)]
@@ -106,7 +113,7 @@ def believe(
     for share, prior in kinds:
         k = covariance(compute, share, stderr)
         q = Problem(p.shape, p.x, p.y, whitener(k), p.r0, p.fix_a, p.a_max)
-        maps.append(build(q, float(np.linalg.slogdet(k)[1])))
+        maps.append(build(q, float(np.linalg.slogdet(k)[1]), start))
         log_w.append(maps[-1].log_evidence + float(np.log(prior)))
     w = np.exp(np.array(log_w) - max(log_w))
     w /= w.sum()
@@ -124,7 +131,7 @@ def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Arra
     z = ndtri(TAILS)
     lo = np.min([e[0] for e in ends], axis=0)
     hi = np.max([e[-1] for e in ends], axis=0)
-    for _ in range(50):
+    for _ in range(40):
         y = 0.5 * (lo + hi)
         total = sum(w * _tail(y, e, z) for w, e in zip(weights, ends, strict=True))
         below = np.asarray(total) < tail

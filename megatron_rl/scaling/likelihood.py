@@ -13,6 +13,7 @@ of shapes (u, v) that is sheared along the ridge and zoomed until it fits the pl
 """
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 from scipy.special import gammaln, stdtr, stdtrit
@@ -26,7 +27,7 @@ WIDE = 0.9999
 """Level of the region that the grid covers; the weights beyond it are dropped."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Map:
     """Grid of shapes [rows, columns] with the exact linear solution of each cell."""
 
@@ -36,13 +37,24 @@ class Map:
     u: Array
     v: Array
     cells: Linear
-    weight: Array
-    """Normalised weight of each cell [rows * columns]."""
+    log_weight: Array
+    """Log of the weight of each cell before Jeffreys' prior, its area included [rows * columns]."""
     mean_a: Array
     mean_r0: Array
     dof: int
     log_evidence: float
     """Log marginal likelihood up to a constant of the data; compares noise models."""
+
+    @cached_property
+    def weight(self) -> Array:
+        """Normalised weight of each cell [rows * columns]."""
+        keep = np.flatnonzero(np.isfinite(self.log_weight))
+        gain = (self.mean_a - self.mean_r0)[keep]
+        u, v = self.u.ravel()[keep], self.v.ravel()[keep]
+        log_j = self.log_weight[keep] + _log_jeffreys(self.problem, u, v, gain)
+        out = np.zeros(self.u.size)
+        out[keep] = np.exp(log_j - log_j.max())
+        return out / out.sum()
 
     @property
     def sigma(self) -> float:
@@ -189,17 +201,28 @@ def _variance(s: Array | float, dof: int) -> Array:
 
 def threshold(s_min: float, dof: int, level: float) -> float:
     """Edge of the profile-likelihood region for noise of unknown size (F with 1 and dof)."""
-    return s_min + float(f_distribution.ppf(level, 1, dof)) * float(_variance(s_min, dof))
+    return s_min + _quantile(level, dof) * float(_variance(s_min, dof))
+
+
+@cache
+def _quantile(level: float, dof: int) -> float:
+    return float(f_distribution.ppf(level, 1, dof))
 
 
 def build(
-    p: Problem, log_det: float = 0.0, rows: int = 81, columns: int = 81, reach: float = 1.0
+    p: Problem,
+    log_det: float = 0.0,
+    start: Point | None = None,
+    rows: int = 51,
+    columns: int = 51,
+    reach: float = 1.0,
 ) -> Map:
     """Compute the map of a problem; the grid is zoomed until the region fills it.
 
     Args:
         p: the problem, whitened.
         log_det: log determinant of its noise covariance, for `Map.log_evidence`.
+        start: where the minimum is looked for; None: everywhere.
         rows: cells in v.
         columns: cells in u.
         reach: multiplies the distance of the grid's edge from the minimum of S.
@@ -208,7 +231,7 @@ def build(
     dof = n - p.free
     if dof < 1:
         raise ValueError(f"{n} points leave no freedom beside {p.free} parameters")
-    centre = solve(p)
+    centre = solve(p) if start is None else refine(p, start)
     (u0, u1), (v0, v1) = p.shape.bounds()
     if not p.shape.has_u:
         rows, columns = 4 * rows, 1
@@ -314,11 +337,11 @@ def _weigh(
     if not np.isfinite(log_w).any():
         log_w[int(np.argmin(cells.s_bounded))] = 0.0
     cell = area if area.sum() > 0 else np.ones_like(area)
-    flat = np.exp(log_w - log_w.max()) * cell
-    evidence = float(log_w.max()) + float(np.log(flat.sum() * _steps(u, v)[1])) - 0.5 * log_det
-    log_j = log_w + _log_jeffreys(p, u.ravel(), v.ravel(), mean_a - mean_r0)
-    weight = np.exp(log_j - log_j.max()) * cell
-    return Map(p, centre, u, v, cells, weight / weight.sum(), mean_a, mean_r0, dof, evidence)
+    top = float(log_w.max())
+    evidence = np.log((np.exp(log_w - top) * cell).sum() * _steps(u, v)[1]) + top - 0.5 * log_det
+    with np.errstate(divide="ignore"):
+        log_w = log_w + np.log(cell)
+    return Map(p, centre, u, v, cells, log_w, mean_a, mean_r0, dof, float(evidence))
 
 
 def _log_jeffreys(p: Problem, u: Array, v: Array, gain: Array) -> Array:
@@ -350,13 +373,18 @@ def _tail(z: Array, nu: int) -> Array:
 def _crossing(x: Array, s: Array, edge: float, centre: float) -> tuple[float, float]:
     """Least and greatest x with s <= edge over rows [r, k], linear between neighbours."""
     inside = s <= edge
-    low = high = centre
-    for row in np.flatnonzero(inside.any(axis=1)):
-        k = np.flatnonzero(inside[row])
-        for end, step in ((k[0], -1), (k[-1], 1)):
-            at, out = float(x[row, end]), end + step
-            if 0 <= out < x.shape[1]:
-                share = (edge - s[row, end]) / (s[row, out] - s[row, end])
-                at += float(share) * float(x[row, out] - x[row, end])
-            low, high = min(low, at), max(high, at)
-    return low, high
+    if not inside.any():
+        return centre, centre
+    last = x.shape[1] - 1
+    rows = np.flatnonzero(inside.any(axis=1))
+    first_k = np.argmax(inside[rows], axis=1)
+    last_k = last - np.argmax(inside[rows, ::-1], axis=1)
+
+    def ends(k: Index, step: int) -> Array:
+        out = np.clip(k + step, 0, last)
+        rise = s[rows, out] - s[rows, k]
+        share = np.divide(edge - s[rows, k], rise, out=np.zeros(len(rows)), where=rise > 0)
+        return x[rows, k] + share * (x[rows, out] - x[rows, k])
+
+    low, high = float(ends(first_k, -1).min()), float(ends(last_k, 1).max())
+    return min(low, centre), max(high, centre)

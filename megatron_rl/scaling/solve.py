@@ -133,7 +133,7 @@ class Point:
     s: float
 
 
-def solve(p: Problem, starts: int = 3) -> Point:
+def solve(p: Problem, starts: int = 2) -> Point:
     """Global least squares under bounds: grid of exact cells, then scipy from the best ones."""
     uu, vv = grid(p)
     cells = linear(p, p.shape.g(p.x, uu[..., None], vv[..., None]).reshape(-1, len(p.x)))

@@ -1,9 +1,10 @@
 """Which points are fitted: R0, the skipped start, the limit, and the points held out.
 
-Default rule for the start (`skip=None`): the first point is dropped as long as leaving it out, alone
-(F-test at 5%) or with the next one or two (2%), improves the fit of the others under correlated
-noise; at most a third of the points, and never below eight. The paper skips about 1.5k GPU-hours, one epoch of its data;
-the rule needs no unit and keeps the early points of runs whose start already follows the curve.
+Default rule for the start (`skip=None`): the first point is dropped as long as leaving it out,
+alone (F-test at 5%) or with the next one or two (2%), improves the fit of the others under
+correlated noise; at most a third of the points, and never below eight. The paper skips about 1.5k
+GPU-hours, one epoch of its data; the rule needs no unit and keeps the early points of runs whose
+start already follows the curve.
 """
 
 from dataclasses import dataclass, replace
@@ -148,7 +149,7 @@ def _sum_of_squares(
     stderr = None if series.stderr is None else series.stderr[index]
     white = whitener(covariance(series.compute[index], SHARE, stderr))
     p = replace(p, white=white)
-    return solve(p, starts=2).s, p.free
+    return solve(p).s, p.free
 
 
 def problem(

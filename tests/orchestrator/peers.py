@@ -174,7 +174,8 @@ class Trainer:
             ][: len(batch.probe)]
             await self.send(
                 m.StepDone(
-                    step=self.step, metrics={"loss": 0.1, "tokens_trained": 40.0}, probe_logprobs=probe, wait_seconds=0.001,
+                    step=self.step, metrics={"loss": 0.1, "tokens_trained": 40.0},
+                    probe_logprobs=probe, wait_seconds=0.001,
                     train_seconds=0.004,
                 )
             )  # fmt: skip
@@ -193,14 +194,16 @@ class Trainer:
 
 
 @dataclass
-class Outcome_:
+class Finished:
     rows: Rows
     generators: list[Generator]
     trainer: Trainer
     orchestrator: Orchestrator
 
 
-def run(config, *, seed=0, directory=None, resume=False, slowness=0.002, fail_after=None, **trainer):
+def run(
+    config, *, seed=0, directory=None, resume=False, slowness=0.002, fail_after=None, **trainer
+):
     """A run to its end; returns the rows and the peers."""
 
     async def go():
@@ -232,6 +235,6 @@ def run(config, *, seed=0, directory=None, resume=False, slowness=0.002, fail_af
                 with suppress(asyncio.CancelledError):
                     await task
             socket.close()
-        return Outcome_(rows, generators, peer, orchestrator)
+        return Finished(rows, generators, peer, orchestrator)
 
     return asyncio.run(go())

@@ -93,7 +93,7 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
     same = same_version_tokens(s, versions, 4)[source]
     error = (logp.detach() - gen).abs()[same]
     want = {
-        "loss": float(loss),
+        "loss": loss.item(),
         "tokens_trained": len(own),
         "ratio_mean": float(own.mean()),
         "ratio_max": float(own.max()),

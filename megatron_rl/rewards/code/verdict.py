@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -44,12 +45,24 @@ def make_judge(settings: SandboxSettings, think_end: str) -> Callable[[str, str,
         if source is None:
             return Verdict(Outcome.NO_ANSWER, reason)
         try:
-            cases = read_cases(gold, meta.get("fn_name"))
+            cases = read_cases(gold, function_name(meta))
         except BadTests as e:
             raise VerifierDown(f"tests of a programming problem: {e}; check the data set") from e
         return verdict_on(source, _chosen(cases, settings.max_tests), settings)
 
     return judge
+
+
+def function_name(meta: dict[str, Any]) -> str | None:
+    """Name of the function that the tests call: `fn_name`, or in LiveCodeBench's `metadata`."""
+    metadata = meta.get("metadata") or {}
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            metadata = {}
+    name = meta.get("fn_name") or metadata.get("func_name")
+    return str(name) if name else None
 
 
 def _chosen(cases: list[Case], most: int) -> list[Case]:

@@ -1,0 +1,117 @@
+"""Questions from JSON Lines, and from rows of any table: which field is what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data.question import DataError, Question
+
+PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instruction", "input")
+GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
+DIFFICULTY_FIELDS = ("difficulty", "level")
+ID_FIELDS = ("id", "unique_id", "question_id", "problem_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Names of a table's fields; an empty one is looked for under the usual names."""
+
+    prompt: str = ""
+    gold: str = ""
+    difficulty: str = ""
+    id: str = ""
+    meta: tuple[str, ...] = ()
+    """Fields that go into `Question.meta` under their own names."""
+
+
+def read_jsonl(
+    path: str | Path, *, kind: str = "math", fields: Fields | None = None, template: str = "{prompt}"
+) -> list[Question]:
+    """Questions of a JSON Lines file; blank lines are skipped.
+
+    Args:
+        path: file.
+        kind: task kind of rows without a `kind` field.
+        fields: names of the fields.
+        template: text of a prompt, with `{prompt}` in it.
+
+    Raises:
+        DataError: no such file, a line that is no JSON object, a row without prompt or answer; with
+            file, line and remedy.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with path.open(encoding="utf-8") as file:
+        rows = list(_objects(path, file))
+    return questions(rows, name=str(path), kind=kind, fields=fields, template=template)
+
+
+def _objects(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise DataError(f"{path}:{number}: not JSON: {e}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: expected an object, found {type(row).__name__}")
+        yield row
+
+
+def questions(
+    rows: Iterable[dict[str, Any]],
+    *,
+    name: str,
+    kind: str,
+    fields: Fields | None = None,
+    template: str = "{prompt}",
+) -> list[Question]:
+    """Questions of a table's rows.
+
+    Raises:
+        DataError: a row without prompt or answer, a repeated id, no row at all.
+    """
+    if "{prompt}" not in template:
+        raise DataError(f"template {template!r}: it must contain {{prompt}}")
+    names = fields or Fields()
+    out: list[Question] = []
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        prompt = _required(row, names.prompt, PROMPT_FIELDS, f"{name}: row {index}", "prompt")
+        gold = _required(row, names.gold, GOLD_FIELDS, f"{name}: row {index}", "answer")
+        identity = _optional(row, names.id, ID_FIELDS)
+        question = Question(
+            id=str(index if identity is None else identity),
+            kind=str(row.get("kind", kind)),
+            prompt=template.replace("{prompt}", str(prompt)),
+            gold=gold if isinstance(gold, str) else json.dumps(gold),
+            meta={**dict(row.get("meta") or {}), **{f: row[f] for f in names.meta if f in row}},
+            difficulty=str(_optional(row, names.difficulty, DIFFICULTY_FIELDS) or ""),
+        )
+        if question.id in seen:
+            raise DataError(f"{name}: row {index}: id {question.id!r} occurs twice")
+        seen.add(question.id)
+        out.append(question)
+    if not out:
+        raise DataError(f"{name}: no questions")
+    return out
+
+
+def _required(row: dict[str, Any], name: str, usual: tuple[str, ...], where: str, what: str) -> Any:
+    value = _optional(row, name, usual)
+    if value is None or value == "":
+        looked = name or ", ".join(usual)
+        raise DataError(f"{where}: no {what} ({looked}); it has {', '.join(sorted(row))}")
+    return value
+
+
+def _optional(row: dict[str, Any], name: str, usual: tuple[str, ...]) -> Any:
+    if name:
+        return row.get(name)
+    return next((row[n] for n in usual if row.get(n) is not None), None)

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.launch import start
+from megatron_rl.models import tiny
+
+
+def config(tmp_path, **changes) -> RunConfig:
+    values = {"output_dir": tmp_path, "sft": {"steps": 5, "sequences_per_step": 4, "prompts": 6}}
+    return RunConfig(**values | changes)
+
+
+def test_a_tiny_model_needs_the_stage_until_it_was_made_the_same_way(tmp_path):
+    c = config(tmp_path)
+    assert start.needs_supervised_stage(c)
+    directory = start.start_directory(c)
+    tiny.create("tiny_scout", directory, save_tiny_tokenizer)
+    assert start.needs_supervised_stage(c)  # weights without a mark may be torn
+    start.mark_made(c, directory)
+    assert not start.needs_supervised_stage(c)
+    for other in (
+        config(tmp_path, seed=99),
+        config(tmp_path, sft={"steps": 6}),
+        config(tmp_path, task={"heldout_prompts": 50}),
+    ):
+        assert start.needs_supervised_stage(other)
+
+
+def test_settings_of_the_later_stage_do_not_make_it_again(tmp_path):
+    c = config(tmp_path)
+    start.start_directory(c).mkdir(parents=True)
+    start.mark_made(c, start.start_directory(c))
+    assert not start.needs_supervised_stage(config(tmp_path, schedule={"steps": 7}, optimizer={
+        "learning_rate": 1e-3}, evaluation={"first_step": 5}))  # fmt: skip
+
+
+def test_a_given_start_checkpoint_must_be_a_model(tmp_path):
+    c = config(tmp_path, start_checkpoint=tmp_path / "nowhere")
+    assert not start.needs_supervised_stage(c)
+    with pytest.raises(ConfigError, match=r"start_checkpoint: .*nowhere has no config\.json"):
+        start.start_directory(c)
+
+
+def test_examples_come_in_steps_of_the_right_size_and_the_same_each_time(tmp_path):
+    from tokenizers import Tokenizer
+
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    c = config(tmp_path)
+    steps = list(start.examples_by_step(c, tokenizer))
+    assert [len(s) for s in steps] == [4] * 5
+    assert steps == list(start.examples_by_step(c, tokenizer))
+    eos = tokenizer.token_to_id("<eos>")
+    assert all(completion[-1] == eos for s in steps for _, completion in s)
+
+
+def test_active_parameters_count_the_experts_that_a_token_visits(tmp_path):
+    tiny.create("tiny_scout", tmp_path / "scout")
+    h, f, layers, experts = 64, 96, 3, 4
+    expert = 3 * h * f
+    total = start.active_parameters(tmp_path / "scout")
+    path = tmp_path / "scout" / "config.json"
+    everything = json.loads(path.read_text()) | {"num_experts_per_tok": experts}
+    path.write_text(json.dumps(everything))
+    assert start.active_parameters(tmp_path / "scout") - total == layers * (experts - 1) * expert
