@@ -13,7 +13,7 @@ from megatron_rl.scaling.noise import covariance
 
 
 def main(draws: int) -> None:
-    print(f"# Forecast at four times the compute ({DATE})\n")
+    print(f"# Forecasts beyond the data ({DATE})\n")
     print(
         f"{draws} synthetic runs of 22 evaluations per row (A .45-.75, B 1-5, R0 .1-.4, noise "
         f"{SIGMA}, correlated as published); root mean square error of the noiseless curve at 1.5, "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .fitting import Fit
     from .window import R0Choice
 
+BAD_INPUT = 2
 ILL_CONDITIONED = 3
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -83,7 +84,7 @@ def _reports[**P, T](command: Callable[P, T]) -> Callable[P, T]:
             return command(*args, **kwargs)
         except (DataError, MissingExtra, ValueError, OSError) as error:
             typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(BAD_INPUT) from error
 
     return run
 
@@ -122,7 +123,7 @@ def fit_command(
     """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
     from . import report
 
-    fits = _fits(**_options(locals()))
+    fits, failed = _fits(**_options(locals()))
     resampled = [f.bootstrap(bootstrap) for f in fits] if bootstrap else None
     if str(json_path) != "-":
         report.print_fits(fits)
@@ -139,7 +140,7 @@ def fit_command(
         from .html import save_html
 
         save_html(fits, html)
-    _strictly(strict, fits)
+    _finish(strict, fits, failed)
 
 
 @app.command("compare")
@@ -175,7 +176,7 @@ def compare_command(
     from . import report
     from .comparison import compare
 
-    fits = _fits(**_options(locals()))
+    fits, failed = _fits(**_options(locals()))
     result = compare(fits, margin, shared_a)
     if str(json_path) != "-":
         report.print_comparison(result)
@@ -184,7 +185,7 @@ def compare_command(
         from .plot import save_comparison
 
         save_comparison(result, plot)
-    _strictly(strict, fits)
+    _finish(strict, fits, failed)
 
 
 @app.command("plan")
@@ -217,7 +218,7 @@ def plan_command(
     from . import report
     from .planning import plan
 
-    fits = _fits(**_options(locals()))
+    fits, failed = _fits(**_options(locals()))
     plans = [plan(f, tuple(target or ()), budget) for f in fits]
     if str(json_path) != "-":
         for p in plans:
@@ -225,7 +226,7 @@ def plan_command(
     made = [report.plan_to_dict(p) for p in plans]
     together = {"schema": "megatron_rl.plans/1", "plans": made}
     _write_json(json_path, made[0] if len(made) == 1 else together)
-    _strictly(strict, fits)
+    _finish(strict, fits, failed)
 
 
 FIT_OPTIONS = (
@@ -243,8 +244,11 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in given.items() if k in FIT_OPTIONS or k in READ_OPTIONS}
 
 
-def _fits(**given: Any) -> list["Fit"]:
-    """Read the files and fit every series; an error names the series that could not be fitted."""
+def _fits(**given: Any) -> tuple[list["Fit"], bool]:
+    """Read the files and fit every series; whether some could not be fitted, which is said at once.
+
+    A run that has only begun does not keep the others from being shown; the exit code is still 2.
+    """
     from .errors import DataError
     from .fitting import fit
     from .io import ReadOptions, read_many
@@ -260,13 +264,17 @@ def _fits(**given: Any) -> list["Fit"]:
     )
     keys = {k: v for k, v in given.items() if k in FIT_OPTIONS}
     keys["r0"] = _r0(keys["r0"])
-    fits = []
+    fits, errors = [], []
     for s in read_many(given["files"], options):
         try:
             fits.append(fit(s, **keys))
         except ValueError as error:
-            raise DataError(f"series '{s.name}': {error}", "Or leave it out: --series") from error
-    return fits
+            errors.append(f"series '{s.name}': {error}")
+    if not fits:
+        raise DataError(errors[0] if errors else "no series", "Nothing could be fitted")
+    for text in errors:
+        typer.secho(f"error: {text}", fg="red", err=True)
+    return fits, bool(errors)
 
 
 def _r0(text: str) -> "R0Choice":
@@ -290,7 +298,10 @@ def _write_json(path: Path | None, data: dict[str, Any]) -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def _strictly(strict: bool, fits: list["Fit"]) -> None:
+def _finish(strict: bool, fits: list["Fit"], failed: bool) -> None:
+    """Exit code of a command whose output is complete."""
+    if failed:
+        raise typer.Exit(BAD_INPUT)
     ill = [f.name for f in fits if not f.well_conditioned]
     if strict and ill:
         typer.secho(f"ill-conditioned: {', '.join(ill)}", fg="red", err=True)

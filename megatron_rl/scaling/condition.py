@@ -31,6 +31,7 @@ def judge(
     a_low: float,
     a_high: float,
     b_bounds_hit: bool,
+    cmid_bounds_hit: bool,
     cmid: float | None,
     r0: float,
     r0_at: float | None,
@@ -72,6 +73,12 @@ def judge(
             add("no_gain", f"A ({a:.3f}) is not above R0 ({r0:.3f}) by more than the noise")
     if b_bounds_hit:
         add("b_at_bound", "B is at a bound of its search range: the data do not show the rise")
+    if cmid_bounds_hit:
+        add(
+            "cmid_at_bound",
+            "Cmid is at a bound of its search range (a tenth of the first to 100 times the last "
+            "compute): the data do not contain the rise",
+        )
     if used < FEW_POINTS:
         add("few_points", f"only {used} points in the window")
     if r0_at is not None and r0_at > 0:

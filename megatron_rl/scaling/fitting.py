@@ -7,7 +7,7 @@ Three lines in a notebook::
     print(f.A, f.B, f.Cmid, f.prediction)
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -92,14 +92,14 @@ class Fit:
     """Noise of one evaluation (standard deviation), from the residuals."""
     warnings: tuple[Finding, ...]
     prediction: Prediction | None
-    window: Window
-    series: Series
+    window: Window = field(repr=False)
+    series: Series = field(repr=False)
     fit_until: float | None
     run_margin: float
     a_max: float
-    _point: Point
-    _problem: Problem
-    _belief: Belief
+    _point: Point = field(repr=False)
+    _problem: Problem = field(repr=False)
+    _belief: Belief = field(repr=False)
 
     @property
     def well_conditioned(self) -> bool:
@@ -282,13 +282,14 @@ def _assemble(
         R0 = _r0_interval(window, point, ends["r0"], level)
     else:
         D = _d_interval(p, point, belief, level)
-    (_, _), (v0, v1) = shape.bounds()
+    (u0, u1), (v0, v1) = shape.bounds()
     used = series.compute[window.used]
     findings = judge(
         a=point.a,
         a_low=a.low,
         a_high=a.high,
         b_bounds_hit=min(point.v - v0, v1 - point.v) < 1e-3,
+        cmid_bounds_hit=shape.has_u and min(point.u - u0, u1 - point.u) < 1e-3,
         cmid=None if Cmid is None else Cmid.value,
         r0=point.r0,
         r0_at=window.r0_at,

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from .fitting import Fit
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1080px; margin: 2em auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1120px; margin: 2em auto;
   padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin: 2em 0 .3em }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .35em .7em; border-bottom: 1px solid #e5e7eb }
 th { color: #6b7280; font-weight: 600 } .good { color: #047857 } .ill { color: #b91c1c }
 ul { margin: .3em 0 1em; padding-left: 1.2em } .note { color: #6b7280 }
-.wide { overflow-x: auto } td { white-space: nowrap }
+.wide { overflow-x: auto; font-size: .93em }
+td:first-child { min-width: 11em } td:not(:first-child) { white-space: nowrap }
 """
 
 
@@ -59,25 +60,22 @@ def _table(fits: Sequence["Fit"]) -> str:
     rows = []
     for f in fits:
         p = f.prediction
-        held = (
-            "-" if p is None else f"{p.points} points: rmse {p.rmse:.4f}, {p.coverage:.0%} in band"
-        )
+        held = "-" if p is None else f"{p.points}: rmse {p.rmse:.4f}, {p.coverage:.0%} in band"
         good = f.well_conditioned
-        word, kind = ("good", "good") if good else ("ill-conditioned", "ill")
+        word, kind = ("good", "good") if good else ("ill", "ill")
         verdict = f'<span class="{kind}">{word}</span>'
         cells = (
             f.name,
             spread(f.A),
             spread(f.B, b_spec(f)),
             spread(f.Cmid, "amount"),
-            spread(f.R0),
             str(f.n),
             held,
         )
         rows.append(
             "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"<td>{verdict}</td></tr>"
         )
-    names = ("run", "A", "B", f"Cmid ({fits[0].unit})", "R0", "fitted", "held out", "verdict")
+    names = ("run", "A", "B", f"Cmid ({fits[0].unit})", "fitted", "held out", "verdict")
     head = "".join(f"<th>{escape(n)}</th>" for n in names)
     note = f"{fits[0].form}; intervals {fits[0].level:.0%}"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
@@ -85,7 +83,7 @@ def _table(fits: Sequence["Fit"]) -> str:
 
 
 def _notes(f: "Fit") -> str:
-    lines = [f"R0: {f.window.r0_rule}", f"skip: {f.window.skip_rule}"]
+    lines = [f"R0 {spread(f.R0)}, {f.window.r0_rule}", f"skip: {f.window.skip_rule}"]
     lines += [f"repaired: {r}" for r in f.repairs]
     items = [f'<li class="note">{escape(t)}</li>' for t in lines]
     items += [f'<li class="{"ill" if w.serious else ""}">{escape(w.text)}</li>' for w in f.warnings]
@@ -113,6 +111,7 @@ def _chart(go: Any, f: "Fit") -> Any:
     styles = (
         ("used", "fitted", {"color": COLORS[0], "size": 8}),
         ("skipped", "skipped", {"color": SKIPPED, "size": 8, "symbol": "circle-open"}),
+        ("r0", "R0", {"color": INK, "size": 8, "symbol": "square-open"}),
         ("held_out", "held out", {"color": HELD_OUT, "size": 8, "symbol": "diamond-open"}),
     )
     for role, name, marker in styles:

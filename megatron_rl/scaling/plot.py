@@ -34,7 +34,7 @@ def save_plot(f: "Fit", path: str | Path) -> None:
         _draw(axis, f, log)
     axes[0].set_ylabel("pass rate")
     axes[1].tick_params(labelleft=True)
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False
     )
@@ -116,6 +116,7 @@ def _draw(axis: Any, f: "Fit", log: bool) -> None:
     styles = (
         ("used", {"marker": "o", "color": color, "ms": 5, "mec": "white", "mew": 0.6}, "fitted"),
         ("skipped", {"marker": "o", "mfc": "none", "color": SKIPPED, "ms": 5}, "skipped"),
+        ("r0", {"marker": "s", "mfc": "none", "color": INK, "ms": 5}, "R0"),
         (
             "held_out",
             {"marker": "D", "mfc": "white", "color": HELD_OUT, "ms": 5, "mew": 1.4},
@@ -148,8 +149,9 @@ def _draw(axis: Any, f: "Fit", log: bool) -> None:
         axis.axvline(f.fit_until, color=HELD_OUT, lw=1, ls="--")
     if log:
         axis.set_xscale("log")
-    axis.set_xlim(x[0], x[-1])
-    shown = np.concatenate([r, inner_low, [f.A.value]])
+    axis.set_xlim(x[0] if log else -0.02 * x[-1], x[-1])
+    # The curve before the data may fall far below them: the power law has no floor.
+    shown = np.concatenate([r, f.curve(c[c > 0][:1]), [f.A.value]])
     span = float(shown.max() - shown.min())
     axis.set_ylim(float(shown.min()) - 0.08 * span, max(float(shown.max()), 0) + 0.12 * span)
     axis.set_xlabel(f"compute ({f.unit}), {'logarithmic' if log else 'linear'}")

@@ -254,6 +254,12 @@ def test_falling_rewards_are_no_gain():
     assert "no_gain" in {w.code for w in f.warnings}
 
 
+def test_run_that_had_already_risen_is_ill_conditioned():
+    f = fit(np.arange(1.0, 9), 1 - 1e-3 * np.arange(8)[::-1], r0=0.9, skip=0)
+    assert "cmid_at_bound" in {w.code for w in f.warnings}
+    assert not f.well_conditioned
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,6 +6,7 @@ directory of an offline wandb run. CSV exported from wandb's charts has columns 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import DataError
@@ -28,18 +29,15 @@ def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
 
 
 def read_many(paths: Sequence[str | Path], options: ReadOptions | None = None) -> list[Series]:
-    """Read several files; names that occur in more than one are prefixed by their file's name."""
-    from dataclasses import replace
-
+    """Read several files; names that occur in more than one are prefixed by file or directory."""
     found = [(Path(p), s) for p in paths for s in read(p, options)]
-    names = [s.name for _, s in found]
-    series = []
-    for path, s in found:
-        if names.count(s.name) > 1:
-            stem = path.parent.name if path.stem == "metrics" else path.stem
-            s = replace(s, name=f"{stem}/{s.name}")
-        series.append(s)
-    return series
+    for depth in ("file", "directory"):
+        names = [s.name for _, s in found]
+        for i, (p, s) in enumerate(found):
+            if names.count(s.name) > 1:
+                prefix = p.stem if depth == "file" else p.resolve().parent.name
+                found[i] = (p, replace(s, name=f"{prefix}/{s.name}"))
+    return [s for _, s in found]
 
 
 def _reader(path: Path) -> Callable[[Path], Table]:

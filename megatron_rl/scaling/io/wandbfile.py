@@ -42,7 +42,9 @@ def read(path: Path) -> Table:
                 if names and isinstance(names[-1], bytes) and names[-1]:
                     name = names[-1].decode()
     if not rows:
-        raise DataError("the run has no history", "Log something first", file=str(path))
+        raise DataError(
+            "the run has no history", "Log something, and wait until it is written", file=str(path)
+        )
     keys = list(dict.fromkeys(key for row in rows for key in row))
     columns: dict[str, list[object]] = {key: [row.get(key) for row in rows] for key in keys}
     return Table(str(path), name, columns, list(range(1, len(rows) + 1)))

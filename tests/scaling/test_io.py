@@ -1,0 +1,312 @@
+"""Readers of every format, choice of columns, units, repairs and errors."""
+
+import json
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from megatron_rl.scaling import DataError, read
+from megatron_rl.scaling.io import ReadOptions, read_many, wandbfile
+
+C = [10.0, 20.0, 30.0, 40.0, 50.0]
+R = [0.2, 0.3, 0.4, 0.45, 0.47]
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def metrics(path, rows, torn=False):
+    """metrics.jsonl as the orchestrator writes it."""
+    head = {"kind": "schema", "schema": "megatron_rl.metrics/1", "fields": {}}
+    lines = [json.dumps(r) for r in [head, *rows]]
+    path.write_text("\n".join(lines) + "\n" + ('{"kind":"ev' if torn else ""))
+    return path
+
+
+def evaluation(step, rate, **more):
+    return {
+        "kind": "eval",
+        "step": step,
+        "compute_tokens": step * 1000,
+        "compute_device_hours": step * 0.01,
+        "compute_flops": step * 1e12,
+        "pass_rate": rate,
+        "pass_rate_stderr": 0.013,
+        "num_prompts": 96,
+        "samples_per_prompt": 16,
+        **more,
+    }
+
+
+def test_metrics_jsonl_is_read_as_it_is(tmp_path):
+    rows = [{"kind": "step", "step": 1, "loss": 0.5, "compute_device_hours": 9.9}]
+    rows += [evaluation(s, r) for s, r in zip((0, 20, 40, 60), R, strict=False)]
+    (tmp_path / "my_run").mkdir()
+    (s,) = read(metrics(tmp_path / "my_run" / "metrics.jsonl", rows))
+    assert s.name == "my_run"
+    assert s.unit == "device-hours"
+    np.testing.assert_allclose(s.compute, [0, 0.2, 0.4, 0.6])
+    np.testing.assert_allclose(s.stderr, 0.013)
+    (same,) = read(tmp_path / "my_run")
+    np.testing.assert_allclose(same.compute, s.compute)
+
+
+@pytest.mark.parametrize("column", ["tokens", "compute_tokens"])
+def test_compute_column_of_metrics_is_chosen_by_short_or_full_name(tmp_path, column):
+    path = metrics(tmp_path / "metrics.jsonl", [evaluation(s, r) for s, r in enumerate(R)])
+    (s,) = read(path, ReadOptions(compute_column=column))
+    assert s.unit == "tokens"
+    np.testing.assert_allclose(s.compute, [0, 1000, 2000, 3000, 4000])
+
+
+def test_tasks_of_metrics_are_one_series_each(tmp_path):
+    rows = [
+        evaluation(
+            s, r,
+            tasks={
+                "math": {"pass_rate": r / 2, "pass_rate_stderr": 0.02}, "code": {"pass_rate": r},
+            },
+        )
+        for s, r in enumerate(R)
+    ]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    found = {s.name: s for s in read(metrics(tmp_path / "run" / "metrics.jsonl", rows))}
+    assert set(found) == {"run", "run:math", "run:code"}
+    np.testing.assert_allclose(found["run:math"].reward, np.array(R) / 2)
+    np.testing.assert_allclose(found["run:math"].stderr, 0.02)
+
+
+def test_resumed_and_killed_run_is_repaired_and_stated(tmp_path):
+    rows = [evaluation(0, 0.2), evaluation(20, 0.3), evaluation(20, 0.35), evaluation(40, 0.4)]
+    (s,) = read(metrics(tmp_path / "metrics.jsonl", rows, torn=True))
+    np.testing.assert_allclose(s.reward, [0.2, 0.35, 0.4])
+    assert any("torn" in r for r in s.repairs)
+    assert any("resume" in r for r in s.repairs)
+
+
+def test_metrics_without_evaluations_say_so(tmp_path):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: no evaluation rows"):
+        read(metrics(tmp_path / "metrics.jsonl", [{"kind": "step", "step": 1}]))
+
+
+def test_several_series_and_comments_of_a_csv(tmp_path):
+    text = "# points\nseries,gpu_hours,pass_rate\na,1,.1\nb,1,.3\na,2,.2\n"
+    a, b = read(write(tmp_path / "x.csv", text))
+    assert (a.name, b.name) == ("a", "b")
+    np.testing.assert_allclose(a.reward, [0.1, 0.2])
+    (only,) = read(tmp_path / "x.csv", ReadOptions(series=("b",)))
+    assert only.name == "b"
+
+
+def test_one_reward_column_per_run(tmp_path):
+    path = write(tmp_path / "x.csv", "gpu_hours,ScaleRL,GRPO\n1,.1,.2\n2,.3,.25\n")
+    found = read(path, ReadOptions(reward_columns=("ScaleRL", "GRPO")))
+    assert [s.name for s in found] == ["ScaleRL", "GRPO"]
+    np.testing.assert_allclose(found[1].reward, [0.2, 0.25])
+
+
+def test_csv_exported_from_wandb(tmp_path):
+    text = (
+        '"Step","one - eval/pass_rate","one - eval/pass_rate__MIN","one - eval/pass_rate__MAX",'
+        '"two - eval/pass_rate"\n"0","0.1","0.1","0.1",""\n"20","0.2","0.2","0.2","0.3"\n'
+    )
+    one, two = read(write(tmp_path / "export.csv", text))
+    assert (one.name, two.name, one.unit) == ("one", "two", "steps")
+    np.testing.assert_allclose(two.compute, [20])
+    assert "1 rows without two - eval/pass_rate left out" in two.repairs
+
+
+def test_percent_is_detected_stated_and_can_be_denied(tmp_path):
+    path = write(tmp_path / "x.csv", "gpu_hours,pass_rate\n1,10\n2,20.5\n3,30\n")
+    (s,) = read(path)
+    np.testing.assert_allclose(s.reward, [0.1, 0.205, 0.3])
+    assert "pass_rate read as percent" in s.repairs
+    with pytest.raises(DataError, match="line 2, column 'pass_rate'"):
+        read(path, ReadOptions(percent=False))
+
+
+def test_seconds_are_converted_to_hours_and_tokens_are_not(tmp_path):
+    path = write(tmp_path / "x.csv", "gpu_seconds,tokens,pass_rate\n3600,5,.1\n7200,6,.2\n")
+    (s,) = read(path, ReadOptions(compute_unit="gpu-hours"))
+    np.testing.assert_allclose(s.compute, [1, 2])
+    assert s.unit == "GPU-hours"
+    with pytest.raises(DataError, match="tokens cannot be converted"):
+        read(path, ReadOptions(compute_column="tokens", compute_unit="gpu-hours"))
+
+
+def test_number_of_samples_gives_standard_errors(tmp_path):
+    path = write(tmp_path / "x.csv", "gpu_hours,pass_rate,num_samples\n1,.5,100\n2,.6,400\n")
+    (s,) = read(path)
+    np.testing.assert_allclose(s.stderr, [0.05, 0.0245], rtol=0.02)
+    assert any("binomial" in r for r in s.repairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu_hours,pass_rate\n1,.1\n2,nan\n", r"x\.csv, line 3, column 'pass_rate'.*not a finite"),
+        ("gpu_hours,pass_rate\n1,.1\n2,high\n", r"line 3, column 'pass_rate': not a number"),
+        ("gpu_hours,pass_rate\n1,.1\n2,-.2\n", r"line 3, column 'pass_rate'.*outside"),
+        ("gpu_hours,pass_rate\n-1,.1\n", r"line 2, column 'gpu_hours'.*negative"),
+        ("gpu_hours,pass_rate\n1,.1,5\n", r"line 2: 3 cells under 2 columns"),
+        ("gpu_hours,gpu_hours\n1,.1\n", r"line 1, column 'gpu_hours': two columns"),
+        ("hours,pass\n1,.1\n", r"line 1: no compute column .*--compute-column; there are: hours"),
+        ("gpu_hours,pass\n1,.1\n", r"no reward column .*--reward-column"),
+        ("", "the file is empty"),
+    ],
+)  # fmt: skip
+def test_bad_tables_name_file_line_and_column(tmp_path, text, message):
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / "x.csv", text))
+
+
+def test_missing_things_are_named_with_what_there_is(tmp_path):
+    path = write(tmp_path / "x.csv", "series,gpu_hours,pass_rate\na,1,.1\n")
+    with pytest.raises(DataError, match="no series 'z'. There are: a"):
+        read(path, ReadOptions(series=("z",)))
+    with pytest.raises(DataError, match="column 'flops': no compute column"):
+        read(path, ReadOptions(compute_column="flops"))
+    with pytest.raises(DataError, match="no such file"):
+        read(tmp_path / "absent.csv")
+    with pytest.raises(DataError, match="unknown format"):
+        read(write(tmp_path / "x.txt", ""))
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        read(write(tmp_path / "x.jsonl", '{"a": 1}\n{oops\n{"a": 2}\n'))
+
+
+def test_same_names_of_two_files_are_told_apart(tmp_path):
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        write(tmp_path / run / "x.csv", "series,gpu_hours,pass_rate\ns,1,.1\n")
+    paths = [tmp_path / "a" / "x.csv", tmp_path / "b" / "x.csv"]
+    names = [s.name for s in read_many(paths)]
+    assert names == ["a/x/s", "b/x/s"]
+
+
+def test_parquet_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"gpu_hours": C, "pass_rate": R, "run": ["r"] * 5})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    (s,) = read(tmp_path / "x.parquet")
+    assert s.name == "r"
+    np.testing.assert_allclose(s.reward, R)
+    with pytest.raises(DataError, match="not a Parquet file"):
+        read(write(tmp_path / "y.parquet", "no"))
+
+
+def test_tensorboard_directories_are_read(tmp_path):
+    writer_module = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    writer = writer_module.EventFileWriter(str(tmp_path / "run"))
+    for i, (c, r) in enumerate(zip(C, R, strict=True)):
+        tags = {"eval/compute_device_hours": c, "eval/pass_rate": r, "train/pass_rate": 0.9}
+        value = [Summary.Value(tag=t, simple_value=v) for t, v in tags.items()]
+        writer.add_event(Event(step=i * 20, summary=Summary(value=value)))
+    writer.close()
+    (s,) = read(tmp_path / "run")
+    assert s.name == "run"
+    np.testing.assert_allclose(s.compute, C)
+    np.testing.assert_allclose(s.reward, R, rtol=1e-6)
+    (steps,) = read(tmp_path / "run", ReadOptions(compute_column="step"))
+    np.testing.assert_allclose(steps.compute, [0, 20, 40, 60, 80])
+
+
+def varint(n):
+    out = b""
+    while n > 0x7F:
+        out, n = out + bytes([n & 0x7F | 0x80]), n >> 7
+    return out + bytes([n])
+
+
+def message(*fields):
+    """Protobuf message of (number, int or bytes)."""
+    out = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            out += varint(number << 3) + varint(value)
+        else:
+            out += varint(number << 3 | 2) + varint(len(value)) + value
+    return out
+
+
+def wandb_file(path, records):
+    """The log of an offline run: a header, then records that are split at blocks of 32 KiB."""
+    raw = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
+    for data in records:
+        first = True
+        while True:
+            left = 32768 - len(raw) % 32768
+            if left < 7:
+                raw += b"\0" * left
+                continue
+            part, data = data[: left - 7], data[left - 7 :]
+            kind = (1 if first else 4) if not data else (2 if first else 3)
+            crc = zlib.crc32(part, zlib.crc32(bytes([kind])))
+            raw += struct.pack("<IHB", crc, len(part), kind) + part
+            first = False
+            if not data:
+                break
+    path.write_bytes(raw)
+    return path
+
+
+def history(step, **values):
+    items = [
+        (1, message((2, key.encode()), (16, json.dumps(v).encode()))) for key, v in values.items()
+    ]
+    return message((2, message(*items, (2, message((1, step))))))
+
+
+def test_offline_wandb_runs_are_read_across_blocks_and_torn_ends(tmp_path):
+    records = [message((17, message((8, b"my run"))))]
+    for i, (c, r) in enumerate(zip(C, R, strict=True)):
+        records.append(history(i * 20, gpu_hours=c, pass_rate=r, note="x" * 20_000))
+    path = wandb_file(tmp_path / "run-1.wandb", records)
+    (s,) = read(tmp_path)
+    assert s.name == "my run"
+    np.testing.assert_allclose(s.compute, C)
+    np.testing.assert_allclose(s.reward, R)
+    path.write_bytes(path.read_bytes()[:-5])
+    (torn,) = read(path, ReadOptions(compute_column="_step"))
+    np.testing.assert_allclose(torn.compute, [0, 20, 40, 60])
+
+
+def test_damaged_wandb_file_is_refused(tmp_path):
+    path = wandb_file(tmp_path / "run.wandb", [history(0, pass_rate=0.5)])
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match="checksum"):
+        wandbfile.read(path)
+    with pytest.raises(DataError, match="not a wandb run file"):
+        wandbfile.read(write(tmp_path / "no.wandb", "no"))
+
+
+def test_file_of_the_installed_wandb_is_read(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for key, value in (("WANDB_SILENT", "true"), ("WANDB_MODE", "offline")):
+        monkeypatch.setenv(key, value)
+    run = wandb.init(project="p", name="real", dir=str(tmp_path), settings={"console": "off"})
+    for i, (c, r) in enumerate(zip(C, R, strict=True)):
+        run.log({"eval/pass_rate": r, "eval/compute_device_hours": c}, step=i * 20)
+    run.finish()
+    (directory,) = (tmp_path / "wandb").glob("offline-run-*")
+    (path,) = directory.glob("*.wandb")
+    # wandb's service writes the file out some time after finish() has returned.
+    end = time.monotonic() + 60
+    size = -1
+    while time.monotonic() < end and not size == path.stat().st_size > 1000:
+        size = path.stat().st_size
+        time.sleep(0.5)
+    (s,) = read(directory)
+    assert s.name == "real"
+    np.testing.assert_allclose(s.compute, C)
+    np.testing.assert_allclose(s.reward, R)
