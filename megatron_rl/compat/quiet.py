@@ -28,7 +28,7 @@ WARNINGS = (
     "The argument order of load has been changed",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
-"""Starts of warnings of Megatron-Core and of torch, when Megatron calls it (regular expressions)."""
+"""Starts of warnings (regular expressions), of Megatron-Core and of torch when it is the caller."""
 
 
 def hush() -> None:

@@ -1,10 +1,13 @@
-"""Mend of vLLM's CPU build: expert weights are wrong after any reload.
+"""Mends of vLLM's CPU build: weights that are wrong after any reload, without an error.
 
-vLLM 0.32.0, `UnquantizedFusedMoEMethod._setup_kernel`: on a weight update (`moe_kernel` exists
-already) it skips `fused_experts.process_weights_after_loading(layer)`, which packs `w13` and `w2`
-into the layout of the CPU kernels. The kernel then reads plain weights as packed ones: no error,
-log-probs off by several units. Inert elsewhere: on other versions, and where the platform is not
-CPU. `tests/rollout/test_compat_vllm_cpu.py` tells when it is no longer needed.
+Both are of vLLM 0.32.0, and inert on other versions and where the platform is not CPU;
+`tests/rollout/test_compat_vllm_cpu.py` tells for each when it is no longer needed.
+
+- Experts. `UnquantizedFusedMoEMethod._setup_kernel` skips, on a weight update (`moe_kernel` exists
+  already), `fused_experts.process_weights_after_loading(layer)`, which packs `w13` and `w2` into
+  the layout of the CPU kernels. The kernel then reads plain weights as packed ones.
+- Tied LM head. The layerwise reload processes a layer when a weight of its own was loaded; a head
+  that shares the embedding's weight has none, and keeps the packed copy of the old one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,15 @@ def needed() -> bool:
     first, last = AFFECTED
     release = Version(Version(__version__).base_version)
     return bool(current_platform.is_cpu()) and Version(first) <= release <= Version(last)
+
+
+def pack_tied_head_again(model: Any) -> None:
+    """After an update: pack the LM head of `model` if it shares the embedding's weight."""
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
+    if tied and needed():
+        head.quant_method.process_weights_after_loading(head)
 
 
 def mend_moe_reload() -> bool:

@@ -73,7 +73,7 @@ def load_benchmark(name: str, local: str | Path | None = None) -> list[Question]
     benchmark = BENCHMARKS.get(key)
     if benchmark is None:
         raise DataError(
-            f"evaluation set {name!r} is unknown: use one of {', '.join(BENCHMARKS)}, or a .jsonl file"
+            f"evaluation set {name!r} is unknown: use one of {', '.join(BENCHMARKS)}, or a .jsonl"
         )
     return read_huggingface(
         str(local or benchmark.source),

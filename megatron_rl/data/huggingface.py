@@ -48,7 +48,9 @@ def _load(source: str, split: str, subset: str | None, revision: str | None) -> 
     try:
         import datasets
     except ImportError as e:
-        raise DataError(f"{source}: the datasets library is missing: install megatron_rl[data]") from e
+        raise DataError(
+            f"{source}: the datasets library is missing: install megatron_rl[data]"
+        ) from e
     path = Path(source)
     try:
         if path.is_dir() and any((path / n).exists() for n in ("state.json", "dataset_dict.json")):
@@ -57,12 +59,14 @@ def _load(source: str, split: str, subset: str | None, revision: str | None) -> 
         if path.is_file():
             loader = _LOADERS.get(path.suffix)
             if loader is None:
-                raise DataError(f"{source}: unknown file type, use one of {', '.join(_LOADERS)}, .jsonl")
+                known = ", ".join((*_LOADERS, ".jsonl"))
+                raise DataError(f"{source}: unknown file type, use one of {known}")
             return datasets.load_dataset(loader, data_files=source, split="train")
         return datasets.load_dataset(source, subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as e:  # what datasets raises: hub, files, names
         raise DataError(
-            f"{source} (split {split}): {type(e).__name__}: {e}; without a network give a local copy"
+            f"{source} (split {split}): {type(e).__name__}: {e}; without a network give a local"
+            " copy"
         ) from e
 
 

@@ -29,7 +29,11 @@ class Fields:
 
 
 def read_jsonl(
-    path: str | Path, *, kind: str = "math", fields: Fields | None = None, template: str = "{prompt}"
+    path: str | Path,
+    *,
+    kind: str = "math",
+    fields: Fields | None = None,
+    template: str = "{prompt}",
 ) -> list[Question]:
     """Questions of a JSON Lines file; blank lines are skipped.
 

@@ -51,7 +51,7 @@ class Mixture:
     """Draws prompts from several tasks by weight; each task keeps its own curriculum.
 
     Prompt ids are global: those of a task start at its offset. It has the interface of a single
-    task's curriculum (`next`, `record`, `state`, `restore`, `excluded`), so it can stand in for one.
+    task's curriculum (`next`, `record`, `state`, `restore`, `excluded`), and can stand in for one.
 
     Args:
         streams: task -> its curriculum, over ids from 0.

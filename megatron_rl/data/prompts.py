@@ -41,7 +41,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSet:
     Raises:
         ConfigError: a prompt longer than `generation.max_prompt_tokens`.
     """
-    split = arithmetic.make_split(config.task, config.seed)
+    split = arithmetic.make_split(config.task, config.task_seed)
     digest = hashlib.blake2b(digest_size=16)
 
     def prompts(problems: list[arithmetic.Problem]) -> list[Prompt]:

@@ -34,7 +34,7 @@ CHOSEN = (
     "tower_of_hanoi",
     "string_manipulation",
 )
-"""Tasks whose answers are short, unique or cheaply scored; any other of the library's is possible."""
+"""Tasks whose answers are short and cheaply scored; any other of the library's is possible."""
 
 
 def make_reasoning(
@@ -105,7 +105,8 @@ def _level(factory: Any, task: str, level: int) -> dict[str, Any]:
             raise DataError(f"reasoning task {task!r} has no levels: use level 0 and options")
         return {}
     curriculum = factory.create_curriculum(task)
-    last = curriculum.get_max_level()
+    # An attribute with fewer levels stays at its last one.
+    last = max((len(a.levels) for a in curriculum.attributes.values()), default=1) - 1
     if not 0 <= level <= last:
         raise DataError(f"reasoning task {task!r} has levels 0 to {last}, not {level}")
     curriculum.set_global_level(level)

@@ -62,7 +62,9 @@ class BlockingVerifier:
         self._next_id += 1
         request = Request(id=self._next_id, kind=kind, completion=completion, gold=gold, meta=meta)
         limit = self.settings.wall_seconds + GRACE_SECONDS
-        process.socket.settimeout(limit + (self.settings.sandbox.total_seconds + 10) * (kind == "code"))
+        process.socket.settimeout(
+            limit + (self.settings.sandbox.total_seconds + 10) * (kind == "code")
+        )
         try:
             process.socket.sendall(frame(request))
             response = read_response(receive(process.socket))

@@ -73,7 +73,9 @@ def verify(
             print(f"{verdict.verdict} (expected {expected}): {verdict.reason}")
     if file is not None and not as_json:
         counts = Counter(v.verdict.value for v in verdicts)
-        print(f"{len(verdicts)} answers: {', '.join(f'{n} {k}' for k, n in sorted(counts.items()))}")
+        print(
+            f"{len(verdicts)} answers: {', '.join(f'{n} {k}' for k, n in sorted(counts.items()))}"
+        )
     raise typer.Exit(0 if good else EXIT_WRONG)
 
 
@@ -160,7 +162,9 @@ def _read(path: Path, needed: tuple[str, ...]) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError as e:
             _fail(f"{path}:{number}: not JSON: {e}")
-        missing = [n for n in needed if not isinstance(row, dict) or not isinstance(row.get(n), str)]
+        missing = [
+            n for n in needed if not isinstance(row, dict) or not isinstance(row.get(n), str)
+        ]
         if missing:
             _fail(f"{path}:{number}: no text under {', '.join(missing)}")
         rows.append(row)

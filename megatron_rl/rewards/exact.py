@@ -7,7 +7,9 @@ from megatron_rl.rewards.base import Outcome, Verdict
 BOX = "\\boxed{"
 
 
-def verify_exact(completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>") -> Verdict:
+def verify_exact(
+    completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>"
+) -> Verdict:
     """Verdict on a completion whose text after thinking must be `\\boxed{answer}` and nothing else.
 
     Args:

@@ -1,9 +1,8 @@
-"""The verifier pool: completions in, verdicts out, from worker processes that may die at any time."""
+"""The verifier pool: completions in, verdicts out, from workers that may die at any time."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections import Counter
@@ -13,20 +12,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
-from megatron_rl.rewards.process import WorkerProcess
-from megatron_rl.rewards.protocol import (
-    HEADER,
-    Garbled,
-    Request,
-    Response,
-    body_length,
-    frame,
-    read_response,
-)
+from megatron_rl.rewards.protocol import Request, Response
 from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.slot import Lost, Slot
 
-GRACE_SECONDS = 5.0
-"""A worker that did not kill itself so long after its limit is killed from here, and not believed."""
 OWN_LIMITS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 MAX_BUGS = 20
@@ -55,7 +44,7 @@ class PoolStats:
 
 
 class VerifierPool:
-    """Workers behind a bounded queue: `async with VerifierPool(settings) as pool: await pool.verify(...)`.
+    """Workers behind a bounded queue: `async with VerifierPool(s) as p: await p.verify(...)`.
 
     A worker that dies is replaced and its completion is judged again, so no verdict depends on it.
     When workers only die (`max_deaths` in a row), or cannot start, every waiting and later call
@@ -66,10 +55,12 @@ class VerifierPool:
         kinds: task kinds that will be asked for; their libraries are loaded at the start.
     """
 
-    def __init__(self, settings: VerifierSettings, kinds: Iterable[str] = ("exact", "math")) -> None:
+    def __init__(
+        self, settings: VerifierSettings, kinds: Iterable[str] = ("exact", "math")
+    ) -> None:
         self.settings, self.kinds = settings, tuple(kinds)
         self.stats = PoolStats()
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._queue: asyncio.Queue[_Item] = asyncio.Queue(settings.queue_size)
         self._pending: set[asyncio.Future[Verdict]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,10 +68,10 @@ class VerifierPool:
         self._deaths_in_a_row = self._bugs_in_a_row = self._next_id = 0
 
     async def __aenter__(self) -> Self:
-        self._slots = [_Slot(self.settings, self.kinds) for _ in range(self.settings.workers)]
+        self._slots = [Slot(self.settings, self.kinds) for _ in range(self.settings.workers)]
         try:
             # Starting is bounded by start_seconds; what a worker lacks is known before the run is.
-            await asyncio.gather(*(slot.ready() for slot in self._slots))
+            await asyncio.gather(*(self._first(slot) for slot in self._slots))
         except (VerifierDown, asyncio.CancelledError):
             self._kill()
             raise
@@ -88,13 +79,17 @@ class VerifierPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._kill()
         self._stop(VerifierDown("the verifier pool was closed"))
+        await asyncio.sleep(0)  # closed transports say goodbye in the loop
 
     @property
     def waiting(self) -> int:
@@ -103,7 +98,7 @@ class VerifierPool:
 
     @property
     def full(self) -> bool:
-        """Whether `verify` would wait for a place in the queue: give the generators no more work."""
+        """Whether `verify` would wait for a place in the queue: generators get no more work."""
         return self._queue.full()
 
     @property
@@ -126,7 +121,8 @@ class VerifierPool:
             VerifierDown: no verdict is to be had; the message says why and what to do.
         """
         if kind not in self.kinds:
-            raise VerifierDown(f"the pool was started for {', '.join(self.kinds)}, not for {kind!r}")
+            kinds = ", ".join(self.kinds)
+            raise VerifierDown(f"the pool was started for {kinds}, not for {kind!r}")
         self._raise_if_down()
         self._next_id += 1
         request = Request(
@@ -158,9 +154,9 @@ class VerifierPool:
 
     def _kill(self) -> None:
         for slot in self._slots:
-            slot.process.kill()
+            slot.close()
 
-    async def _serve(self, slot: _Slot) -> None:
+    async def _serve(self, slot: Slot) -> None:
         try:
             while self._down is None:
                 item = await self._queue.get()
@@ -174,7 +170,7 @@ class VerifierPool:
         except VerifierDown as e:
             self._stop(e)
 
-    async def _judge(self, slot: _Slot, item: _Item) -> Verdict:
+    async def _judge(self, slot: Slot, item: _Item) -> Verdict:
         """The verdict, on as many workers as it takes.
 
         Raises:
@@ -183,9 +179,8 @@ class VerifierPool:
         while True:
             try:
                 response = await slot.ask(item.request)
-            except _Lost as e:
-                self._died(str(e))
-                await slot.restart()
+            except Lost as e:
+                await self._replace(slot, str(e))
                 continue
             if response.status == "down":
                 raise VerifierDown(response.reason)
@@ -202,7 +197,25 @@ class VerifierPool:
             if by in CRASHES:
                 item.crashes += 1
                 if item.crashes > 1:
-                    return Verdict(Outcome.TIMED_OUT, f"the verifier crashed on it twice ({by.name})")
+                    reason = f"the verifier crashed on it twice ({by.name})"
+                    return Verdict(Outcome.TIMED_OUT, reason)
+
+    async def _replace(self, slot: Slot, reason: str) -> None:
+        """A new worker for the slot, in as many tries as deaths in a row are allowed."""
+        while True:
+            self._died(reason)
+            try:
+                await slot.restart()
+            except Lost as e:
+                reason = str(e)
+            else:
+                return
+
+    async def _first(self, slot: Slot) -> None:
+        try:
+            await slot.ready()
+        except Lost as e:
+            await self._replace(slot, str(e))
 
     def _died(self, reason: str) -> None:
         self.stats.deaths += 1
@@ -219,88 +232,7 @@ class VerifierPool:
         self._bugs_in_a_row += 1
         if self._bugs_in_a_row >= MAX_BUGS:
             raise VerifierDown(
-                f"the verifier failed on {MAX_BUGS} completions in a row; the last: {response.reason}"
+                f"the verifier failed on {MAX_BUGS} completions in a row; the last:"
+                f" {response.reason}"
             )
         return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {response.reason}")
-
-
-class _Lost(RuntimeError):
-    """The connection to a worker broke."""
-
-
-class _Slot:
-    """One place for a worker process, which is started anew when it is lost."""
-
-    def __init__(self, settings: VerifierSettings, kinds: tuple[str, ...]) -> None:
-        self.settings, self.kinds = settings, kinds
-        self.process = WorkerProcess(settings, kinds)
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ready(self) -> None:
-        """Wait until the worker can judge.
-
-        Raises:
-            VerifierDown: it cannot, and says why.
-        """
-        try:
-            async with asyncio.timeout(self.settings.start_seconds):
-                self.process.socket.setblocking(False)
-                self._streams = await asyncio.open_connection(sock=self.process.socket)
-                response = await self._response()
-        except TimeoutError:
-            self._close()
-            raise VerifierDown(
-                f"a verifier worker did not start within {self.settings.start_seconds:g} s"
-                f" (verifier.start_seconds)\n{self.process.kill()}"
-            ) from None
-        except _Lost as e:
-            self._close()
-            raise VerifierDown(f"a verifier worker did not start: {e}\n{self.process.kill()}") from None
-        if response.status == "down":
-            raise VerifierDown(response.reason)
-
-    async def restart(self) -> None:
-        """A new worker in place of the lost one."""
-        self._close()
-        self.process.kill()
-        self.process = WorkerProcess(self.settings, self.kinds)
-        await self.ready()
-
-    async def ask(self, request: Request) -> Response:
-        """The worker's response to a request.
-
-        Raises:
-            _Lost: the worker is gone, or it did not answer within its own limits.
-        """
-        assert self._streams is not None, "the slot is not ready"
-        _, writer = self._streams
-        limit = self.settings.wall_seconds + GRACE_SECONDS
-        if request.kind == "code":
-            limit += self.settings.sandbox.total_seconds + 10.0
-        try:
-            async with asyncio.timeout(limit):
-                writer.write(frame(request))
-                await writer.drain()
-                while True:
-                    response = await self._response()
-                    if response.id == request.id:
-                        return response
-        except TimeoutError:
-            raise _Lost(f"a worker did not answer within {limit:g} s") from None
-        except (ConnectionError, OSError) as e:
-            raise _Lost(f"a worker is gone ({e})") from None
-
-    async def _response(self) -> Response:
-        assert self._streams is not None, "the slot is not connected"
-        reader, _ = self._streams
-        try:
-            header = await reader.readexactly(HEADER.size)
-            return read_response(await reader.readexactly(body_length(header)))
-        except (asyncio.IncompleteReadError, ConnectionError, Garbled) as e:
-            raise _Lost(f"a worker is gone ({type(e).__name__})") from None
-
-    def _close(self) -> None:
-        if self._streams is not None:
-            with contextlib.suppress(OSError):
-                self._streams[1].close()
-            self._streams = None

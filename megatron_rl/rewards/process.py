@@ -61,6 +61,13 @@ class WorkerProcess:
             return []
         return [int(pid) for pid in text.split()]
 
+    def killed_by_signal(self) -> bool:
+        """Whether a worker whose connection broke was killed, rather than ended by itself."""
+        try:
+            return self._process.wait(timeout=2) < 0
+        except subprocess.TimeoutExpired:
+            return False
+
     def kill(self) -> str:
         """Kill nursery and child, and return the end of what they wrote to standard error."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -12,7 +12,7 @@ class _Section(BaseModel):
 
 
 class RewardValues(_Section):
-    """Reward of each verdict; null leaves the completion out of the batch, as a truncated one is."""
+    """Reward of each verdict; null leaves the completion out of the batch, like a truncated one."""
 
     correct: float | None = 1.0
     """Reward of a right answer."""
@@ -23,7 +23,7 @@ class RewardValues(_Section):
     unparsable: float | None = None
     """Reward of an answer that cannot be read."""
     timed_out: float | None = None
-    """Reward of an answer whose comparison went over a limit (a slow program is wrong, not this)."""
+    """Reward of an answer whose comparison went over a limit (a slow program is wrong)."""
 
 
 class MathSettings(_Section):
@@ -33,10 +33,12 @@ class MathSettings(_Section):
     """Only a `\\boxed{...}` is an answer; else a completion without a box is one as a whole."""
     ended_thinking: bool = True
     """A completion without the end-of-thinking marker has no answer."""
+    stock_cpu_seconds: PositiveFloat = 0.3
+    """CPU time of math-verify, which reads sums, integrals and limits; over it: `timed_out`."""
 
 
 class SandboxSettings(_Section):
-    """Where and under which limits a model's programs run; limits are per test unless they say so."""
+    """Where and under which limits a model's programs run; limits are of one test or say so."""
 
     isolation: Literal["strong", "weak", "remote"] = "strong"
     """`strong`: own namespaces (bubblewrap), refused where the host has none. `weak`: rlimits and
@@ -86,7 +88,7 @@ class VerifierSettings(_Section):
     start_seconds: PositiveFloat = 120.0
     """Wait for a worker to start."""
     max_deaths: PositiveInt = 12
-    """Deaths of workers in a row, without a verdict between them, after which the verifier is down."""
+    """Deaths of workers in a row, with no verdict between, after which the verifier is down."""
     custom: str | None = None
     """Import path `package.module:function` of a reward function, for task kind `custom`."""
     values: RewardValues = RewardValues()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,12 @@ def _exact(settings: VerifierSettings) -> Judge:
 
 
 def _math(settings: VerifierSettings) -> Judge:
+    from megatron_rl.rewards.math import stock
     from megatron_rl.rewards.math.verdict import judge as judge_math
-    from megatron_rl.rewards.math.stock import warm_up
 
-    warm_up()
+    stock.warm_up()
+    # The worker's own timer, set anew: what is left of the verdict's time would be too much.
+    stock.begin = lambda: signal.setitimer(signal.ITIMER_PROF, settings.math.stock_cpu_seconds)
 
     def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
         return judge_math(
@@ -101,7 +104,7 @@ def load_function(path: str) -> Callable[..., Any]:
         raise VerifierDown(f"verifier.custom is {path!r}: {e}; is it on PYTHONPATH?") from e
     if not callable(function):
         raise VerifierDown(f"verifier.custom is {path!r}: that is no function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def call_function(
@@ -116,6 +119,8 @@ def call_function(
         result = function(completion, gold, meta)
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
+    except MemoryError:
+        raise  # a limit of the worker, not a fault of the function
     except Exception as e:
         raise VerifierDown(f"custom reward function: {type(e).__name__}: {e}") from e
     if isinstance(result, bool):

@@ -85,7 +85,10 @@ def main(fd: int) -> NoReturn:
 
 
 def _child(
-    connection: socket.socket, state: mmap.mmap, judges: dict[str, Judge], settings: VerifierSettings
+    connection: socket.socket,
+    state: mmap.mmap,
+    judges: dict[str, Judge],
+    settings: VerifierSettings,
 ) -> NoReturn:
     _die_with_parent()
     _limit_memory(settings.memory_mib)
@@ -178,8 +181,6 @@ def _limit_memory(extra_mib: int) -> None:
 def _resident_mib() -> float:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
-
-
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 from safetensors import safe_open
@@ -29,7 +27,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -38,19 +35,21 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest, VersionSpan
 from megatron_rl.rollout.interruption import Completion, Piece
-from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_rl.rollout.settings import (
+    SCORES_AT_ONCE,
+    checkpoint_shapes,
+    engine_args,
+    phrase_tokens,
+)
 from megatron_rl.rollout.weight_transfer import update_info
-from megatron_rl.weights.manifest import WeightsError, check_names_and_shapes
+from megatron_rl.weights.manifest import check_names_and_shapes
 from megatron_rl.weights.transports.disk import check_buckets
 
-BLOCK_TOKENS = 32
-"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
-SCORES_AT_ONCE = 8
-"""Scored sequences in the engine beside the completions."""
+ENGINE_EXIT_SECONDS = 3.0
+"""How long the engine's processes may tidy up; they hold nothing that is needed later."""
 FIRST_TOKEN_SECONDS = 2.0
 """How long an update waits for the first token of requests that were just submitted."""
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_FIRST_AND_LAST = 2**31 - 1
+_ONLY_FIRST_AND_LAST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +59,6 @@ class UpdateTimes:
     pause_seconds: float
     transfer_seconds: float
     requests_in_flight: int
-
-
-def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
-    """vLLM's arguments for this run."""
-    generation, precision = config.generation, config.precision
-    blocks = -(-config.sequence_tokens // BLOCK_TOKENS)
-    arguments: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": _DTYPES[precision.params],
-        "seed": config.seed + engine_index,
-        "max_model_len": blocks * BLOCK_TOKENS,
-        "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
-        "tensor_parallel_size": config.roles.generator_tensor_parallel,
-        # The trainer computes log-probs from logits / temperature. vLLM's "processed" are those
-        # too; "raw" are the same at temperature 1, and cheaper.
-        "logprobs_mode": (
-            "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
-        ),
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_rl.rollout.held_weights.HeldWeights",
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-    }
-    text_config = json.loads((Path(model_dir) / "config.json").read_text())
-    text_config = text_config.get("text_config", text_config)
-    if "attn_temperature_tuning" in text_config:
-        # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
-        tuning = bool(text_config["attn_temperature_tuning"])
-        arguments["override_generation_config"] = {"attn_temperature_tuning": tuning}
-    if precision.params == "bf16" and precision.logits == "fp32":
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = generation.gpu_memory_fraction
-    else:
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
-        }
-    return AsyncEngineArgs(**arguments)
 
 
 class Engine:
@@ -155,12 +114,14 @@ class Engine:
                 f" {longest} tokens; the engine takes {self._max_tokens}: raise"
                 " generation.max_prompt_tokens or shorten the prompt"
             )
-        completion = Completion(thinking_budget, answer_budget, self.phrase)
+        interrupts = self._config.generation.interruption == "phrase"
+        phrase = self.phrase if interrupts else []
+        completion = Completion(thinking_budget, answer_budget, phrase)
         while wanted := completion.wanted:
-            output = await self._request(
+            outputs = await self._request(
                 prompt + completion.token_ids, sampling(wanted, temperature)
             )
-            completion.add(piece_of(output))
+            completion.add(piece_of(outputs))
         return completion
 
     async def score(
@@ -197,7 +158,7 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         async with self._scores:
-            output = await self._request(prompt + completion, params)
+            (output,) = await self._request(prompt + completion, params)
         # The first prompt token has no log-prob: entry i belongs to token i + 1.
         flat = output.prompt_logprobs
         start = len(prompt) - 1
@@ -261,31 +222,32 @@ class Engine:
             self._withdrawn |= self._not_begun
             await self._llm.abort(list(self._not_begun))
 
-    async def _request(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    async def _request(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         while True:
             await self._submitting.wait()
             request_id = str(next(self._ids))
             self._not_begun.add(request_id)
             self.in_flight += 1
-            output: RequestOutput | None = None
+            outputs = []
             try:
                 inputs = tokens_input(prompt, cache_salt=str(self.version))
                 async for output in self._llm.generate(inputs, params, request_id):
                     self._begun(request_id)
+                    outputs.append(output)
             finally:
                 self.in_flight -= 1
                 self._begun(request_id)
             if request_id in self._withdrawn:
                 self._withdrawn.discard(request_id)
                 continue
-            if output is None or output.outputs[0].finish_reason not in ("stop", "length"):
+            reason = outputs[-1].outputs[0].finish_reason if outputs else None
+            if reason not in ("stop", "length"):
                 self.aborted += 1
-                reason = output and output.outputs[0].finish_reason
                 raise RuntimeError(
                     f"vLLM ended request {request_id} ({len(prompt)} prompt tokens) with"
                     f" {reason!r} instead of finishing it; its own log has the cause"
                 )
-            return output
+            return outputs
 
     def _begun(self, request_id: str) -> None:
         self._not_begun.discard(request_id)
@@ -303,7 +265,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the engine's processes; returns when they are gone."""
-        self._llm.shutdown(timeout=self._config.timeouts.shutdown_seconds / 2)
+        self._llm.shutdown(timeout=ENGINE_EXIT_SECONDS)
         _, alive = psutil.wait_procs(self._processes, timeout=5.0)
         for process in alive:
             process.kill()
@@ -317,47 +279,6 @@ def _engine_processes(others: Sequence[Any]) -> list[psutil.Process]:
     return processes + [p for core in processes for p in core.children(recursive=True)]
 
 
-def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a Hugging Face directory, by name.
-
-    Raises:
-        WeightsError: it holds no safetensors file.
-    """
-    files = sorted(Path(model_dir).glob("*.safetensors"))
-    if not files:
-        raise WeightsError(
-            f"{model_dir}: no *.safetensors in it; save the model with `save_pretrained`"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
-    return shapes
-
-
-def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:
-    """Token ids of the interruption phrase.
-
-    Raises:
-        ValueError: the end marker is not one token, or the phrase does not end with it.
-    """
-    generation = config.generation
-    marker = tokenizer.encode(generation.think_end, add_special_tokens=False)
-    phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
-    if len(marker) != 1:
-        raise ValueError(
-            f"generation.think_end is {generation.think_end!r}: {len(marker)} tokens in this"
-            " model's tokenizer, it must be one; choose a marker that is a single token"
-        )
-    if phrase[-1] != marker[0]:
-        raise ValueError(
-            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens it"
-            f" ends with {phrase[-1]}, not with the marker {generation.think_end!r} ({marker[0]})"
-        )
-    return [int(t) for t in phrase]
-
-
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     """Parameters of one request; no seed of its own: vLLM's CPU build dies of it."""
     return SamplingParams(
@@ -367,26 +288,26 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         skip_clone=True,
-        # The first output tells that the request was prefilled; none between that and the last
-        # one, which would each wake this process.
-        output_kind=RequestOutputKind.CUMULATIVE,
-        stream_interval=_FIRST_AND_LAST,
+        # The first token tells that the request was prefilled; all others come at the end, since
+        # each output wakes this process.
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=_ONLY_FIRST_AND_LAST,
     )
 
 
-def piece_of(output: RequestOutput) -> Piece:
+def piece_of(outputs: Sequence[RequestOutput]) -> Piece:
     """What a finished request sampled."""
-    sampled = output.outputs[0]
-    spans = [VersionSpan(int(s.version), s.start, s.end) for s in sampled.weight_versions or ()]
-    token_ids = list(sampled.token_ids)
-    if list(sampled.logprobs.token_ids) != token_ids:
+    parts = [output.outputs[0] for output in outputs]
+    token_ids = [token for part in parts for token in part.token_ids]
+    if [token for part in parts for token in part.logprobs.token_ids] != token_ids:
         raise RuntimeError(
             f"vLLM returned log-probs of other tokens than it sampled (request"
-            f" {output.request_id}); this version does not do what the generator relies on"
+            f" {outputs[-1].request_id}); this version does not do what the generator relies on"
         )
+    last = parts[-1]
     return Piece(
         token_ids=token_ids,
-        logprobs=[float(x) for x in sampled.logprobs.logprobs],
-        spans=spans,
-        finish_reason=str(sampled.finish_reason),
+        logprobs=[float(x) for part in parts for x in part.logprobs.logprobs],
+        spans=[VersionSpan(int(s.version), s.start, s.end) for s in last.weight_versions or ()],
+        finish_reason=str(last.finish_reason),
     )

@@ -68,6 +68,10 @@ def run_generator(
     asyncio.run(_Generator(config, engine_index, rank, endpoint).run(model_dir, version))
 
 
+class OrchestratorGoneError(ConnectionError):
+    """Nobody is there to serve any more."""
+
+
 class _Stopped(Exception):
     """The orchestrator said Stop."""
 
@@ -96,6 +100,9 @@ class _Generator:
                 engine = self._engine = Engine(self._config, self._index, model_dir, version)
                 await engine.prepare()
                 await self._serve(monitor)
+            except OrchestratorGoneError:
+                socket.setsockopt(zmq.LINGER, 0)
+                raise
             except Exception as e:
                 await self._report(e)
                 raise
@@ -113,9 +120,7 @@ class _Generator:
         # A host that vanished closes no connection; heartbeats find out.
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
-        monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self._endpoint)
         return monitor
 
@@ -240,7 +245,7 @@ class _Generator:
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
             if self._lost_since is not None and time.monotonic() - self._lost_since > limit:
-                raise ConnectionError(
+                raise OrchestratorGoneError(
                     f"no orchestrator at {self._endpoint} for {limit:g} s"
                     " (timeouts.shutdown_seconds): it ended without saying Stop; its own log has"
                     " the cause"

@@ -57,17 +57,18 @@ def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     rotated = type(model).__name__ == "Llama4ForCausalLM"
     for name, module in model.named_modules():
-        prefix, _, last = name.rpartition(".")
+        prefix = name.rpartition(".")[0]
         if isinstance(module, RoutedExperts):
-            experts = prefix  # the checkpoint's tensors sit one level higher
-            yield f"{experts}.gate_up_proj", _unpack_experts(module, "w13_weight").mT
-            yield f"{experts}.down_proj", _unpack_experts(module, "w2_weight").mT
+            # The checkpoint's tensors sit one level higher, and transposed.
+            yield f"{prefix}.gate_up_proj", _unpack_experts(module, "w13_weight").mT
+            yield f"{prefix}.down_proj", _unpack_experts(module, "w2_weight").mT
         elif isinstance(module, QKVParallelLinear):
             q, k, v = _linear_weight(module).split(module.output_sizes)
             if rotated:
                 q = _undo_rotary_order(q, module.total_num_heads)
                 k = _undo_rotary_order(k, module.total_num_kv_heads)
-            yield from ((f"{prefix}.{x}_proj.weight", t) for x, t in zip("qkv", (q, k, v)))  # noqa: B905
+            for letter, part in (("q", q), ("k", k), ("v", v)):
+                yield f"{prefix}.{letter}_proj.weight", part
         elif isinstance(module, MergedColumnParallelLinear):
             gate, up = _linear_weight(module).split(module.output_sizes)
             yield f"{prefix}.gate_proj.weight", gate
@@ -76,7 +77,8 @@ def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             packed = _linear_weight(module)
             if not torch.equal(packed, module.weight):
                 raise RuntimeError(f"{name}: the packed weight is not the plain one")
-            yield f"{name}.weight", packed[: module.org_vocab_size]
+            if module.weight is not model.model.embed_tokens.weight:
+                yield f"{name}.weight", packed[: module.org_vocab_size]
         elif isinstance(module, VocabParallelEmbedding):
             yield f"{name}.weight", module.weight[: module.org_vocab_size].clone()
         elif isinstance(module, LinearBase):
@@ -115,8 +117,8 @@ def _unpack_experts(layer: Any, parameter: str) -> torch.Tensor:
 
     packed = getattr(layer, parameter)
     isa = layer.quant_method.moe_kernel.fused_experts.isa
-    # Packing moves elements only within an expert; whole numbers stay exact in each half of the
-    # index (below 2^8 in bf16), so the permutation is found from two packings.
+    # Packing moves elements only within an expert. Places are packed digit by digit, since only
+    # whole numbers below 2^8 in bf16 and 2^24 in fp32 are all exact.
     experts, rows, columns = packed.shape
     index = torch.arange(rows * columns).view(1, rows, columns)
     base = 1 << (8 if packed.element_size() == 2 else 24)

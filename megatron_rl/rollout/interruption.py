@@ -12,6 +12,9 @@ So a completion is never longer than thinking budget + phrase + answer budget. A
 is the budget's last token is a natural end. Each request asks for what the rule allows next, and
 its output is the prompt of the following one: an engine needs to know nothing but `max_tokens`.
 
+Without a phrase (`generation.interruption: none`) there is one budget for thinking and answer
+together, the sum of both, and a completion that reaches it is `length`.
+
 Example (budget 3, phrase "stop </think>", answer budget 2; E is end-of-sequence):
     sampled a b c        -> a b c [stop </think>] x E      `stop`, forced (3, 5)
     sampled a b </think> -> a b </think> x y               `length`, forced (0, 0)
@@ -46,7 +49,7 @@ class Completion:
     thinking_budget: int
     answer_budget: int
     phrase: Sequence[int]
-    """Token ids of the interruption phrase; the last one is the end marker."""
+    """Token ids of the interruption phrase, whose last one is the end marker; empty for none."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """0.0 for forced tokens."""
@@ -62,6 +65,8 @@ class Completion:
         """Tokens that the next request may sample; 0 when complete."""
         if self.finish_reason:
             return 0
+        if not self.phrase:
+            return self.thinking_budget + self.answer_budget - len(self.token_ids)
         if self._answer_start < 0:
             return self.thinking_budget - len(self.token_ids)
         return self._answer_start + self.answer_budget - len(self.token_ids)
@@ -92,7 +97,7 @@ class Completion:
         self.logprobs += piece.logprobs
         for span in piece.spans:
             self._extend_spans(span.version, offset + span.start, offset + span.end)
-        if self._answer_start < 0:
+        if self.phrase and self._answer_start < 0:
             marker = self.phrase[-1]
             if marker in piece.token_ids:
                 self._answer_start = offset + list(piece.token_ids).index(marker) + 1
@@ -109,6 +114,9 @@ class Completion:
         self._extend_spans(self.spans[-1].version, start, self._answer_start)
 
     def _finish(self, reason: str) -> None:
+        if not self.phrase:
+            self.finish_reason = "stop" if reason == "stop" else "" if self.wanted else "length"
+            return
         answer_end = self._answer_start + self.answer_budget
         if self._answer_start >= 0 and len(self.token_ids) > answer_end:
             self._cut(answer_end)

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from megatron_rl.compat import vllm_cpu
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.transports.disk import read_buckets
 
@@ -43,7 +44,7 @@ def update_info(manifest: Manifest) -> dict[str, str]:
     return {"manifest": json.dumps(msgspec.to_builtins(manifest))}
 
 
-class DiskWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+class DiskWeightTransferEngine(WeightTransferEngine):
     """Loads a version from its buckets; each bucket's checksum is compared before it is used.
 
     The names and shapes of the whole version were compared with the model's by the generator
@@ -74,6 +75,7 @@ class DiskWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Process what waits for the last tensor (attention layers)."""
         finalize_layerwise_reload(self.model, self.model_config)
+        vllm_cpu.pack_tied_head_again(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.compat import cpu_torch, megatron_checkpoint, megatron_cpu
+from megatron_rl.compat.megatron_mends import MENDS, Mend
 
 
 def source(module: str) -> str:
@@ -23,8 +24,8 @@ def source(module: str) -> str:
     return file.read_text()
 
 
-@pytest.mark.parametrize("mend", megatron_cpu.MENDS, ids=lambda mend: mend.module)
-def test_the_mend_is_still_needed(mend: megatron_cpu.Mend) -> None:
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.module)
+def test_the_mend_is_still_needed(mend: Mend) -> None:
     assert mend.evidence in source(mend.module), f"upstream changed: is '{mend.reason}' solved?"
 
 

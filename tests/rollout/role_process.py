@@ -7,4 +7,6 @@ from megatron_rl.rollout.generator import run_generator
 
 if __name__ == "__main__":
     configuration, endpoint, model_dir = sys.argv[1:]
-    run_generator(RunConfig.model_validate_json(configuration), 0, 2, endpoint, model_dir, version=7)
+    run_generator(
+        RunConfig.model_validate_json(configuration), 0, 2, endpoint, model_dir, version=7
+    )

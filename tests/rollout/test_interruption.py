@@ -14,7 +14,9 @@ PHRASE = [8, 9, END]
 BUDGET, ANSWER = 10, 4
 
 
-def generate(samples: Iterator[int], thinking: int = BUDGET, answer: int = ANSWER, version: int = 3):
+def generate(
+    samples: Iterator[int], thinking: int = BUDGET, answer: int = ANSWER, version: int = 3
+):
     """A completion as an engine would make it that samples these tokens, one per step."""
     completion = Completion(thinking, answer, PHRASE)
     requests = 0
@@ -100,7 +102,9 @@ def test_version_spans_are_joined_and_cover_forced_tokens():
     completion = Completion(4, 3, PHRASE)
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 4)]
     completion.add(Piece([20] * 4, [-1.0] * 4, spans, "length"))
-    completion.add(Piece([21, EOS], [-1.0] * 2, [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop"))
+    completion.add(
+        Piece([21, EOS], [-1.0] * 2, [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop")
+    )
     assert completion.spans == [VersionSpan(1, 0, 1), VersionSpan(2, 1, 8), VersionSpan(3, 8, 9)]
     assert completion.forced == (4, 7)
 
@@ -117,3 +121,28 @@ def test_version_spans_are_joined_and_cover_forced_tokens():
 def test_lengths_that_disagree_are_refused(logprobs, spans):
     with pytest.raises(ValueError, match="lengths must agree"):
         Completion(4, 3, PHRASE).add(Piece([20, 20], logprobs, spans, "length"))
+
+
+def generate_freely(samples: Iterator[int]) -> Completion:
+    completion = Completion(BUDGET, ANSWER, [])
+    while wanted := completion.wanted:
+        tokens: list[int] = []
+        while len(tokens) < wanted and EOS not in tokens:
+            tokens.append(next(samples))
+        reason = "stop" if tokens[-1] == EOS else "length"
+        completion.add(
+            Piece(tokens, [-1.0] * len(tokens), [VersionSpan(3, 0, len(tokens))], reason)
+        )
+    return completion
+
+
+def test_without_a_phrase_thinking_and_answer_share_one_budget():
+    completion = generate_freely(forever(*[20] * 12, EOS))
+    assert completion.token_ids == [20] * 12 + [EOS]
+    assert (completion.forced, completion.finish_reason) == ((0, 0), "stop")
+
+
+def test_without_a_phrase_a_completion_that_uses_the_budget_up_is_truncated():
+    completion = generate_freely(forever(20, END))
+    assert len(completion.token_ids) == BUDGET + ANSWER
+    assert (completion.forced, completion.finish_reason) == ((0, 0), "length")

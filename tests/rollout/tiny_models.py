@@ -18,9 +18,7 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(
-        models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token="<unk>")
-    )
+    inner = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -34,21 +32,21 @@ def tokenizer() -> Any:
 
 
 def build(kind: str, seed: int) -> Any:
-    """A random `llama` or `llama4` in fp32 whose distributions are not flat."""
-    common: dict[str, Any] = dict(
-        vocab_size=32,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1 if kind == "llama4" else 2,
-        head_dim=32,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
-    )
+    """A random `llama` (tied embeddings) or `llama4` in fp32; distributions are not flat."""
+    common: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1 if kind == "llama4" else 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": kind == "llama",
+        "rms_norm_eps": 1e-5,
+    }
     if kind == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,9 +70,10 @@ def build(kind: str, seed: int) -> Any:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:
-            gain = 3.0 if "lm_head" in name else 1.0
+            head = "embed_tokens" if model.config.tie_word_embeddings else "lm_head"
+            gain = 3.0 if head in name else 1.0
             parameter.data.copy_(noise * gain / parameter.shape[-1] ** 0.5)
-            if "lm_head" in name:
+            if head in name:
                 parameter.data[[EOS, END]] *= 0.3  # ends are rare: completions are long
         else:
             parameter.data.copy_(1 + 0.1 * noise)
@@ -101,7 +100,9 @@ def reference_logprobs(models: dict[int, Any], prompt: list[int], tokens: list[i
         end = len(prompt) + span.end - 1
         inputs = torch.tensor([ids[start:end]])
         with torch.no_grad():
-            logits.append(models[span.version](inputs, past_key_values=cache, use_cache=True).logits[0])
+            logits.append(
+                models[span.version](inputs, past_key_values=cache, use_cache=True).logits[0]
+            )
         start = end
     every = torch.log_softmax(torch.cat(logits), -1)[len(prompt) - 1 :]
     return every.gather(1, torch.tensor(tokens)[:, None])[:, 0]

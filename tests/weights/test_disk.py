@@ -18,7 +18,9 @@ from megatron_rl.weights.transports.disk import DiskPublisher, check_buckets, re
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    weights = {f"model.layers.{i}.weight": torch.randn(64, 96, generator=generator) for i in range(9)}
+    weights = {
+        f"model.layers.{i}.weight": torch.randn(64, 96, generator=generator) for i in range(9)
+    }
     weights["model.norm.weight"] = torch.randn(64, generator=generator).bfloat16()
     weights["lm_head.weight"] = torch.randn(96, 64, generator=generator).T  # not contiguous
     return weights

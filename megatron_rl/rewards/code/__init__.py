@@ -1,1 +1,1 @@
-"""Verdicts on programs: they run against tests in a sandbox, and outputs are compared outside it."""
+"""Verdicts on programs: they run in a sandbox, and their outputs are compared outside it."""

@@ -1,4 +1,4 @@
-"""Tests of programming problems, in the formats of the public data sets, and how outputs compare."""
+"""Tests of programming problems, in the public data sets' formats, and how outputs compare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.rewards.code.run import TestResult
+from megatron_rl.rewards.code.run import ProgramResult
 
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute, for expected outputs that are written with a decimal point."""
@@ -150,7 +150,7 @@ def _value(text: Any) -> Any:
         return text
 
 
-def failure(case: Case, result: TestResult) -> str:
+def failure(case: Case, result: ProgramResult) -> str:
     """Why a result is wrong; empty if it is right."""
     if result.status != "ok":
         return _STATUS.get(result.status, result.status) + _last_line(result.error)

@@ -14,6 +14,8 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
 
 PRELUDE = (
     "import sys, math, re, string, random, itertools, functools, collections, heapq, bisect, copy\n"
@@ -22,9 +24,10 @@ PRELUDE = (
     "from itertools import *\nfrom heapq import *\nfrom bisect import *\nfrom math import *\n"
 )
 ERROR_BYTES = 2000
+SETUP_SECONDS = 30.0
 
 
-def main():
+def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     if job["uid"] is not None:
         os.setgroups([])
@@ -47,7 +50,10 @@ def main():
                 os.kill(-1, signal.SIGKILL)
 
 
-def run_test(job, test, libc, channel):
+def run_test(
+    job: dict[str, Any], test: dict[str, Any], libc: ctypes.CDLL, channel: BinaryIO
+) -> dict[str, Any]:
+    """What a process that runs the program on one test did."""
     stdin = os.memfd_create("stdin")
     data = memoryview(test.get("stdin", "").encode("utf-8", "replace"))
     while data:
@@ -56,26 +62,31 @@ def run_test(job, test, libc, channel):
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
     value_read, value_write = os.pipe()
-    started = time.monotonic()
+    ready_read, ready_write = os.pipe()
     child = os.fork()
     if child == 0:
         channel_fd = channel.fileno()
         for source, target in ((stdin, 0), (out_write, 1), (error_write, 2)):
             os.dup2(source, target)
-        for fd in (stdin, out_read, out_write, error_read, error_write, value_read, channel_fd):
+        ours = (stdin, out_read, out_write, error_read, error_write, value_read, ready_read)
+        for fd in (*ours, channel_fd):
             os.close(fd)
-        become_program(job, test, libc, value_write)
-    for fd in (stdin, out_write, error_write, value_write):
+        become_program(job, test, libc, value_write, ready_write)
+    for fd in (stdin, out_write, error_write, value_write, ready_write):
         os.close(fd)
+    # The clock starts when the limits are set, and without them nothing of the program ran.
+    ready = select.select([ready_read], [], [], SETUP_SECONDS)[0] and os.read(ready_read, 1)
+    os.close(ready_read)
+    started = time.monotonic()
     limits = {out_read: job["output_bytes"], error_read: 1 << 20, value_read: job["output_bytes"]}
-    texts, stopped = collect(limits, started + job["wall_seconds"])
+    texts, stopped = collect(limits, started + job["wall_seconds"] * bool(ready))
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)
     for fd in limits:
         os.close(fd)
     return {
-        "status": stopped or ended(status, texts[error_read]),
+        "status": (stopped or ended(status, texts[error_read])) if ready else "sandbox",
         "stdout": texts[out_read].decode("utf-8", "replace"),
         "value": texts[value_read].decode("utf-8", "replace"),
         "error": texts[error_read][-ERROR_BYTES:].decode("utf-8", "replace"),
@@ -84,17 +95,18 @@ def run_test(job, test, libc, channel):
     }
 
 
-def ended(status, error):
+def ended(status: int, error: bytearray) -> str:
     """How the process ended, when it was not stopped here."""
     if os.WIFSIGNALED(status):
         by = os.WTERMSIG(status)
-        return {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "file"}.get(by, f"signal {by}")
+        names = {int(signal.SIGXCPU): "cpu", int(signal.SIGXFSZ): "file"}
+        return names.get(by, f"signal {by}")
     if os.WEXITSTATUS(status) == 0:
         return "ok"
     return "memory" if b"MemoryError" in error[-ERROR_BYTES:] else "error"
 
 
-def collect(limits, deadline):
+def collect(limits: dict[int, int], deadline: float) -> tuple[dict[int, bytearray], str]:
     """Bytes of each pipe until all are closed, one is over its limit, or time is up."""
     texts = {fd: bytearray() for fd in limits}
     open_fds = set(limits)
@@ -117,7 +129,10 @@ def collect(limits, deadline):
     return texts, ""
 
 
-def become_program(job, test, libc, value_fd):
+def become_program(
+    job: dict[str, Any], test: dict[str, Any], libc: ctypes.CDLL, value_fd: int, ready_fd: int
+) -> NoReturn:
+    """Limit this process, run the program in it, and end it."""
     code = 1
     try:
         os.setsid()
@@ -128,7 +143,9 @@ def become_program(job, test, libc, value_fd):
             os.setresgid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
             os.setresuid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
         if job["seccomp"]:
-            load_filter(job["seccomp"])
+            load_filter(job["seccomp"], job["library"])
+        os.write(ready_fd, b"1")
+        os.close(ready_fd)
         source = job["source"]
         job.clear()
         code = execute(source, test, value_fd)
@@ -136,7 +153,7 @@ def become_program(job, test, libc, value_fd):
         code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
         if isinstance(e.code, str):
             sys.stderr.write(e.code)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a program may raise anything
         import traceback
 
         traceback.print_exc()
@@ -147,7 +164,8 @@ def become_program(job, test, libc, value_fd):
     os._exit(code & 0xFF)
 
 
-def limit(job):
+def limit(job: dict[str, Any]) -> None:
+    """Set the limits of the program's process."""
     cpu = max(1, int(job["cpu_seconds"] + 0.999))
     table = {
         resource.RLIMIT_CPU: (cpu, cpu + 1),
@@ -168,8 +186,9 @@ def limit(job):
     signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
 
 
-def load_filter(rules):
+def load_filter(rules: list[Any], library: str) -> None:
     """Seccomp by the library's own binding; only without namespaces is it loaded from here."""
+    sys.path.append(library)
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -184,12 +203,14 @@ def load_filter(rules):
     filter_.load()
 
 
-def execute(source, test, value_fd):
+def execute(source: str, test: dict[str, Any], value_fd: int) -> int:
+    """Run the program, and call what the test calls; the exit status."""
     import types
 
-    sys.stdin = open(0, encoding="utf-8", errors="replace")
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)
+    sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
+    text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    sys.stdout = open(1, "w", **text)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, **text)  # noqa: SIM115
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -202,16 +223,17 @@ def execute(source, test, value_fd):
     exec(PRELUDE, space)
     exec(compile(source, "program.py", "exec"), space)
     if "asserts" in test:
-        value = []
-        for text in test["asserts"]:
-            value.append(eval(compile(text, "test", "eval"), space))
+        value = [eval(compile(check, "test", "eval"), space) for check in test["asserts"]]
     else:
         value = find(space, test["call"])(*test["args"])
-    os.write(value_fd, json.dumps(plain(value), allow_nan=True).encode())
+    left = json.dumps(plain(value), allow_nan=True).encode()
+    while left:
+        left = left[os.write(value_fd, left) :]
     return 0
 
 
-def find(space, name):
+def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
+    """A function of the program, or a method of its class Solution."""
     if name in space:
         return space[name]
     solution = space.get("Solution")
@@ -220,7 +242,7 @@ def find(space, name):
     return getattr(solution(), name)
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """The value as JSON has it: tuples are lists, sets are sorted lists."""
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]

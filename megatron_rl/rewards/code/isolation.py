@@ -119,6 +119,8 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    # The scratch space comes first: an interpreter below /tmp is bound on top of it.
+    command += ["--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     for path in _readable(settings.read_only_paths):
         for parent in reversed(Path(path).parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
@@ -129,8 +131,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
             command += ["--symlink", os.readlink(link), str(link)]
         elif link.is_dir():
             command += ["--ro-bind", str(link), str(link)]
-    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc"]
-    command += ["--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp", "--remount-ro", "/dev"]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--remount-ro", "/dev"]
     command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--hostname", "sandbox"]
     for name, value in _environment().items():
         command += ["--setenv", name, value]
@@ -144,11 +145,12 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
     command += ["--", _base_python(), "-I", "-B", "-c", program]
     # Before Linux 5.14 the limit would count all of the user's processes outside, too.
     limited = root or _kernel() >= (5, 14)
-    job = {
+    job: dict[str, Any] = {
         "uid": next(_UIDS) if root else None,
         "weak_uid": None,
         "namespace": True,
         "seccomp": [],
+        "library": "",
         "processes": settings.processes + 2 if limited else 0,
     }
     return Launch(command, {}, fds, job)
@@ -157,11 +159,12 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
 def weak(settings: SandboxSettings) -> Launch:
     """Rlimits and seccomp in the host's own namespaces; as root a user id of its own."""
     seccomp.require()
-    job = {
+    job: dict[str, Any] = {
         "uid": None,
         "weak_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
         "namespace": False,
         "seccomp": seccomp.weak_rules(),
+        "library": seccomp.library(),
         "processes": 0,
     }
     return Launch([sys.executable, "-I", "-B", "-c", HARNESS], _environment(), [], job)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_rl.rewards.base import SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code import isolation
-from megatron_rl.rewards.code.run import TestResult, run_tests
+from megatron_rl.rewards.code.run import ProgramResult, run_tests
 from megatron_rl.rewards.settings import SandboxSettings
 
 FIRST_PAUSE_SECONDS = 0.2
@@ -31,7 +31,7 @@ class _Broken(ConnectionError):
 
 def run_remotely(
     source: str, tests: list[dict[str, Any]], settings: SandboxSettings
-) -> Iterator[TestResult]:
+) -> Iterator[ProgramResult]:
     """Results of the tests from the service at `remote_url`.
 
     Raises:
@@ -58,7 +58,9 @@ def run_remotely(
             pause = min(2 * pause, 10.0)
 
 
-def _ask(source: str, tests: list[dict[str, Any]], settings: SandboxSettings) -> Iterator[TestResult]:
+def _ask(
+    source: str, tests: list[dict[str, Any]], settings: SandboxSettings
+) -> Iterator[ProgramResult]:
     url = urllib.parse.urlsplit(settings.remote_url or "")
     factory = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     connection = factory(url.hostname or "", url.port, timeout=settings.total_seconds + 10)
@@ -67,9 +69,10 @@ def _ask(source: str, tests: list[dict[str, Any]], settings: SandboxSettings) ->
         connection.request("POST", f"{url.path.rstrip('/')}/run", body)
         response = connection.getresponse()
         if response.status != http.HTTPStatus.OK:
-            raise _Broken(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+            text = response.read(500).decode(errors="replace")
+            raise _Broken(f"status {response.status}: {text}")
         for line in response:
-            yield TestResult(**json.loads(line))
+            yield ProgramResult(**json.loads(line))
     finally:
         connection.close()
 

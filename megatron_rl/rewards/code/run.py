@@ -23,8 +23,8 @@ GONE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class TestResult:
-    """What a program did in one test. Example: `TestResult("ok", "3\\n", "", "", 0.02)`."""
+class ProgramResult:
+    """What a program did in one test. Example: `ProgramResult("ok", "3\\n", "", "", 0.02)`."""
 
     status: str
     """`ok`, `error` (an exception), `time`, `cpu`, `memory`, `output`, `file`, `signal N`,
@@ -39,7 +39,7 @@ class TestResult:
 
 def run_tests(
     source: str, tests: list[dict[str, Any]], settings: SandboxSettings
-) -> Iterator[TestResult]:
+) -> Iterator[ProgramResult]:
     """Results of the tests, in order, one at a time; closing the iterator kills the sandbox.
 
     Args:
@@ -84,13 +84,16 @@ def run_tests(
 
 def _results(
     process: subprocess.Popen[bytes], job: bytes, count: int, settings: SandboxSettings
-) -> Iterator[TestResult]:
+) -> Iterator[ProgramResult]:
     deadline = time.monotonic() + settings.total_seconds
-    done, over = 0, ""
+    done, over, watched = 0, "", settings.isolation == "strong"
     with _Pipes(process, job) as pipes:
         while done < count:
             for line in pipes.lines():
-                yield _result(line)
+                result = _result(line)
+                if result.status == "sandbox":
+                    raise SandboxUnavailable(f"the sandbox set no limits: {result.error}")
+                yield result
                 done += 1
                 if done == count:
                     return
@@ -99,23 +102,25 @@ def _results(
             if time.monotonic() > deadline:
                 over = "total"
                 break
-            if settings.isolation == "strong" and _memory(process.pid) > settings.memory_mib * 2**20:
+            if watched and _memory(process.pid) > settings.memory_mib * 2**20:
                 over = "memory"
                 break
         errors = pipes.errors
-    if not over and done == 0 and b"bwrap:" in errors:
-        raise SandboxUnavailable(f"the sandbox did not start: {errors.decode(errors='replace')[-500:]}")
     text = errors.decode(errors="replace")[-500:]
-    yield TestResult(over or "killed", "", "", text, 0.0)
+    if not over and done == 0 and b"bwrap:" in errors:
+        raise SandboxUnavailable(f"the sandbox did not start: {text}")
+    yield ProgramResult(over or "killed", "", "", text, 0.0)
 
 
-def _result(line: bytes) -> TestResult:
+def _result(line: bytes) -> ProgramResult:
     """A line of the harness; what is none was written by the program, and fails."""
     try:
         fields = json.loads(line)
-        return TestResult(*(fields[k] for k in ("status", "stdout", "value", "error", "seconds")))
+        return ProgramResult(
+            *(fields[k] for k in ("status", "stdout", "value", "error", "seconds"))
+        )
     except (ValueError, KeyError, TypeError):
-        return TestResult("error", "", "", "the program wrote into the harness's channel", 0.0)
+        return ProgramResult("error", "", "", "the program wrote into the harness's channel", 0.0)
 
 
 class _Pipes:

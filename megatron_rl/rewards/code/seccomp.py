@@ -7,6 +7,7 @@ import importlib.util
 import os
 import socket
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.rewards.base import SandboxUnavailable
@@ -17,20 +18,21 @@ Rule = tuple[str, int, list[tuple[int, str, Any, int]]]
 CLONE_THREAD = 0x00010000
 _NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
 _CALLS = (
-    "ptrace process_vm_readv process_vm_writev process_madvise mount umount2 pivot_root chroot setns"
-    " unshare fsopen fsmount fsconfig move_mount open_tree mount_setattr bpf perf_event_open"
+    "ptrace process_vm_readv process_vm_writev process_madvise mount umount2 pivot_root chroot"
+    " setns unshare fsopen fsmount fsconfig move_mount open_tree mount_setattr bpf perf_event_open"
     " userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl add_key request_key"
     " kexec_load kexec_file_load init_module finit_module delete_module open_by_handle_at"
     " name_to_handle_at reboot swapon swapoff acct settimeofday clock_settime adjtimex sethostname"
     " setdomainname iopl ioperm quotactl syslog vmsplice kcmp pidfd_getfd personality"
-).split()
+)
 _WEAK_CALLS = (
     "fork vfork execve execveat kill tkill pidfd_open pidfd_send_signal rt_sigqueueinfo"
-    " rt_tgsigqueueinfo creat unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir symlink"
-    " symlinkat link linkat chmod fchmod fchmodat chown fchown fchownat lchown truncate mknod mknodat"
-    " utime utimes utimensat futimesat setxattr lsetxattr fsetxattr removexattr lremovexattr"
-    " fremovexattr openat2 shmget shmat msgget semget mq_open setpriority sched_setscheduler"
-).split()
+    " rt_tgsigqueueinfo creat unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir"
+    " symlink symlinkat link linkat chmod fchmod fchmodat chown fchown fchownat lchown truncate"
+    " mknod mknodat utime utimes utimensat futimesat setxattr lsetxattr fsetxattr removexattr"
+    " lremovexattr fremovexattr openat2 shmget shmat msgget semget mq_open setpriority"
+    " sched_setscheduler"
+)
 
 
 def available() -> bool:
@@ -38,8 +40,14 @@ def available() -> bool:
     return importlib.util.find_spec("pyseccomp") is not None
 
 
+def library() -> str:
+    """Folder of pyseccomp: an isolated interpreter may not find it by itself."""
+    spec = importlib.util.find_spec("pyseccomp")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
+
+
 def _common() -> list[Rule]:
-    rules: list[Rule] = [(name, errno.EPERM, []) for name in _CALLS]
+    rules: list[Rule] = [(name, errno.EPERM, []) for name in _CALLS.split()]
     # glibc falls back from clone3, whose flags a filter cannot see, to clone.
     rules.append(("clone3", errno.ENOSYS, []))
     rules.append(("socket", errno.EPERM, [(0, "NE", int(socket.AF_UNIX), 0)]))
@@ -58,7 +66,7 @@ def strong_rules() -> list[Rule]:
 
 def weak_rules() -> list[Rule]:
     """Rules without namespaces: besides, no process, no signal to others, no write to any file."""
-    rules = _common() + [(name, errno.EPERM, []) for name in _WEAK_CALLS]
+    rules = _common() + [(name, errno.EPERM, []) for name in _WEAK_CALLS.split()]
     rules.append(("socket", errno.EPERM, []))
     rules.append(("socketpair", errno.EPERM, []))
     rules.append(("clone", errno.EPERM, [(0, "MASKED_EQ", CLONE_THREAD, 0)]))
@@ -98,6 +106,6 @@ def require() -> None:
     """
     if not available():
         raise SandboxUnavailable(
-            "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the system's"
-            " libseccomp"
+            "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
+            " system's libseccomp"
         )

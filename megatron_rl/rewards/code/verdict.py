@@ -32,7 +32,9 @@ def extract_code(completion: str, think_end: str) -> tuple[str | None, str]:
     return (source, "") if source.strip() else (None, "the last code block is empty")
 
 
-def make_judge(settings: SandboxSettings, think_end: str) -> Callable[[str, str, dict[str, Any]], Verdict]:
+def make_judge(
+    settings: SandboxSettings, think_end: str
+) -> Callable[[str, str, dict[str, Any]], Verdict]:
     """The verifier of programs.
 
     Raises:

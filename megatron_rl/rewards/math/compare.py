@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import mpmath
@@ -9,7 +10,6 @@ from mpmath import mp
 
 from megatron_rl.rewards.math.equal import same_value
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate, to_mp
-from megatron_rl.rewards.math.expression import Node
 from megatron_rl.rewards.math.forms import (
     Based,
     Collection,
@@ -22,7 +22,14 @@ from megatron_rl.rewards.math.forms import (
     Union,
     Words,
 )
-from megatron_rl.rewards.math.relations import Interval, as_intervals, same_relation, value_of, variables
+from megatron_rl.rewards.math.node import Node
+from megatron_rl.rewards.math.relations import (
+    Interval,
+    as_intervals,
+    same_relation,
+    value_of,
+    variables,
+)
 
 ROUNDED_DECIMALS = 4
 ROUNDED_DIGITS = 6
@@ -156,15 +163,14 @@ def _same_union(gold: Form, answer: Form) -> bool:
 
 def _same_interval(gold: Interval, answer: Interval) -> bool:
     return (gold.open_below, gold.open_above) == (answer.open_below, answer.open_above) and all(
-        same_expression(g, a)
-        for g, a in ((gold.low, answer.low), (gold.high, answer.high))
+        same_expression(g, a) for g, a in ((gold.low, answer.low), (gold.high, answer.high))
     )
 
 
 def _same_collection(gold: Form, answer: Form) -> bool:
     items = [f.items if isinstance(f, Collection) else (f,) for f in (gold, answer)]
     brackets = [f.opening + f.closing if isinstance(f, Collection) else "" for f in (gold, answer)]
-    if brackets == ["{}", "{}"] or "{}" in brackets and "" in brackets:
+    if brackets == ["{}", "{}"] or ("{}" in brackets and "" in brackets):
         distinct = [_distinct(i) for i in items]
         return _matched(distinct[0], distinct[1], same)
     if brackets == ["", ""]:
@@ -184,7 +190,7 @@ def _distinct(items: tuple[Form, ...]) -> list[Form]:
     return out
 
 
-def _matched[T](gold: list[T], answer: list[T], equal) -> bool:
+def _matched[T](gold: list[T], answer: list[T], equal: Callable[[T, T], bool]) -> bool:
     """Whether the lists have equal members, in any order."""
     if len(gold) != len(answer):
         return False
@@ -197,7 +203,7 @@ def _matched[T](gold: list[T], answer: list[T], equal) -> bool:
     return True
 
 
-def _quietly(equal, gold, answer) -> bool:
+def _quietly[T](equal: Callable[[T, T], bool], gold: T, answer: T) -> bool:
     try:
         return equal(gold, answer)
     except Undefined:

@@ -15,7 +15,7 @@ import mpmath
 from mpmath import mp
 
 from megatron_rl.rewards.math.evaluate import Context, Number, Undefined, evaluate, to_mp
-from megatron_rl.rewards.math.expression import Node, OverLimit
+from megatron_rl.rewards.math.node import Node, OverLimit
 
 DIGITS = (40, 160, 600)
 # Positive, negative and whole points: sqrt(x^2) is x at the first only, (-1)^n is real at the last.
@@ -118,7 +118,9 @@ def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, 
 
 
 def _is_complex(x: Number, scale: mpmath.mpf) -> bool:
-    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * mpmath.mpf(10) ** (12 - mp.dps)
+    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * mpmath.mpf(10) ** (
+        12 - mp.dps
+    )
 
 
 def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -> bool:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import mpmath
 from mpmath import mp
 
-from megatron_rl.rewards.math.expression import Node, OverLimit
+from megatron_rl.rewards.math.node import Node, OverLimit
 
 MAX_BITS = 200_000
 """Largest integer that is computed exactly."""
 MAX_FACTORIAL = 20_000
 
-Number = Fraction | mpmath.mpf | mpmath.mpc
+type Number = Fraction | mpmath.mpf | mpmath.mpc
+
 
 class Undefined(ArithmeticError):
     """The expression has no value: a division by zero, the factorial of a fraction."""
@@ -128,10 +130,10 @@ def _power(base: Number, exponent: Number) -> Number:
 
 def _power_node(node: Node, context: Context) -> Number:
     base, exponent = (evaluate(a, context) for a in node.args)
-    if isinstance(base, Fraction) and base < 0 and node.args[1].symbols:
+    fraction = isinstance(exponent, Fraction) and exponent.denominator != 1
+    if fraction and node.args[1].symbols and isinstance(base, Fraction) and base < 0:
         # (-1)^n is the principal power at a fraction, not the real root of (-8)^{1/3}.
-        if isinstance(exponent, Fraction) and exponent.denominator != 1:
-            return mpmath.mpc(to_mp(base)) ** to_mp(exponent)
+        return mpmath.mpc(to_mp(base)) ** to_mp(exponent)
     return _power(base, exponent)
 
 
@@ -141,7 +143,9 @@ def _integer_power(base: Fraction, n: int) -> Fraction:
             raise Undefined("0 to the power of 0 or less")
         return Fraction(0)
     if abs(base) != 1 and abs(n) * max(_bits(base) - 1, 1) > MAX_BITS:
-        raise OverLimit(f"a power of about {float_size(base, n)} bits: over the limit of {MAX_BITS}")
+        raise OverLimit(
+            f"a power of about {float_size(base, n)} bits: over the limit of {MAX_BITS}"
+        )
     return base ** (n % 2 if abs(base) == 1 else n)
 
 
@@ -251,12 +255,17 @@ def _logarithm(name: str, args: list[Number], context: Context) -> Number:
     value = mpmath.log(to_mp(args[0]))
     if base is not None:
         value /= mpmath.log(to_mp(base))
-    near = mpmath.nint(value.real)
-    whole = Fraction(int(near)) if abs(near) < 10**4 else None
-    if whole is not None and isinstance(base, Fraction) and isinstance(args[0], Fraction):
-        if base > 0 and _bits(base) * abs(int(near)) < MAX_BITS and base ** int(near) == args[0]:
-            return whole
-    return value
+    return _whole_logarithm(value, args[0], base) or value
+
+
+def _whole_logarithm(value: Any, x: Number, base: Number | None) -> Fraction | None:
+    """The logarithm as an integer, if the base to that power is exactly x."""
+    if not (isinstance(base, Fraction) and isinstance(x, Fraction) and base > 0):
+        return None
+    near = int(mpmath.nint(value.real))
+    if _bits(base) * abs(near) >= MAX_BITS:
+        return None
+    return Fraction(near) if base**near == x else None
 
 
 def _binomial(n: int, k: int) -> Fraction:

@@ -6,93 +6,24 @@ not understood raises, and no number is picked out of the rest.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_CHARACTERS = 4096
-"""Longest text that is read as a formula; longer ones are only compared as texts."""
-MAX_DEPTH = 60
-MAX_DIGITS = 40_000
-"""Longest integer literal."""
+from megatron_rl.rewards.math.node import (
+    FUNCTIONS,
+    GREEK,
+    MAX_DEPTH,
+    Node,
+    OverLimit,
+    Unreadable,
+    tokenize,
+)
 
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp"
-    " gcd lcm max min arg".split()
-)
-GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell".split()
-)
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?)|(?P<command>\\[A-Za-z]+|\\[{}|%$&#_^])"
-    r"|(?P<letter>[A-Za-z])|(?P<mark>[-+*/^_!(){}\[\]|,=<>:'&;]))"
-)
 _STOPS = frozenset(
     ("", ")", "]", "}", "\\}", "\\rceil", "\\rfloor", "\\rangle", ",", "=", "<", ">", "&", ";")
 )
 _SIGNS = {"+": "plus", "-": "neg", "\\pm": "pm", "\\mp": "mp"}
 _TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv"}
 _SUM, _PRODUCT = 10, 20
-
-
-class Unreadable(ValueError):
-    """The text is no expression; the message says where reading stopped."""
-
-
-class OverLimit(ValueError):
-    """Reading or evaluating would take more than the limits allow; the message names which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """Part of an expression. Example: `Node("add", (Node("num", value=1), Node("sym", name="x")))`."""
-
-    op: str
-    """num, sym, imaginary, e, pi, infinity, add, mul, inv, div, neg, pow, fact, abs, floor, ceil,
-    root, pm, mp, call, percent."""
-    args: tuple[Node, ...] = ()
-    name: str = ""
-    value: Fraction = Fraction(0)
-    decimals: int = -1
-    """Digits after the point of a decimal literal; -1 for integers."""
-
-    @property
-    def symbols(self) -> frozenset[str]:
-        """Names of the free variables."""
-        if self.op == "sym":
-            return frozenset((self.name,))
-        return frozenset().union(*(a.symbols for a in self.args))
-
-    def has(self, *ops: str) -> bool:
-        """Whether one of these operations occurs."""
-        return self.op in ops or any(a.has(*ops) for a in self.args)
-
-    def calls(self, name: str) -> bool:
-        """Whether a function is called."""
-        return (self.op == "call" and self.name == name) or any(a.calls(name) for a in self.args)
-
-
-def tokenize(text: str) -> list[str]:
-    """Tokens of a formula.
-
-    Raises:
-        Unreadable: a character that no formula has.
-        OverLimit: a text or an integer literal that is too long.
-    """
-    if len(text) > MAX_CHARACTERS and not text.strip().isdigit():
-        raise OverLimit(f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}")
-    tokens, position, end = [], 0, len(text.rstrip())
-    while position < end:
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise Unreadable(f"cannot read {text[position : position + 12].strip()!r}")
-        token = match[match.lastgroup or 0]
-        if len(token) > MAX_DIGITS:
-            raise OverLimit(f"an integer of {len(token)} digits: over the limit of {MAX_DIGITS}")
-        tokens.append(token)
-        position = match.end()
-    return tokens
 
 
 def read_expression(text: str) -> Node:
@@ -143,7 +74,7 @@ class _Reader:
 
     def expression(self, above: int = 0) -> Node:
         self.deeper()
-        left, made = self.prefix(), ""
+        parts, made = [self.prefix()], ""
         while (token := self.peek()) not in _STOPS and not self.closes_bar(token):
             if token in _SIGNS:
                 if above >= _SUM:
@@ -158,12 +89,14 @@ class _Reader:
                 right = self.expression(_PRODUCT)
                 op, term = "mul", Node("inv", (right,)) if _TIMES[token] == "inv" else right
             else:
-                op, term = self.juxtapose(left)
+                op, term = self.juxtapose(parts[0] if len(parts) == 1 else Node("mul"))
             # Flat sums and products: a long one is no deep one.
-            args = (*left.args, term) if op == made else (left, term)
-            left, made = Node(op, args), op
+            if made not in ("", op):
+                parts = [Node(made, tuple(parts))]
+            parts.append(term)
+            made = op
         self.depth -= 1
-        return left
+        return Node(made, tuple(parts)) if made else parts[0]
 
     def deeper(self) -> None:
         self.depth += 1
@@ -179,7 +112,11 @@ class _Reader:
             raise Unreadable(f"two numbers side by side before {token!r}")
         mixed = token == "\\frac" and left.op == "num" and left.decimals < 0
         right = self.postfix(self.atom())
-        if mixed and right.op == "div" and all(a.op == "num" and a.decimals < 0 for a in right.args):
+        if (
+            mixed
+            and right.op == "div"
+            and all(a.op == "num" and a.decimals < 0 for a in right.args)
+        ):
             # 2\frac12 is a mixed number.
             if right.args[0].value < right.args[1].value:
                 return "add", right
@@ -251,7 +188,7 @@ class _Reader:
         return node
 
     def argument(self) -> Node:
-        r"""Argument of a command: a group, or one token; of `\frac12` the digits are taken singly."""
+        r"""Argument of a command: a group, or one token; `\frac12` has the digits 1, 2."""
         if self.peek() == "{":
             return self.group()
         token = self.peek()
@@ -305,7 +242,11 @@ class _Reader:
             return Node("num", value=value + Fraction(int(period), scale * (10 ** len(period) - 1)))
         if not point:
             return Node("num", value=Fraction(int(token)))
-        return Node("num", value=Fraction(int(whole + decimals), 10 ** len(decimals)), decimals=len(decimals))
+        return Node(
+            "num",
+            value=Fraction(int(whole + decimals), 10 ** len(decimals)),
+            decimals=len(decimals),
+        )
 
     def digits(self) -> str:
         group = self.take() == "{"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from megatron_rl.rewards.math.node import MAX_CHARACTERS
+
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
@@ -54,7 +56,8 @@ def last_box(text: str) -> str | None:
             content, position = "", max(start, match.start() + 1)
     if content is None:
         return None
-    inner = unbox(content)
+    # A text that is too long to be read is not searched for more boxes either.
+    inner = unbox(content) if len(content) <= MAX_CHARACTERS else content
     if not inner.strip():
         raise NoAnswer("the last box is empty")
     return inner

@@ -1,4 +1,4 @@
-"""What an answer is: an expression, a tuple, a set, an interval, an equation, words, a series ..."""
+"""What an answer is: an expression, a tuple, a set, an interval, an equation, words ..."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.rewards.math.expression import (
-    MAX_CHARACTERS,
-    Node,
-    OverLimit,
-    Unreadable,
-    read_expression,
-)
+from megatron_rl.rewards.math.expression import read_expression
+from megatron_rl.rewards.math.node import MAX_CHARACTERS, Node, OverLimit, Unreadable, with_sign
 from megatron_rl.rewards.math.normalize import text_form, untext
 
 MAX_ITEMS = 200
@@ -27,7 +22,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Several values. Example: `(1, 2)` is `Collection("(", ")", (1, 2))`; a bare list has no brackets.
+    """Several values. Example: `(1, 2)` has the brackets `(` and `)`, a bare list has none.
 
     `{` is a set; `(` and `[` with two members can be an interval, which only the other side tells.
     """
@@ -104,7 +99,7 @@ _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle"}
 _CLOSING = frozenset((")", "]", "\\}", "\\rangle", "}", "\\rfloor", "\\rceil"))
 _OPEN = frozenset((*_OPENING, "{", "\\lfloor", "\\lceil"))
 _THOUSANDS = re.compile(r"^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$")
-_BASED = re.compile(r"^([0-9A-F]+)_\{?(\d{1,2})\}?$")
+_BASED = re.compile(r"^([0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$")
 _NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
 _ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
 _PLAIN_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
@@ -120,7 +115,9 @@ def read_form(text: str) -> Form:
         OverLimit: a size limit.
     """
     if len(text) > MAX_CHARACTERS and not text.lstrip("-").isdigit():
-        raise OverLimit(f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}")
+        raise OverLimit(
+            f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}"
+        )
     text = text.strip().rstrip(".").strip()
     if (whole := _ALL_TEXT.match(text)) is not None:
         text = whole[1].strip()
@@ -156,6 +153,8 @@ def _read(text: str) -> Form:
         return relation
     if len(items := split(text, "\\cup")) > 1:
         return Union(_items(items))
+    if len(items := split(text, ":")) > 2:
+        return _ratio(_items(items))
     if (bracketed := _bracketed(text)) is not None:
         return bracketed
     if (based := _BASED.match(text)) is not None and 2 <= int(based[2]) <= 36:
@@ -166,9 +165,18 @@ def _read(text: str) -> Form:
         return NamedSet("empty")
     node = read_expression(text)
     if node.has("pm", "mp"):
-        both = (Expression(_signed(node, upper)) for upper in (True, False))
+        both = (Expression(with_sign(node, upper)) for upper in (True, False))
         return Collection("", "", tuple(both))
     return Expression(node)
+
+
+def _ratio(terms: tuple[Form, ...]) -> Collection:
+    """A ratio of three or more, as quotients by its first term: 2:4:6 is 1:2:3."""
+    nodes = [t.node for t in terms if isinstance(t, Expression)]
+    if len(nodes) != len(terms):
+        raise Unreadable("a ratio of what are no expressions")
+    quotients = tuple(Expression(Node("div", (n, nodes[0]))) for n in nodes)
+    return Collection(":", ":", quotients)
 
 
 def _items(texts: list[str]) -> tuple[Form, ...]:
@@ -182,8 +190,10 @@ def _items(texts: list[str]) -> tuple[Form, ...]:
             raise Unreadable("an empty place in a list")
         form = read_form(text)
         # 1, \pm 2 has three members.
-        flat = isinstance(form, Collection) and not form.opening
-        out.extend(form.items if flat else (form,))
+        if isinstance(form, Collection) and not form.opening:
+            out.extend(form.items)
+        else:
+            out.append(form)
     return tuple(out)
 
 
@@ -234,9 +244,7 @@ def _relation(text: str) -> Relation | None:
             return None if texts[1] == text else _only_right(texts[1])
         raise Unreadable("a relation with an empty side")
     operators = tuple((m[1] or m[2]).replace("approx", "=") for m in found)
-    return Relation(
-        tuple(_side(t) for t in texts), operators, tuple(text_form(t) for t in texts)
-    )
+    return Relation(tuple(_side(t) for t in texts), operators, tuple(text_form(t) for t in texts))
 
 
 def _only_right(text: str) -> Relation:
@@ -244,7 +252,7 @@ def _only_right(text: str) -> Relation:
 
 
 def _side(text: str) -> Form:
-    """A side of a relation; a name that is no formula (`\\angle ABC`, `\\overline{AB}`) is words."""
+    """A side of a relation; a name that is no formula (`\\angle ABC`) is words."""
     try:
         return read_form(text)
     except Unreadable:
@@ -289,12 +297,3 @@ def _matrix(body: str) -> Matrix:
     if sum(row.count("&") + 1 for row in rows) > MAX_ITEMS:
         raise OverLimit(f"a matrix of over {MAX_ITEMS} entries")
     return Matrix(tuple(tuple(read_form(cell) for cell in row.split("&")) for row in rows))
-
-
-def _signed(node: Node, upper: bool) -> Node:
-    if node.op in ("pm", "mp"):
-        inner = _signed(node.args[0], upper)
-        return inner if (node.op == "pm") == upper else Node("neg", (inner,))
-    return Node(
-        node.op, tuple(_signed(a, upper) for a in node.args), node.name, node.value, node.decimals
-    )

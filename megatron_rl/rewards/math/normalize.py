@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+_GREEK = (
+    r"\alpha \beta \gamma \delta \epsilon \theta \lambda \mu \nu \xi \pi \rho \sigma \tau \phi \chi"
+    r" \psi \omega \Delta \Gamma \Theta \Lambda \Sigma \Phi \Psi \Omega"
+)
 _UNICODE = {
-    **{c: "-" for c in "−–—‒﹣-"},
-    **{c: "\\times " for c in "×✕"},
-    **{c: "\\cdot " for c in "·⋅∙"},
-    **{c: " " for c in "\u00a0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r"},
+    **dict.fromkeys("−–—‒﹣-", "-"),
+    **dict.fromkeys("×✕", "\\times "),
+    **dict.fromkeys("·⋅∙", "\\cdot "),
+    **dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r", " "),
     "÷": "/",
     "≤": "\\le ",
     "⩽": "\\le ",
@@ -48,12 +52,8 @@ _UNICODE = {
     "（": "(",
     "）": ")",
     "：": ":",
-    **dict(zip("αβγδεθλμνξπρστφχψωΔΓΘΛΣΦΨΩ", (
-        "\\alpha \\beta \\gamma \\delta \\epsilon \\theta \\lambda \\mu \\nu \\xi \\pi \\rho"
-        " \\sigma \\tau \\phi \\chi \\psi \\omega \\Delta \\Gamma \\Theta \\Lambda \\Sigma \\Phi"
-        " \\Psi \\Omega"
-    ).split(), strict=True)),
-}  # fmt: skip
+    **dict(zip("αβγδεθλμνξπρστφχψωΔΓΘΛΣΦΨΩ", _GREEK.split(), strict=True)),
+}
 _UNICODE = {k: v if not v[-1:].isalpha() or v[0] != "\\" else v + " " for k, v in _UNICODE.items()}
 _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
@@ -92,18 +92,23 @@ _RENAMES = {
     "lparen": "(",
     "rparen": ")",
 }
-_DROPPED = frozenset(
+_DROPPED_NAMES = (
     "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle"
     " textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace"
     " negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal"
-    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom".split()
+    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom"
 )
-_TEXT_COMMANDS = r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
+_DROPPED = frozenset(_DROPPED_NAMES.split())
+_TEXT_COMMANDS = (
+    r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
+)
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 # A line break \\ separates the rows of a matrix; at the end it is nothing.
 _SPACES = re.compile(r"(\\\\)(?!\s*$)|\\[,;:! ]|~|\\\\|\s+")
 _STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}")
-_E_ROMAN = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])")
+_E_ROMAN = re.compile(
+    rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])"
+)
 _NAMED = re.compile(
     rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*"
     r"(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|arccot|ln|log|lg|exp|gcd|lcm|max|min)"
@@ -131,7 +136,9 @@ def clean(text: str) -> str:
     text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
     text = text.translate(_TABLE).translate(_FULLWIDTH)
     text = text.replace("\\not=", "\\ne ").replace("\\not =", "\\ne ")
-    text = text.replace("\\!", "").replace("$", "") if "\\$" not in text else text.replace("\\!", "")
+    text = (
+        text.replace("\\!", "").replace("$", "") if "\\$" not in text else text.replace("\\!", "")
+    )
     text = _STYLE.sub(" ", text)
     text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
     text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)
@@ -179,7 +186,7 @@ def untext(text: str) -> str:
 
 
 def text_form(text: str) -> str:
-    r"""A form in which two spellings of the same text are equal: no spaces, needless braces, `\text`.
+    r"""A form in which two spellings of the same text are equal: no spaces, no `\text`.
 
     Example: `1, 2,\ldots ,n` and `1,2,\ldots,n` both become `1,2,\ldots,n`.
     """

@@ -9,7 +9,6 @@ from fractions import Fraction
 
 from megatron_rl.rewards.math.equal import proportional
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
-from megatron_rl.rewards.math.expression import Node
 from megatron_rl.rewards.math.forms import (
     Collection,
     Expression,
@@ -19,6 +18,7 @@ from megatron_rl.rewards.math.forms import (
     Union,
     Words,
 )
+from megatron_rl.rewards.math.node import Node
 
 Same = Callable[[Form, Form], bool]
 INFINITY = Node("infinity")
@@ -26,7 +26,7 @@ MINUS_INFINITY = Node("neg", (INFINITY,))
 _FLIPPED = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
 _NAME = re.compile(
     r"^(?:\\?[A-Za-z]+|\\(?:overline|angle|widehat|vec|hat|bar)\s*\{?[A-Za-z]+\}?)(?:_\{?\w+\}?|')*"
-    r"(?:\([A-Za-z_0-9,+\\-]*\))?$"
+    r"(?:\^\{?-1\}?)?(?:\([A-Za-z_0-9,+\\-]*\))?$"
 )
 
 

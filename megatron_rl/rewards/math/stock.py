@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.rewards.base import VerifierDown
-from megatron_rl.rewards.math.expression import OverLimit, Unreadable
+from megatron_rl.rewards.math.node import OverLimit, Unreadable
 
 _COMMANDS = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|setminus|cap|complement|det|operatorname|partial|nabla|Re|Im|arcsec)"
     r"(?![A-Za-z])|\\begin\{"
 )
 # Sums and products of this many terms would be computed one by one.
-_MANY_TERMS = re.compile(r"\\(?:sum|prod)(?![A-Za-z]).*?\^\s*\{?\s*(?:\d{5,}|\d+\s*(?:\\times\s*\d+\s*)?[\^!])")
+_MANY_TERMS = re.compile(
+    r"\\(?:sum|prod)(?![A-Za-z]).*?\^\s*\{?\s*(?:\d{5,}|\d+\s*(?:\\times\s*\d+\s*)?[\^!])"
+)
+
+
+def _unlimited() -> object:
+    """Outside a worker nothing limits math-verify."""
+    return None
+
+
+begin: Callable[[], object] = _unlimited
+"""Called before math-verify computes; a worker sets it, to limit the time."""
 
 
 def warm_up() -> None:
@@ -26,7 +38,10 @@ def warm_up() -> None:
     Raises:
         VerifierDown: math-verify is not installed.
     """
-    for answer, gold in (("\\sum_{k=1}^{n} k^2", "\\frac{n}{2}"), ("\\int_0^1 x^2 dx", "\\frac{1}{3}")):
+    for answer, gold in (
+        ("\\sum_{k=1}^{n} k^2", "\\frac{n}{2}"),
+        ("\\int_0^1 x^2 dx", "\\frac{1}{3}"),
+    ):
         verify(answer, gold)
 
 
@@ -48,6 +63,7 @@ def verify(answer: str, gold: str) -> bool | None:
     except ImportError as e:
         raise VerifierDown(f"math-verify is missing ({e}): install megatron_rl[rewards]") from e
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    begin()
     try:
         sides = [_parse(text) for text in (gold, answer)]
     except Unreadable:
@@ -62,7 +78,12 @@ def _parse(text: str) -> Any:
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 
     settings = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+        basic_latex=True,
+        units=False,
+        malformed_operators=True,
+        nits=True,
+        boxed="none",
+        equations=False,
     )
     normalized = normalize_latex(text.replace("\\times", "\\cdot"), settings)
     try:

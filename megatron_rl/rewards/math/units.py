@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 F = Fraction
+MAX_CHARACTERS = 400
+"""In longer texts no unit is looked for."""
 
 # Name -> (kind, size in the kind's base unit).
 _NAMES: dict[str, tuple[str, Fraction]] = {}
@@ -63,7 +65,9 @@ _TEXT_UNIT = re.compile(
 _PERCENT = re.compile(r"^(?P<value>.+?)\s*(?:\\%|%)$")
 _DEGREES = re.compile(r"^(?P<value>.+?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF])?$")
 _MONEY = re.compile(r"^(?P<sign>[-+]?)\s*(?:\\\$|\$|€|£|¥)\s*(?P<value>.+)$")
-_NOT_UNITS = frozenset("or and mod if for where when with to than over".split())
+_NOT_UNITS = frozenset(
+    ("or", "and", "mod", "if", "for", "where", "when", "with", "to", "than", "over")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def split_unit(text: str, *, letters: bool = True) -> tuple[str, Unit] | None:
     Args:
         letters: whether a single letter in plain text (`5 m`) can be a unit; else it is a variable.
     """
+    if len(text) > MAX_CHARACTERS:
+        return None
     if (match := _MONEY.match(text)) is not None:
         return match["sign"] + match["value"], Unit("money")
     if (match := _PERCENT.match(text)) is not None:
@@ -124,6 +130,10 @@ def _named(value: str, words: str, power: str, *, nouns: bool) -> tuple[str, Uni
         kind, size = found
         suffix = f"^{exponent}" if exponent > 1 else ""
         return value, Unit("units" if kind == "units" else kind + suffix, size**exponent)
-    if not nouns or set(name.lower().split()) & _NOT_UNITS or not re.fullmatch(r"[A-Za-z .'-]+", name):
+    if (
+        not nouns
+        or set(name.lower().split()) & _NOT_UNITS
+        or not re.fullmatch(r"[A-Za-z .'-]+", name)
+    ):
         return None
     return (value, Unit("noun")) if re.search(r"\d", value) else None

@@ -1,4 +1,4 @@
-"""The maths verdict, in this process and without a time-out: workers call it, users call `verify`."""
+"""The maths verdict, in this process and without a time-out: users call `verify`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.math import stock
 from megatron_rl.rewards.math.compare import same
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
-from megatron_rl.rewards.math.expression import MAX_CHARACTERS, Node, OverLimit, Unreadable
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, read_form
+from megatron_rl.rewards.math.node import MAX_CHARACTERS, Node, OverLimit, Unreadable
 from megatron_rl.rewards.math.normalize import clean, plain_to_latex, text_form, untext
 from megatron_rl.rewards.math.units import Unit, split_unit
 
@@ -94,7 +94,9 @@ def _judge(answer: str, gold: str) -> Verdict:
     if answer == gold:
         return right
     if len(answer) > MAX_CHARACTERS:
-        raise OverLimit(f"an answer of {len(answer)} characters: over the limit of {MAX_CHARACTERS}")
+        raise OverLimit(
+            f"an answer of {len(answer)} characters: over the limit of {MAX_CHARACTERS}"
+        )
     answer_text, gold_text = normal(answer), normal(gold)
     if text_form(answer_text) == text_form(gold_text):
         return right
@@ -144,7 +146,7 @@ def has_value(form: Form) -> bool:
 
 @lru_cache(maxsize=4096)
 def normal(text: str) -> str:
-    r"""The spelling on which everything else works. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
+    r"""The spelling that is read. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
     text = clean(plain_to_latex(text.replace("\\!", "")))
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d)", ".", text)
@@ -172,7 +174,9 @@ def readings(text: str, *, is_gold: bool) -> Readings:
 
 
 def _candidates(text: str, is_gold: bool) -> Iterator[tuple[str, Unit | None]]:
-    for value, unit in ((text, None), *((u,) if (u := split_unit(text, letters=not is_gold)) else ())):
+    whole_texts: list[tuple[str, Unit | None]] = [(text, None)]
+    found = split_unit(text, letters=not is_gold)
+    for value, unit in whole_texts + ([found] if found else []):
         whole = value.strip().rstrip(",")
         # 1,234 is a number, or two of them.
         if _THOUSANDS.search(whole) and not re.search(r"[(\[{]", whole):
@@ -206,7 +210,7 @@ def _scaled(form: Form, size: Fraction, *factors: Node) -> Form:
 
 
 def _judge_choice(answer: str, gold: str) -> bool | None:
-    """Whether the choice is right; None if the gold answer is no choice, or the answer is a value."""
+    """Whether the choice is right; None if gold is no choice, or the answer is a value."""
     gold_choice = _GOLD_CHOICE.match(untext(gold).replace("\\ ", " ").strip())
     if gold_choice is None or (gold_choice[2] and not gold.lstrip().startswith(("(", "\\text"))):
         return None

@@ -1,0 +1,1 @@
+"""Benchmarks of the verifiers: errors beside math-verify's, and speed with and without bombs."""

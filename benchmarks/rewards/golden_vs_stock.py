@@ -1,0 +1,85 @@
+"""Errors of this verifier and of math-verify on the golden table.
+
+    python -m benchmarks.rewards.golden_vs_stock [--write]
+
+math-verify is called as its documentation shows: `parse` on gold and answer in dollars (texts that
+have dollars or a box stay as they are), `verify(gold, answer)`, 5 s for each. It knows right and
+not right only, so everything that must not be `correct` counts as not right for both here; our
+five verdicts are checked one by one in the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+
+from megatron_rl.rewards.math.verdict import judge
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "rewards" / "golden_math.jsonl"
+RESULT = ROOT / "benchmarks" / "results" / "rewards_golden.md"
+
+
+def stock(answer: str, gold: str) -> bool:
+    """math-verify's word."""
+    from math_verify import parse, verify
+
+    texts = [t if "$" in t or "\\boxed" in t else f"${t}$" for t in (gold, answer)]
+    return bool(verify(parse(texts[0]), parse(texts[1])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    write = parser.parse_args().write
+    logging.disable(logging.CRITICAL)
+    cases = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+    errors: dict[str, Counter[str]] = {"this": Counter(), "stock": Counter()}
+    kinds: dict[str, Counter[str]] = {"this": Counter(), "stock": Counter()}
+    seconds = Counter[str]()
+    for case in cases:
+        right = case["verdict"] == "correct"
+        for name in ("this", "stock"):
+            started = time.process_time()
+            if name == "this":
+                got = judge(case["answer"], case["gold"]).passed
+            else:
+                got = stock(case["answer"], case["gold"])
+            seconds[name] += time.process_time() - started
+            if got != right:
+                errors[name]["passes what is not right" if got else "fails what is right"] += 1
+                kinds[name][case["kind"]] += 1
+    from importlib.metadata import version
+
+    ways = ("passes what is not right", "fails what is right")
+    lines = [
+        "# Errors on the golden table",
+        "",
+        f"`python -m benchmarks.rewards.golden_vs_stock`: {len(cases)} cases,"
+        f" {sum(c['verdict'] == 'correct' for c in cases)} of them right. The table was written for"
+        " this verifier, so its own count says that the table holds, not how it does on unseen"
+        " answers.",
+        "",
+        f"| verifier | errors | {' | '.join(ways)} | CPU s |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, title in (
+        ("this", "megatron_rl"),
+        ("stock", f"math-verify {version('math-verify')}"),
+    ):
+        counts = " | ".join(str(errors[name][w]) for w in ways)
+        lines.append(f"| {title} | {errors[name].total()} | {counts} | {seconds[name]:.1f} |")
+    lines += ["", "math-verify's errors by kind: "]
+    lines[-1] += ", ".join(f"{kind} {n}" for kind, n in kinds["stock"].most_common()) + "."
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if write:
+        RESULT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

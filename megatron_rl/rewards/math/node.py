@@ -1,0 +1,99 @@
+"""Tokens and trees of formulas, and the limits on both."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_CHARACTERS = 4096
+"""Longest text that is read as a formula; longer ones are only compared as texts."""
+MAX_DEPTH = 60
+MAX_DIGITS = 40_000
+"""Longest integer literal."""
+
+_FUNCTIONS = (
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp"
+    " gcd lcm max min arg"
+)
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon"
+    " phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell"
+)
+GREEK = frozenset(_GREEK.split())
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?)|(?P<command>\\[A-Za-z]+|\\[{}|%$&#_^])"
+    r"|(?P<letter>[A-Za-z])|(?P<mark>[-+*/^_!(){}\[\]|,=<>:'&;]))"
+)
+
+
+class Unreadable(ValueError):
+    """The text is no expression; the message says where reading stopped."""
+
+
+class OverLimit(ValueError):
+    """Reading or evaluating would take more than the limits allow; the message names which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Part of an expression. Example: `Node("neg", (Node("sym", name="x"),))` is -x."""
+
+    op: str
+    """num, sym, imaginary, e, pi, infinity, add, mul, inv, div, neg, pow, fact, abs, floor, ceil,
+    root, pm, mp, call, percent."""
+    args: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+    decimals: int = -1
+    """Digits after the point of a decimal literal; -1 for integers."""
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of the free variables."""
+        if self.op == "sym":
+            return frozenset((self.name,))
+        return frozenset().union(*(a.symbols for a in self.args))
+
+    def has(self, *ops: str) -> bool:
+        """Whether one of these operations occurs."""
+        return self.op in ops or any(a.has(*ops) for a in self.args)
+
+    def calls(self, name: str) -> bool:
+        """Whether a function is called."""
+        return (self.op == "call" and self.name == name) or any(a.calls(name) for a in self.args)
+
+
+def tokenize(text: str) -> list[str]:
+    """Tokens of a formula.
+
+    Raises:
+        Unreadable: a character that no formula has.
+        OverLimit: a text or an integer literal that is too long.
+    """
+    if len(text) > MAX_CHARACTERS and not text.strip().isdigit():
+        raise OverLimit(
+            f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}"
+        )
+    tokens, position, end = [], 0, len(text.rstrip())
+    while position < end:
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise Unreadable(f"cannot read {text[position : position + 12].strip()!r}")
+        token = match[match.lastgroup or 0]
+        if len(token) > MAX_DIGITS:
+            raise OverLimit(f"an integer of {len(token)} digits: over the limit of {MAX_DIGITS}")
+        tokens.append(token)
+        position = match.end()
+    return tokens
+
+
+def with_sign(node: Node, upper: bool) -> Node:
+    r"""The expression with every `\pm` read as plus (upper) or minus, `\mp` the other way."""
+    if node.op in ("pm", "mp"):
+        inner = with_sign(node.args[0], upper)
+        return inner if (node.op == "pm") == upper else Node("neg", (inner,))
+    return Node(
+        node.op, tuple(with_sign(a, upper) for a in node.args), node.name, node.value, node.decimals
+    )

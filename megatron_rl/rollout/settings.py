@@ -1,0 +1,110 @@
+"""What a run's configuration and checkpoint mean for vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from megatron_rl.config import RunConfig
+from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_rl.weights.manifest import WeightsError
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
+SCORES_AT_ONCE = 8
+"""Scored sequences in the engine beside the completions."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
+    """vLLM's arguments for this run."""
+    generation, precision = config.generation, config.precision
+    blocks = -(-config.sequence_tokens // BLOCK_TOKENS)
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": _DTYPES[precision.params],
+        "seed": config.seed + engine_index,
+        "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
+        "tensor_parallel_size": config.roles.generator_tensor_parallel,
+        # The trainer computes log-probs from logits / temperature. vLLM's "processed" are those
+        # too; "raw" are the same at temperature 1, and cheaper.
+        "logprobs_mode": (
+            "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
+        ),
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_rl.rollout.held_weights.HeldWeights",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    overrides: dict[str, Any] = {}
+    if precision.params == "bf16" and precision.logits == "fp32":
+        overrides["head_dtype"] = "float32"
+    checkpoint = json.loads((Path(model_dir) / "config.json").read_text())
+    if (checkpoint.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
+        # No sequence leaves its first chunk: plain attention is the same, and needs one group of
+        # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
+        overrides["attention_chunk_size"] = None
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    text_config = checkpoint.get("text_config", checkpoint)
+    if "attn_temperature_tuning" in text_config:
+        # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
+        tuning = bool(text_config["attn_temperature_tuning"])
+        arguments["override_generation_config"] = {"attn_temperature_tuning": tuning}
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = generation.gpu_memory_fraction
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
+        }
+    return AsyncEngineArgs(**arguments)
+
+
+def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a Hugging Face directory, by name.
+
+    Raises:
+        WeightsError: it holds no safetensors file.
+    """
+    files = sorted(Path(model_dir).glob("*.safetensors"))
+    if not files:
+        raise WeightsError(
+            f"{model_dir}: no *.safetensors in it; save the model with `save_pretrained`"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
+    return shapes
+
+
+def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:
+    """Token ids of the interruption phrase.
+
+    Raises:
+        ValueError: the end marker is not one token, or the phrase does not end with it.
+    """
+    generation = config.generation
+    marker = tokenizer.encode(generation.think_end, add_special_tokens=False)
+    phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
+    if len(marker) != 1:
+        raise ValueError(
+            f"generation.think_end is {generation.think_end!r}: {len(marker)} tokens in this"
+            " model's tokenizer, it must be one; choose a marker that is a single token"
+        )
+    if phrase[-1] != marker[0]:
+        raise ValueError(
+            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens it"
+            f" ends with {phrase[-1]}, not with the marker {generation.think_end!r} ({marker[0]})"
+        )
+    return [int(t) for t in phrase]

@@ -1,0 +1,60 @@
+"""Hugging Face data sets from local copies; the library is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.huggingface import read_huggingface
+from megatron_rl.data.question import DataError, Question
+
+datasets = pytest.importorskip("datasets")
+ROWS = {"problem": ["1+1?", "2+2?"], "answer": ["2", "4"], "level": ["easy", "hard"]}
+QUESTIONS = [
+    Question("0", "math", "1+1?", "2", {}, "easy"),
+    Question("1", "math", "2+2?", "4", {}, "hard"),
+]
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict(ROWS).save_to_disk(tmp_path / "one")
+    assert read_huggingface(str(tmp_path / "one")) == QUESTIONS
+
+
+def test_a_split_of_a_saved_dictionary(tmp_path: Path) -> None:
+    dictionary = datasets.DatasetDict({"test": datasets.Dataset.from_dict(ROWS)})
+    dictionary.save_to_disk(tmp_path / "two")
+    assert read_huggingface(str(tmp_path / "two"), split="test") == QUESTIONS
+    with pytest.raises(DataError, match="no split 'train', it has test"):
+        read_huggingface(str(tmp_path / "two"), split="train")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "json"])
+def test_a_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / f"rows.{kind}"
+    getattr(datasets.Dataset.from_dict(ROWS), f"to_{kind}")(path)
+    assert read_huggingface(str(path)) == QUESTIONS
+
+
+def test_what_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="give a local copy"):
+        read_huggingface("nobody/nothing-of-this-name")
+    path = tmp_path / "x.xyz"
+    path.write_text("")
+    with pytest.raises(DataError, match="unknown file type"):
+        read_huggingface(str(path))
+
+
+def test_the_library_is_not_imported_with_the_module() -> None:
+    code = (
+        "import sys, megatron_rl.data.huggingface, megatron_rl.data.benchmarks\n"
+        "print(sorted({'datasets', 'pyarrow', 'reasoning_gym', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,108 @@
+"""Questions from JSON Lines: fields, templates, errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.benchmarks import BENCHMARKS, load_benchmark
+from megatron_rl.data.jsonl import Fields, read_jsonl
+from megatron_rl.data.question import DataError, Question, fingerprint
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    return path
+
+
+def test_the_usual_field_names_are_found(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "1+1?", "answer": 2, "level": 3, "unique_id": "a"},
+        {"question": "2+2?", "gold": "4", "kind": "exact", "meta": {"eos": "<eos>"}},
+    ]
+    assert read_jsonl(write(tmp_path / "q.jsonl", *rows), template="Q: {prompt}") == [
+        Question("a", "math", "Q: 1+1?", "2", {}, "3"),
+        Question("1", "exact", "Q: 2+2?", "4", {"eos": "<eos>"}, ""),
+    ]
+
+
+def test_named_fields_come_first_and_meta_fields_are_kept(tmp_path: Path) -> None:
+    row = {"prompt": "no", "text": "yes", "answer": "no", "right": [1], "extra": 7, "n": "x"}
+    fields = Fields(prompt="text", gold="right", id="n", meta=("extra", "absent"))
+    (question,) = read_jsonl(write(tmp_path / "q.jsonl", row), fields=fields)
+    assert question == Question("x", "math", "yes", "[1]", {"extra": 7}, "")
+
+
+def test_a_template_with_other_braces_is_no_trap(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "{a}", "answer": "1"})
+    (question,) = read_jsonl(path, template="{prompt} Use \\boxed{}.")
+    assert question.prompt == "{a} Use \\boxed{}."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{broken", r"q.jsonl:1: not JSON"),
+        ("[1]", r"q.jsonl:1: expected an object, found list"),
+        ('{"answer": "1"}', r"row 0: no prompt \(prompt, problem, .*\); it has answer"),
+        ('{"prompt": "x", "answer": ""}', r"row 0: no answer"),
+        ('{"prompt": "x", "answer": "1", "id": 5}\n' * 2, r"row 1: id '5' occurs twice"),
+        ("\n", "no questions"),
+    ],
+)
+def test_errors_name_the_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_jsonl(path)
+
+
+def test_a_missing_file_and_a_bad_template_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_jsonl(tmp_path / "none.jsonl")
+    path = write(tmp_path / "q.jsonl", {"prompt": "x", "answer": "1"})
+    with pytest.raises(DataError, match="must contain"):
+        read_jsonl(path, template="no place")
+
+
+def test_another_data_set_has_another_fingerprint() -> None:
+    a, b = Question("1", "math", "x", "1"), Question("2", "math", "x", "1")
+    assert fingerprint([a, b]) == fingerprint([a, b])
+    others = [
+        [b, a],
+        [a],
+        [Question("1", "math", "x", "2"), b],
+        [Question("1", "code", "x", "1"), b],
+    ]
+    assert len({fingerprint(q) for q in ([a, b], *others)}) == 5
+
+
+def test_benchmarks_are_found_by_name_and_read_from_a_local_copy(tmp_path: Path) -> None:
+    row = {"problem": "p", "answer": "7", "unique_id": "u/1", "level": 5}
+    path = write(tmp_path / "copy.jsonl", row)
+    for name in ("MATH-500", "math500"):
+        (question,) = load_benchmark(name, local=path)
+        assert (question.id, question.gold, question.difficulty) == ("u/1", "7", "5")
+        assert "\\boxed{}" in question.prompt
+    assert load_benchmark(str(path))[0].gold == "7"
+    assert {"aime2024", "aime2025", "math500", "livecodebench"} <= set(BENCHMARKS)
+
+
+def test_livecodebench_carries_the_tests_and_the_functions_name(tmp_path: Path) -> None:
+    row = {
+        "question_content": "Double it.",
+        "question_id": "q1",
+        "difficulty": "easy",
+        "private_test_cases": '[{"input": "4", "output": "8", "testtype": "functional"}]',
+        "metadata": '{"func_name": "double"}',
+    }
+    (question,) = load_benchmark("LiveCodeBench", local=write(tmp_path / "lcb.jsonl", row))
+    assert (question.kind, question.difficulty) == ("code", "easy")
+    assert question.meta == {"metadata": '{"func_name": "double"}'}
+
+
+def test_an_unknown_benchmark_names_the_known_ones() -> None:
+    with pytest.raises(DataError, match=r"'aime1999' is unknown: use one of aime2024"):
+        load_benchmark("aime1999")

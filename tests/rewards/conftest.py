@@ -1,0 +1,59 @@
+"""What the tests of worker processes and sandboxes share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SANDBOX_UIDS = range(1_900_000_000, 1_900_001_000)
+
+
+def descendants() -> dict[int, str]:
+    """Process id -> command line of what descends from this process or belongs to a sandbox.
+
+    An orphan descends from nobody here any more: it is known by its user id or its command.
+    """
+    parents: dict[int, int] = {}
+    out: dict[int, str] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            status = Path(f"/proc/{entry}/status").read_text()
+            command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        parents[int(entry)] = int(fields["PPid"])
+        text = command.decode(errors="replace")
+        if int(fields["Uid"].split()[0]) in SANDBOX_UIDS or "bwrap --unshare" in text:
+            out[int(entry)] = text
+    for pid in parents:
+        above = pid
+        while above in parents and above != os.getpid():
+            above = parents[above]
+        if above == os.getpid() and pid != os.getpid():
+            out[pid] = out.get(pid, "descendant")
+    return out
+
+
+def started_since(before: dict[int, str], seconds: float) -> dict[int, str]:
+    """What was started since and still runs after at most so many seconds of waiting."""
+    end = time.monotonic() + seconds
+    while True:
+        left = {pid: text for pid, text in descendants().items() if pid not in before}
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """After the test no process that it started runs any more."""
+    before = descendants()
+    yield
+    assert started_since(before, 5.0) == {}

@@ -1,0 +1,91 @@
+"""`verify`, `rewards try` at the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl.rewards.cli import app
+from tests.rewards.test_math_golden import GOLDEN
+
+HERE = "tests.rewards.custom_rewards"
+runner = CliRunner()
+
+
+def jsonl(path: Path, *rows: object) -> str:
+    path.write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(("answer", "code", "word"), [("2/4", 0, "correct"), ("3", 1, "wrong")])
+def test_verify_prints_the_verdict_and_why(answer: str, code: int, word: str) -> None:
+    result = runner.invoke(app, ["verify", "--gold", "1/2", "--answer", answer])
+    assert result.exit_code == code
+    assert result.stdout.startswith(f"{word}: {answer} is ")
+
+
+def test_verify_speaks_json() -> None:
+    result = runner.invoke(app, ["verify", "--gold", "5", "--answer", "\\boxed{9^{9^9}}", "--json"])
+    row = json.loads(result.stdout)
+    assert (row["gold"], row["verdict"]) == ("5", "timed_out")
+    assert "bits" in row["reason"]
+
+
+def test_verify_checks_a_file_against_its_expectations(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["verify", "--file", str(GOLDEN)])
+    assert result.exit_code == 0, result.stdout
+    assert result.stdout.startswith(f"{len(GOLDEN.read_text().splitlines())} answers: ")
+    file = jsonl(tmp_path / "cases.jsonl", {"gold": "1", "answer": "2", "verdict": "correct"})
+    result = runner.invoke(app, ["verify", "--file", file])
+    assert result.exit_code == 1
+    assert "wrong (expected correct): 2 is not 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify"], "give --gold and --answer, or --file"),
+        (["verify", "--gold", "1"], "give --gold and --answer, or --file"),
+        (["verify", "--file", "/nonexistent.jsonl"], "no such file"),
+    ],
+)
+def test_wrong_use_is_status_2_with_the_remedy(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"gold": "1", "answer": "1"}\n{"gold": 1}\n')
+    result = runner.invoke(app, ["verify", "--file", str(file)])
+    assert result.exit_code == 2
+    assert f"{file}:2: no text under gold, answer" in result.stderr
+
+
+def test_try_runs_a_custom_reward_on_samples(tmp_path: Path) -> None:
+    rows = [{"completion": c, "gold": "yes", "meta": {"key": 1}} for c in ("yes", "no", "yes")]
+    file = jsonl(tmp_path / "samples.jsonl", *rows)
+    arguments = ["rewards", "try", file, "--function", f"{HERE}:async_reward", "--samples", "2"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "row 0: correct, reward +1: custom reward: True" in result.stdout
+    assert "row 1: wrong, reward -1" in result.stdout
+    assert "row 2" not in result.stdout
+
+
+def test_try_says_what_no_reward_means(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples.jsonl", {"completion": "</think>no box", "gold": "5"})
+    result = runner.invoke(app, ["rewards", "try", file, "--json"])
+    row = json.loads(result.stdout)
+    assert (row["verdict"], row["reward"]) == ("no_answer", None)
+
+
+def test_a_reward_function_that_fails_is_status_2(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "samples.jsonl", {"completion": "x", "gold": "y"})
+    result = runner.invoke(app, ["rewards", "try", file, "--function", f"{HERE}:raises"])
+    assert result.exit_code == 2
+    assert "KeyError: 'nothing'" in result.stderr

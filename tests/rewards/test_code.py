@@ -1,0 +1,253 @@
+"""Programs against tests: formats, comparison, extraction, the remote service."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import pickle
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_rl.rewards.base import Outcome, SandboxUnavailable, VerifierDown
+from megatron_rl.rewards.code.cases import BadTests, read_cases, same_output, same_value
+from megatron_rl.rewards.code.remote import SandboxServer
+from megatron_rl.rewards.code.verdict import extract_code, function_name, make_judge
+from megatron_rl.rewards.settings import SandboxSettings
+from tests.rewards.test_sandbox import KINDS, problem, settings_of
+
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+DOUBLE = "def double(x):\n    return x * 2"
+STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+FORMATS: list[tuple[str, Any, str, dict[str, Any]]] = [
+    ("columns", STDIN, ADD, {}),
+    ("lines", {"inputs": [["1 2"]], "outputs": [["3"]]}, ADD, {}),
+    ("deepcoder", [{"input": "1 2\n", "output": "3", "type": "stdin_stdout"}], ADD, {}),
+    ("livecodebench", [{"input": "1 2\n", "output": "3", "testtype": "stdin"}], ADD, {}),
+    ("taco call", {"inputs": [[4]], "outputs": [[8]], "fn_name": "double"}, DOUBLE, {}),
+    (
+        "livecodebench call",
+        [{"input": "4", "output": "8", "testtype": "functional"}],
+        "class Solution:\n    def double(self, x: int) -> int:\n        return 2 * x",
+        {"metadata": '{"func_name": "double"}'},
+    ),
+    (
+        "primeintellect call",
+        [{"type": "function_call", "fn_name": "double", "input": [4], "output": 8}],
+        DOUBLE,
+        {},
+    ),
+    ("asserts", ["assert double(4) == 8", "assert double('ab') == 'abab'"], DOUBLE, {}),
+    ("assert of truth", ["assert double(4) > 7", "assert not double(0)"], DOUBLE, {}),
+]
+
+
+def completion(source: str) -> str:
+    return f"<think>hm ```python\nprint('no')\n``` </think>Here:\n```python\n{source}\n```\nDone."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "tests", "source", "meta"), FORMATS, ids=[f[0] for f in FORMATS])
+def test_every_format_tells_right_from_wrong(
+    kind: str, name: str, tests: Any, source: str, meta: dict[str, Any]
+) -> None:
+    judge = make_judge(settings_of(kind), "</think>")
+    verdict = judge(completion(source), json.dumps(tests), meta)
+    assert verdict.verdict is Outcome.CORRECT, verdict.reason
+    wrong = source.replace("a + b", "a - b").replace("x * 2", "0").replace("2 * x", "0")
+    verdict = judge(completion(wrong), json.dumps(tests), meta)
+    assert verdict.verdict is Outcome.WRONG
+    assert verdict.reason.startswith("test 1 of ")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("print(1", "does not compile"),
+        ("raise ValueError('bad')", "error: ValueError: bad"),
+        ("import time; time.sleep(9)", "over the time limit"),
+        ("x = bytearray(10**9)", "over the memory limit"),
+        ("while True: print('x' * 1000)", "over the output limit"),
+        ("print(3); import sys; sys.exit(1)", "error"),
+        ("", "no closed"),
+    ],
+)
+def test_the_reason_says_what_went_wrong(source: str, reason: str) -> None:
+    if problem("strong"):
+        pytest.skip(problem("strong"))
+    text = completion(source) if source else "no code at all"
+    verdict = make_judge(settings_of("strong"), "</think>")(text, json.dumps(STDIN), {})
+    assert reason in verdict.reason
+    assert verdict.verdict is (Outcome.WRONG if source else Outcome.NO_ANSWER)
+
+
+def test_the_last_closed_block_after_thinking_counts() -> None:
+    text = "```python\na\n```</think>```python\nb\n``` or ```py\nc\n``` or ```python\nd"
+    assert extract_code(text, "</think>") == ("c\n", "")
+    assert extract_code("<think>```python\na\n```", "</think>")[0] is None
+    assert extract_code("```\nplain\n```", "</think>")[0] == "plain\n"
+
+
+def test_livecodebench_packed_tests_are_read_and_cannot_run_code() -> None:
+    rows = json.dumps([{"input": "1 2\n", "output": "3", "testtype": "stdin"}])
+    packed = base64.b64encode(zlib.compress(pickle.dumps(rows))).decode()
+    assert read_cases(packed) == read_cases(rows)
+    hostile = base64.b64encode(zlib.compress(b"cos\nsystem\n(S'true'\ntR.")).decode()
+    with pytest.raises(BadTests, match=r"refer to os\.system"):
+        read_cases(hostile)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("[]", "no tests"),
+        ("{}", "expected inputs and outputs"),
+        ('{"inputs": ["1"], "outputs": []}', "1 inputs, 0 outputs"),
+        ('[{"input": "1"}]', "expected input and output"),
+        ('[{"input": "1", "output": "1", "type": "function_call"}]', "function's name"),
+        ('["print(1)"]', "expected one assert"),
+        ('["assert f("]', "never closed"),
+        ("not json", "neither JSON"),
+        ("7", "expected a list"),
+    ],
+)
+def test_bad_tests_are_an_error_of_the_data(tests: str, message: str) -> None:
+    with pytest.raises(BadTests, match=message):
+        read_cases(tests)
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "same"),
+    [
+        ("3\n", "3", True),
+        ("3 4\n", "3  4 \n\n", True),
+        ("a\nb", "a\nb\n", True),
+        ("a\nb", "a b", False),
+        ("0.5", "0.50000001", True),
+        ("0.5", "0.6", False),
+        ("1e-3", "0.001", True),
+        ("5", "5.0", False),
+        ("5", "6", False),
+        ("YES", "yes", False),
+        ("", "", True),
+        ("1.0", "x", False),
+    ],
+)
+def test_outputs_compare_up_to_white_space_and_rounding(
+    expected: str, output: str, same: bool
+) -> None:
+    assert same_output(expected, output) is same
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "same"),
+    [
+        (1, 1, True),
+        (1, True, False),
+        (True, True, True),
+        (1.5, 1.5000001, True),
+        ([1, [2]], [1, [2]], True),
+        ((1, 2), [1, 2], True),
+        ({1, 2}, [1, 2], True),
+        ({1: "a"}, {"1": "a"}, True),
+        ([1, 2], [2, 1], False),
+        ([1], [1, 2], False),
+        (None, None, True),
+        ("a", "b", False),
+    ],
+)
+def test_results_compare_as_json(expected: Any, value: Any, same: bool) -> None:
+    assert same_value(expected, value) is same
+
+
+def test_the_functions_name_is_found_in_meta() -> None:
+    assert function_name({"fn_name": "f"}) == "f"
+    assert function_name({"metadata": {"func_name": "g"}}) == "g"
+    assert function_name({"metadata": "broken"}) is None
+    assert function_name({}) is None
+
+
+def test_only_the_largest_tests_run_when_their_number_is_limited() -> None:
+    if problem("strong"):
+        pytest.skip(problem("strong"))
+    judge = make_judge(settings_of("strong", max_tests=1), "</think>")
+    tests = {"inputs": ["1 2\n", "1000 1000\n"], "outputs": ["wrong", "2000"]}
+    verdict = judge(completion(ADD), json.dumps(tests), {})
+    assert (verdict.verdict, verdict.reason) == (Outcome.CORRECT, "passed 1 tests")
+
+
+@pytest.fixture
+def server() -> Iterator[SandboxServer]:
+    if problem("strong"):
+        pytest.skip(problem("strong"))
+    server = SandboxServer(settings_of("strong"), "127.0.0.1", 0, programs=2)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def remote_settings(address: str, **more: Any) -> SandboxSettings:
+    return settings_of("remote", remote_url=address, **more)
+
+
+def test_the_remote_service_gives_the_same_verdicts(server: SandboxServer) -> None:
+    judge = make_judge(remote_settings(server.address), "</think>")
+    assert judge(completion(ADD), json.dumps(STDIN), {}).passed
+    verdict = judge(completion(ADD.replace("+", "-")), json.dumps(STDIN), {})
+    assert (verdict.verdict, verdict.reason) == (Outcome.WRONG, "test 1 of 2: wrong output")
+    slow = judge(completion("while True: pass"), json.dumps(STDIN), {})
+    assert "time limit" in slow.reason
+
+
+def test_a_busy_or_failing_service_is_retried(server: SandboxServer) -> None:
+    """A proxy that fails twice: with 503, and by closing in the middle of an answer."""
+    failures = iter(["busy", "torn"])
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            kind = next(failures, "")
+            if kind == "busy":
+                self.send_error(503)
+                return
+            import urllib.request
+
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            with urllib.request.urlopen(f"{server.address}/run", body, timeout=30) as answer:
+                lines = answer.read().splitlines(keepends=True)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.writelines(lines[:1] if kind == "torn" else lines)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.1})
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{proxy.server_address[1]}"
+        judge = make_judge(remote_settings(address), "</think>")
+        assert judge(completion(ADD), json.dumps(STDIN), {}).passed
+        assert next(failures, None) is None
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+        thread.join(20)
+
+
+def test_a_service_that_is_down_is_an_error_and_no_verdict() -> None:
+    settings = remote_settings("http://127.0.0.1:9", remote_retries=1)
+    with pytest.raises(VerifierDown, match=r"127.0.0.1:9 failed 2 times"):
+        make_judge(settings, "</think>")(completion(ADD), json.dumps(STDIN), {})
+
+
+def test_remote_without_an_address_is_refused() -> None:
+    with pytest.raises(SandboxUnavailable, match="remote_url"):
+        make_judge(settings_of("remote"), "</think>")

@@ -1,0 +1,106 @@
+"""The golden table and the faults of `facts/pitfalls.md`, from every kind of caller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import threading
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.rewards.math import judge, verify
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.settings import VerifierSettings
+
+GOLDEN = Path(__file__).with_name("golden_math.jsonl")
+CASES: list[dict[str, str]] = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+# (gold, answer, verdict): each is a fault of math-verify 0.9.0 or of a framework around it.
+PITFALLS = [
+    ("2", "\\boxed{1}. Wait, ... \\boxed{2}", "correct"),
+    ("$4\\sqrt(2)$", "$4$", "wrong"),
+    ("$\\frac1{\\sqrt n}$", "$\\sqrt{1/n}$", "correct"),
+    ("1/2006!", "1/2004!", "wrong"),
+    ("1/2^98", "1/2^99", "wrong"),
+    ("1+\\frac1{\\mathrm e}", "1-\\frac1{\\mathrm e}", "wrong"),
+    ("3x + 4y + 14=0", "3*x-1*y+13=0", "wrong"),
+    ("1,3,5,\\ldots,2n-1", "1,2,\\ldots,n", "wrong"),
+    ("$\\forall x>0, f(x)=0$", "$f(x)=0$", "wrong"),
+    ("5", "9^{9^9}", "timed_out"),
+    ("(-\\infty, 2]", "x \\le 2", "correct"),
+    ("x \\le 2", "(-\\infty, 2]", "correct"),
+]
+
+
+def expected() -> list[str]:
+    return [c["verdict"] for c in CASES] + [verdict for *_, verdict in PITFALLS]
+
+
+def judged_by_verify() -> list[str]:
+    rows = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
+    return [verify(answer, gold).verdict.value for answer, gold in rows]
+
+
+def test_the_table_has_enough_cases_of_enough_kinds() -> None:
+    assert len(CASES) >= 300
+    assert len({c["kind"] for c in CASES}) >= 25
+    verdicts = Counter(c["verdict"] for c in CASES)
+    assert min(verdicts["correct"], verdicts["wrong"]) >= 100
+    assert len({(c["gold"], c["answer"]) for c in CASES}) == len(CASES)
+    assert all(c["why"] for c in CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['gold']}|{c['answer']}"[:60])
+def test_golden_case(case: dict[str, str]) -> None:
+    verdict = judge(case["answer"], case["gold"])
+    assert verdict.verdict == case["verdict"], f"{verdict.reason} ({case['why']})"
+    assert verdict.reason
+
+
+def test_all_cases_from_the_main_thread() -> None:
+    assert judged_by_verify() == expected()
+
+
+def test_all_cases_from_threads_at_once() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        results = [pool.submit(judged_by_verify) for _ in range(2)]
+        assert [r.result(120) for r in results] == [expected()] * 2
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_all_cases_from_a_process(method: str) -> None:
+    verify("1", "1")  # a forked process must not share this worker
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(judged_by_verify).result(120) == expected()
+    assert verify("2", "2").passed
+
+
+def test_all_cases_from_asyncio_through_the_pool() -> None:
+    async def main() -> list[str]:
+        meta: dict[str, Any] = {"boxed": False, "ended_thinking": False}
+        rows = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
+        async with VerifierPool(VerifierSettings(workers=2), ("math",)) as pool:
+            calls = (pool.verify("math", answer, gold, meta) for answer, gold in rows)
+            verdicts = await asyncio.wait_for(asyncio.gather(*calls), 120)
+        return [v.verdict.value for v in verdicts]
+
+    assert asyncio.run(main()) == expected()
+
+
+def test_verify_works_inside_a_running_event_loop() -> None:
+    async def main() -> bool:
+        return verify("\\frac12", "0.5").passed
+
+    assert asyncio.run(main())
+
+
+def test_a_thread_that_started_the_worker_may_end() -> None:
+    thread = threading.Thread(target=verify, args=("1", "1"))
+    thread.start()
+    thread.join(60)
+    assert verify("3", "3").passed

@@ -1,0 +1,323 @@
+"""The pool: verdicts survive dying workers, a dead verifier is an error and never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.rewards.bombs import BOMBS, bomb, typical
+from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.pool import VerifierPool
+from megatron_rl.rewards.settings import VerifierSettings
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+HERE = "tests.rewards.custom_rewards"
+
+
+def run(coroutine: Any, seconds: float = 100.0) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(seconds):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def math_pool(**settings: Any) -> VerifierPool:
+    return VerifierPool(VerifierSettings.model_validate(settings), ("math",))
+
+
+async def judged(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
+    calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
+    return [v.verdict.value for v in await asyncio.gather(*calls)]
+
+
+def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
+    cases = typical(3000, seed=1)
+
+    async def main() -> tuple[list[str], int, int]:
+        async with math_pool(workers=2) as pool:
+            stop = asyncio.Event()
+            kills = 0
+
+            async def killer() -> None:
+                nonlocal kills
+                rng = random.Random(3)
+                while not stop.is_set():
+                    # Mostly the process that judges; at times the one that would replace it.
+                    children = [p for s in pool._slots for p in s.process.child_pids]
+                    nurseries = [s.process.pid for s in pool._slots]
+                    # Killed faster than they can start, they would rightly count as down.
+                    if children:
+                        kill([rng.choice(nurseries if kills % 10 == 4 else children)])
+                        kills += 1
+                    await asyncio.sleep(rng.uniform(0.05, 0.2))
+
+            task = asyncio.create_task(killer())
+            got = await judged(pool, cases)
+            stop.set()
+            await task
+            return got, pool.stats.deaths, kills
+
+    got, deaths, kills = run(main())
+    assert got == [c["verdict"] for c in cases]
+    assert kills >= 5
+    assert deaths >= 2
+
+
+def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter() -> None:
+    async def main() -> list[Any]:
+        async with math_pool(workers=2, max_deaths=4) as pool:
+            stop = asyncio.Event()
+
+            async def killer() -> None:
+                while not stop.is_set():
+                    kill([p for s in pool._slots for p in s.process.child_pids])
+                    await asyncio.sleep(0)
+
+            task = asyncio.create_task(killer())
+            slow = "\\boxed{\\int_0^1 \\frac{\\sin(x^{x^x})}{\\ln(1+\\tan x)} dx}"
+            calls = [pool.verify("math", f"</think>{slow}", "5") for _ in range(20)]
+            got = await asyncio.gather(*calls, return_exceptions=True)
+            stop.set()
+            await task
+            with pytest.raises(VerifierDown, match="died in a row"):
+                await pool.verify("math", "</think>\\boxed{1}", "1")
+            return list(got)
+
+    got = run(main())
+    assert [type(g) for g in got] == [VerifierDown] * 20
+    assert "4 verifier workers died in a row" in str(got[0])
+
+
+def test_all_workers_killed_once_are_replaced() -> None:
+    async def main() -> Verdict:
+        async with math_pool(workers=2) as pool:
+            before = set(pool.worker_pids)
+            kill(list(before))
+            verdict = await pool.verify("math", "</think>\\boxed{2/4}", "1/2")
+            assert pool.stats.deaths >= 1
+            assert set(pool.worker_pids) - before
+            return verdict
+
+    assert run(main()).passed
+
+
+def test_a_stopped_worker_is_not_believed_and_its_answer_is_judged_by_another() -> None:
+    async def main() -> tuple[Verdict, int]:
+        async with math_pool(workers=1, wall_seconds=0.5, cpu_seconds=0.5) as pool:
+            (slot,) = pool._slots
+            assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
+            for pid in slot.process.child_pids:
+                os.kill(pid, signal.SIGSTOP)
+            return await pool.verify("math", "</think>\\boxed{7}", "7"), pool.stats.deaths
+
+    verdict, deaths = run(main())
+    assert verdict.passed
+    assert deaths == 1
+
+
+def test_bombs_change_no_good_verdict_and_end_within_their_limit() -> None:
+    good = typical(600, seed=2)
+    mixed = [dict(c, good=True) for c in good]
+    for i in range(len(BOMBS)):
+        mixed.insert(12 * i, {"completion": bomb(i), "gold": "5", "good": False})
+
+    async def main() -> list[str]:
+        async with math_pool(workers=2, cpu_seconds=1.0) as pool:
+            return await judged(pool, mixed)
+
+    started = time.monotonic()
+    got = run(main())
+    assert [g for g, c in zip(got, mixed, strict=True) if c["good"]] == [c["verdict"] for c in good]
+    bombs = [g for g, c in zip(got, mixed, strict=True) if not c["good"]]
+    assert set(bombs) <= {"timed_out", "wrong", "unparsable", "no_answer"}
+    assert time.monotonic() - started < 90
+
+
+def test_over_the_cpu_limit_is_timed_out_and_the_next_answer_is_right() -> None:
+    slow = "</think>\\boxed{\\int_0^1 \\frac{\\sin(x^{x^x})}{\\ln(1+\\tan x)} dx}"
+
+    async def main() -> list[Verdict]:
+        async with math_pool(workers=1, cpu_seconds=0.3) as pool:
+            return [
+                await pool.verify("math", slow, "5"),
+                await pool.verify("math", "</think>\\boxed{5}", "5"),
+            ]
+
+    first, second = run(main())
+    assert first == Verdict(Outcome.TIMED_OUT, "over the CPU time limit of a verdict")
+    assert second.passed
+
+
+def test_the_queue_holds_back_when_it_is_full() -> None:
+    async def main() -> tuple[int, bool]:
+        async with math_pool(workers=1, queue_size=4) as pool:
+            calls = [
+                asyncio.create_task(pool.verify("math", "</think>\\boxed{1}", "1"))
+                for _ in range(50)
+            ]
+            most, full = 0, False
+            while not all(c.done() for c in calls):
+                await asyncio.sleep(0)
+                most, full = max(most, pool.waiting), full or pool.full
+            assert all(c.result().passed for c in calls)
+            return most, full
+
+    assert run(main()) == (4, True)
+
+
+def test_workers_are_replaced_at_the_leak_limit() -> None:
+    async def main() -> tuple[set[int], int]:
+        seen: set[int] = set()
+        async with math_pool(workers=1, verdicts_per_worker=5) as pool:
+            for _ in range(23):
+                assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
+                seen.update(pool._slots[0].process.child_pids)
+            return seen, pool.stats.deaths
+
+    seen, deaths = run(main())
+    assert len(seen) >= 4
+    assert deaths == 0
+
+
+def test_a_growing_worker_is_replaced() -> None:
+    async def main() -> set[int]:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:leak", growth_mib=50)
+        seen: set[int] = set()
+        async with VerifierPool(settings, ("custom",)) as pool:
+            for _ in range(140):
+                await pool.verify("custom", "x", "")
+                seen.update(pool._slots[0].process.child_pids)
+        return seen
+
+    assert len(run(main())) >= 2
+
+
+def test_memory_over_the_limit_is_a_verdict_and_not_a_death() -> None:
+    async def main() -> tuple[Verdict, int]:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:greedy", memory_mib=100)
+        async with VerifierPool(settings, ("custom",)) as pool:
+            return await pool.verify("custom", "", ""), pool.stats.deaths
+
+    verdict, deaths = run(main())
+    assert verdict == Verdict(Outcome.TIMED_OUT, "over the memory limit of 100 MiB")
+    assert deaths == 0
+
+
+def test_an_answer_on_which_workers_crash_twice_is_timed_out() -> None:
+    async def main() -> list[Verdict]:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:crash")
+        async with VerifierPool(settings, ("custom",)) as pool:
+            return [await pool.verify("custom", c, "") for c in ("boom", "fine")]
+
+    first, second = run(main())
+    assert first.verdict is Outcome.TIMED_OUT
+    assert "SIGSEGV" in first.reason
+    assert second.passed
+
+
+@pytest.mark.parametrize("name", ["sync_reward", "async_reward", "verdict_reward"])
+def test_custom_rewards_are_functions_or_coroutines(name: str) -> None:
+    async def main() -> list[Verdict]:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:{name}")
+        async with VerifierPool(settings, ("custom",)) as pool:
+            return [await pool.verify("custom", c, "yes", {"key": 1}) for c in ("yes", "no")]
+
+    assert [v.passed for v in run(main())] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, "set verifier.custom"),
+        ("no_colon", "write it as `package.module:function`"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        (f"{HERE}:missing", "has no attribute 'missing'"),
+        (f"{HERE}:NUMBER", "is no function"),
+    ],
+)
+def test_a_custom_reward_that_cannot_be_loaded_stops_the_start(path: str, message: str) -> None:
+    async def main() -> None:
+        async with VerifierPool(VerifierSettings(workers=1, custom=path), ("custom",)):
+            pass
+
+    with pytest.raises(VerifierDown, match=message):
+        run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("raises", "KeyError: 'nothing'"), ("returns_float", "returned float, expected bool")],
+)
+def test_a_custom_reward_that_fails_is_an_error_and_no_reward(name: str, message: str) -> None:
+    async def main() -> None:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:{name}")
+        async with VerifierPool(settings, ("custom",)) as pool:
+            await pool.verify("custom", "x", "y")
+
+    with pytest.raises(VerifierDown, match=message):
+        run(main())
+
+
+def test_a_worker_that_cannot_start_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
+
+    async def main() -> None:
+        async with math_pool(workers=1):
+            pass
+
+    with pytest.raises(VerifierDown, match="did not start"):
+        run(main())
+
+
+def test_another_task_kind_than_the_pools_is_an_error() -> None:
+    async def main() -> None:
+        async with VerifierPool(VerifierSettings(workers=1), ("exact",)) as pool:
+            assert (await pool.verify("exact", "</think>\\boxed{5}<eos>", "5")).passed
+            await pool.verify("math", "5", "5")
+
+    with pytest.raises(VerifierDown, match="started for exact, not for 'math'"):
+        run(main())
+
+
+def test_verdicts_are_counted_by_kind_and_outcome() -> None:
+    async def main() -> dict[tuple[str, str], int]:
+        async with math_pool(workers=1) as pool:
+            for answer in (
+                "\\boxed{1}",
+                "\\boxed{2}",
+                "nothing",
+                "\\boxed{2 3}",
+                "\\boxed{9^{9^9}}",
+            ):
+                await pool.verify("math", f"</think>{answer}", "1")
+            return dict(pool.stats.verdicts)
+
+    outcomes = ("correct", "wrong", "no_answer", "unparsable", "timed_out")
+    assert run(main()) == {("math", outcome): 1 for outcome in outcomes}
+
+
+def test_closing_the_pool_ends_waiting_calls() -> None:
+    async def main() -> BaseException | Verdict:
+        async with math_pool(workers=1) as pool:
+            slow = "</think>\\boxed{\\int_0^1 \\frac{\\sin(x^{x^x})}{\\ln(1+\\tan x)} dx}"
+            call = asyncio.create_task(pool.verify("math", slow, "5"))
+            await asyncio.sleep(0.1)
+        return (await asyncio.gather(call, return_exceptions=True))[0]
+
+    error = run(main())
+    assert isinstance(error, VerifierDown)
+    assert "closed" in str(error)

@@ -1,0 +1,94 @@
+"""reasoning-gym's scorers behind the gate: right, wrong, and nothing that runs code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.reasoning import CHOSEN, make_reasoning
+from megatron_rl.rewards.base import Outcome, VerifierDown
+from megatron_rl.rewards.reasoning import gated, make_judge, score_function
+from megatron_rl.rewards.settings import VerifierSettings
+
+JUDGE = make_judge(VerifierSettings())
+GATED = (
+    "countdown",
+    "puzzle24",
+    "string_insertion",
+    "spiral_matrix",
+    "binary_matrix",
+    "n_queens",
+    "simple_integration",
+    "polynomial_multiplication",
+)
+
+
+def count_of(task: str) -> int:
+    return 5 if task == "tower_of_hanoi" else 10
+
+
+@pytest.mark.parametrize("task", [*CHOSEN, *GATED])
+def test_the_right_answer_passes_and_rubbish_does_not(task: str) -> None:
+    for question in make_reasoning(task, count=count_of(task), seed=3):
+        right = JUDGE(f"</think>\\boxed{{{question.gold}}}", question.gold, question.meta)
+        assert right.passed, right.reason
+        # Not only by equal texts: the scorer takes it, too.
+        spaced = JUDGE(f"</think><answer> {question.gold}</answer>", "", question.meta)
+        assert spaced.verdict is not Outcome.NO_ANSWER
+        wrong = JUDGE("</think>\\boxed{zzz}", question.gold, question.meta)
+        assert wrong.verdict in (Outcome.WRONG, Outcome.UNPARSABLE)
+
+
+@pytest.mark.parametrize("task", GATED)
+def test_answers_that_would_run_code_are_unparsable_and_run_nothing(
+    task: str, tmp_path: Path
+) -> None:
+    (question,) = make_reasoning(task, count=1, seed=3)
+    mark = tmp_path / "mark"
+    attacks = [
+        f"__import__('os').system('touch {mark}')",
+        f"[open('{mark}', 'w')]",
+        f"exec(\"open('{mark}','w')\")",
+        "[].__class__.__base__.__subclasses__()",
+        "eval(chr(49)+chr(50))",
+        "print(1)",
+        "lambda: 1()",
+        "exit()",
+    ]
+    for attack in attacks:
+        verdict = JUDGE(f"</think><answer>{attack}</answer>", question.gold, question.meta)
+        assert verdict.verdict is Outcome.UNPARSABLE, f"{attack}: {verdict.reason}"
+        assert "could run code" in verdict.reason
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "allowed"),
+    [
+        ("countdown", "3*(4 + 5)", True),
+        ("countdown", "9**9", False),
+        ("countdown", "x", False),
+        ("simple_integration", "3*x**2/2 + sin(x) + C", True),
+        ("simple_integration", "open(x)", False),
+        ("polynomial_multiplication", "x**2 - 1", True),
+        ("n_queens", "[['Q', '_'], ['_', 'Q']]", True),
+        ("n_queens", "[exit]()", False),
+        ("chain_sum", "anything at all()", True),
+    ],
+)
+def test_the_gate(task: str, answer: str, allowed: bool) -> None:
+    assert gated(task, answer) is allowed
+
+
+def test_there_is_no_answer_without_box_or_tag_or_end_of_thinking() -> None:
+    (question,) = make_reasoning("chain_sum", count=1, seed=0)
+    for text in (question.gold, f"</think>{question.gold}", f"\\boxed{{{question.gold}}}"):
+        assert JUDGE(text, question.gold, question.meta).verdict is Outcome.NO_ANSWER
+
+
+def test_unknown_and_refused_tasks_are_errors() -> None:
+    with pytest.raises(VerifierDown, match="not_a_task"):
+        score_function("not_a_task")
+    with pytest.raises(VerifierDown, match="run code outside the sandbox"):
+        score_function("codeio")
