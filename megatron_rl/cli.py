@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from megatron_rl.ablate.cli import app as ablate_app
+from megatron_rl.recipes_cli import app as recipes_app
+from megatron_rl.rewards.cli import app as rewards_app
 from megatron_rl.scaling.cli import app as scaling_app
 
 app = typer.Typer(
@@ -17,6 +20,9 @@ app = typer.Typer(
     help="Reinforcement learning of large language models at scale on Megatron-Core.",
 )
 app.add_typer(scaling_app)
+app.add_typer(rewards_app)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(ablate_app)
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 

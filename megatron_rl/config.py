@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,25 +23,19 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
 )
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from megatron_rl import recipes
+from megatron_rl.algorithm.schedule import Schedule as Schedule
+from megatron_rl.algorithm.settings import DEFAULT_KINDS
+from megatron_rl.algorithm.settings import Algorithm as Algorithm
+from megatron_rl.section import ConfigError as ConfigError
+from megatron_rl.section import Fraction, sections_of
+from megatron_rl.section import Section as Section
 
 TINY_MODELS = ("tiny_scout", "tiny_dense")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key, the value and the remedy."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class Roles(Section):
@@ -95,47 +87,20 @@ class Precision(Section):
     """LM-head products of trainer and generator: fp32 results, or those of `params`."""
 
 
-class Algorithm(Section):
-    """Loss, advantages and filters (ScaleRL's by default)."""
-
-    loss: Literal["cispo"] = "cispo"
-    """Policy loss."""
-    max_ratio: PositiveFloat = 5.0
-    """Cap on pi_train / pi_gen in ratio units (the paper's eps_max)."""
-    aggregation: Literal["prompt", "sample", "token"] = "prompt"
-    """What one loss is the mean over before the mean over the batch."""
-    advantage_normalization: Literal["batch", "prompt", "none"] = "batch"
-    """Which standard deviation divides the centred rewards."""
-    zero_variance_filter: bool = True
-    """Drop prompts whose completions all have one reward; they are not refilled."""
-    no_positive_resampling: bool = True
-    """Never draw a prompt again, in later epochs, once its pass rate reached the threshold."""
-    no_positive_resampling_threshold: Fraction = 0.9
-    """Pass rate from which a prompt is not drawn again."""
-    no_positive_resampling_statistic: Literal["last", "mean"] = "last"
-    """Pass rate of the last visit, or running mean over all visits."""
-
-
-class Schedule(Section):
-    """How much is trained, and how far generation runs ahead (PipelineRL-k)."""
-
-    steps: PositiveInt = 1000
-    """Optimizer steps of the run."""
-    prompts_per_step: PositiveInt = 48
-    """Prompts of one optimizer step, over all data-parallel ranks."""
-    completions_per_prompt: Annotated[int, Field(ge=2)] = 16
-    """Completions generated for each prompt (the group size G)."""
-    max_lag_steps: NonNegativeInt = 8
-    """k: no token is trained that weights older than k optimizer steps made."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Padded tokens of one micro-batch, at most (one sequence is always allowed)."""
-
-
 class Generation(Section):
     """Sampling and forced-length interruption; token budgets are per completion."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs use the same one."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 only: the trainer's log-probs are those of the whole distribution."""
+    top_k: int = 0
+    """Sampling from the k likeliest tokens; 0 (off) only, for the same reason."""
+    min_p: float = 0.0
+    """Least probability relative to the likeliest token; 0 (off) only, for the same reason."""
+    interruption: Literal["phrase", "none"] = "phrase"
+    """End thinking by a forced phrase when its budget is used up; with `none`, thinking and answer
+    share one budget (the sum of both) and a completion that reaches it is truncated."""
     max_prompt_tokens: PositiveInt = 2048
     """Longest prompt; a longer one is refused when the data are read."""
     thinking_budget_tokens: tuple[PositiveInt, PositiveInt] = (10240, 12288)
@@ -156,6 +121,26 @@ class Generation(Section):
     """Key-value cache of one engine on CPU (on GPU, `gpu_memory_fraction` counts)."""
     gpu_memory_fraction: Fraction = 0.85
     """Share of a GPU's memory that vLLM may use."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """Longest completion: thinking and answer, a forced phrase not counted."""
+        return self.thinking_budget_tokens[1] + self.answer_budget_tokens
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> Self:
+        for key, value, off in (
+            ("top_p", self.top_p, 1.0),
+            ("top_k", self.top_k, 0),
+            ("min_p", self.min_p, 0.0),
+        ):
+            if value != off:
+                raise ValueError(
+                    f"generation.{key} is {value:g}: it cuts the distribution that is sampled from,"
+                    " while the trainer's log-probs are those of the whole one, so every ratio"
+                    f" would be wrong; set it to {off:g} (generation.temperature is corrected for)"
+                )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -203,6 +188,8 @@ class TaskConfig(Section):
     """Task."""
     train_prompts: PositiveInt = 6000
     """Size of the training pool."""
+    seed: NonNegativeInt | None = None
+    """Seed of the problems and of their split; default: the run's `seed`."""
     heldout_prompts: PositiveInt = 96
     """Held-out prompts: in neither stage's training data."""
     operand_weights: tuple[float, ...] = (0.2, 0.4, 0.4)
@@ -278,6 +265,8 @@ class Timeouts(Section):
 class RunConfig(Section):
     """One run: its roles, model, task, algorithm and budgets."""
 
+    recipe: str | None = None
+    """Recipe whose values are the base of this configuration (`megatron-rl recipes`)."""
     output_dir: Path = Path("runs/run")
     """Folder of metrics, checkpoints and the report."""
     seed: NonNegativeInt = 1234
@@ -303,6 +292,11 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     timeouts: Timeouts = Timeouts()
+
+    @property
+    def task_seed(self) -> int:
+        """Seed of the problems and of their split."""
+        return self.seed if self.task.seed is None else self.task.seed
 
     @property
     def data_parallel(self) -> int:
@@ -355,6 +349,11 @@ class RunConfig(Section):
                 f"generation.thinking_budget_tokens is ({low}, {high}): the first must not exceed"
                 " the second"
             )
+        if g.interruption == "none" and low != high:
+            raise ValueError(
+                f"generation.thinking_budget_tokens is ({low}, {high}): generation.interruption ="
+                " 'none' interrupts at no position; give one number twice, or use 'phrase'"
+            )
         if not g.interruption_phrase.endswith(g.think_end):
             raise ValueError(
                 f"generation.interruption_phrase is {g.interruption_phrase!r}: it must end with"
@@ -370,16 +369,20 @@ class RunConfig(Section):
                 f"schedule.prompts_per_step is {s.prompts_per_step}: task.train_prompts ="
                 f" {self.task.train_prompts} has fewer prompts than one step"
             )
+        self.algorithm = self.algorithm.resolved(g.completion_tokens)
         return self
 
 
 def _flatten(error: ValidationError) -> str:
     lines = []
     for e in error.errors():
-        key = ".".join(str(part) for part in e["loc"]) or "configuration"
+        loc = _without_kinds(e["loc"])
+        key = ".".join(str(part) for part in loc) or "configuration"
         message = e["msg"].removeprefix("Value error, ")
         if e["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key (value {e['input']!r}); {_known_keys(e['loc'])}")
+        elif e["type"] == "union_tag_invalid":
+            lines.append(f"{key}.kind is {e['ctx']['tag']!r}: one of {e['ctx']['expected_tags']}")
         elif e["type"] == "value_error":
             lines.append(message)
         else:
@@ -394,84 +397,136 @@ def _unrecognized(message: str) -> str:
     name, *value = arguments.split(" ")
     loc = tuple(name.lstrip("-").split("=")[0].split("."))
     given = " ".join(value) or name.partition("=")[2]
-    while len(loc) > 1 and not _is_section(loc[:-1]):
+    while len(loc) > 1 and not _sections(loc[:-1]):
         loc = loc[:-1]
     return f"{'.'.join(loc)}: unknown key (value {given!r}); {_known_keys(loc)}"
 
 
-def _is_section(loc: tuple[int | str, ...]) -> bool:
-    section: Any = RunConfig
+def _sections(loc: tuple[int | str, ...]) -> tuple[type[Section], ...]:
+    """The sections that stand at a place of the tree; of a choice, the one that `loc` names."""
+    found: tuple[type[Section], ...] = (RunConfig,)
     for part in loc:
-        field = getattr(section, "model_fields", {}).get(part)
-        section = field.annotation if field else None
-    return hasattr(section, "model_fields")
+        named = tuple(s for s in found if len(found) > 1 and _kind(s) == part)
+        fields = [s.model_fields[str(part)] for s in found if part in s.model_fields]
+        found = named or tuple(s for f in fields for s in sections_of(f.annotation))
+    return found
+
+
+def _kind(section: type[Section]) -> Any:
+    return section.model_fields["kind"].default
+
+
+def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A place in the tree without the names of choices that pydantic puts into it."""
+    return tuple(
+        part
+        for i, part in enumerate(loc)
+        if not (len(above := _sections(loc[:i])) > 1 and part in map(_kind, above))
+    )
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> str:
-    section: Any = RunConfig
-    for part in loc[:-1]:
-        section = section.model_fields[part].annotation
-    where = ".".join(str(part) for part in loc[:-1]) or "the top level"
-    return f"{where} has: {', '.join(section.model_fields)}"
+    above = _sections(loc[:-1])
+    where = ".".join(str(part) for part in _without_kinds(loc[:-1])) or "the top level"
+    kind = (
+        f" of kind {_kind(above[0])}" if loc[-2:-1] and loc[-2] in map(_kind_or_none, above) else ""
+    )
+    known = dict.fromkeys(name for section in above for name in section.model_fields)
+    return f"{where}{kind} has: {', '.join(known)}"
 
 
-def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
-    """The configuration of a YAML file with dotted command-line overrides on top.
+def _kind_or_none(section: type[Section]) -> Any:
+    return _kind(section) if "kind" in section.model_fields else None
 
-    Args:
-        path: YAML file, or None for the defaults.
-        overrides: `["--schedule.steps", "40", "--model=tiny_dense"]`.
 
-    Raises:
-        ConfigError: unknown key, bad value, or sizes that don't fit together; the message names
-            the key, the value and what would be right.
-    """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = yaml.safe_load(Path(path).read_text()) or {}
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such configuration file") from None
-        except yaml.YAMLError as e:
-            raise ConfigError(f"{path}: not valid YAML: {e}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path}: not valid YAML: {e}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
+    return values
 
+
+def _read_overrides(overrides: list[str]) -> dict[str, Any]:
     class _Settings(RunConfig, BaseSettings):
         model_config = SettingsConfigDict(
             extra="forbid",
             use_attribute_docstrings=True,
-            nested_model_default_partial_update=True,
             cli_prog_name="megatron-rl train",
             cli_implicit_flags=True,
             cli_exit_on_error=False,
         )
 
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: Any, **__: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            cli = CliSettingsSource(settings_cls, cli_parse_args=overrides or [])  # type: ignore[var-annotated]
-            return cli, InitSettingsSource(settings_cls, init_kwargs=values)
-
     try:
-        merged = _Settings()
-    except ValidationError as e:
-        raise ConfigError(_flatten(e)) from None
+        source = CliSettingsSource(_Settings, cli_parse_args=_named_kinds(overrides))  # type: ignore[var-annotated]
+        return source()
     except SettingsError as e:
         raise ConfigError(_unrecognized(str(e))) from None
-    return RunConfig.model_validate(merged.model_dump())
+
+
+def _named_kinds(overrides: list[str]) -> list[str]:
+    """`--algorithm.loss gspo` as `--algorithm.loss.kind gspo`, so that parameters may follow."""
+    choices = {f"--{key.removesuffix('.kind')}" for key, *_ in describe() if key.endswith(".kind")}
+    out = []
+    for argument in overrides:
+        name, equals, value = argument.partition("=")
+        out.append(f"{name}.kind{equals}{value}" if name in choices else argument)
+    return out
+
+
+def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration of a recipe, with a YAML file on top, and command-line overrides on that.
+
+    Args:
+        path: YAML file, or None for the defaults; its key `recipe` names the recipe.
+        overrides: `["--schedule.steps", "40", "--model=tiny_dense", "--recipe", "dapo"]`.
+
+    Raises:
+        ConfigError: unknown key, bad value, or values that don't fit together; the message names
+            the key, the value and what would be right.
+    """
+    in_file = {} if path is None else _read_yaml(path)
+    on_line = _read_overrides(overrides or [])
+    recipe = on_line.get("recipe", in_file.get("recipe"))
+    values: dict[str, Any] = {"algorithm": {k: {"kind": v} for k, v in DEFAULT_KINDS.items()}}
+    if recipe is not None:
+        values = recipes.merge(values, recipes.load(recipe).values)
+    for layer in (in_file, on_line):
+        values = recipes.merge(values, layer)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as e:
+        raise ConfigError(_flatten(e)) from None
 
 
 def describe(
-    section: type[Section] = RunConfig, prefix: str = ""
+    section: type[Section] = RunConfig, prefix: str = "", skip: str = ""
 ) -> list[tuple[str, str, str, str]]:
-    """Every leaf key of the tree as (dotted key, type, default, help text)."""
+    """Every leaf key of the tree as (dotted key, type, default, help text).
+
+    The parameters of a choice are listed for each kind that has them, with its name before the
+    help text.
+    """
     rows = []
     for name, field in section.model_fields.items():
+        if name == skip:
+            continue
         kind: Any = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            rows += describe(kind, f"{prefix}{name}.")
+        inner = sections_of(kind)
+        if len(inner) > 1:
+            kinds = ", ".join(_kind(s) for s in inner)
+            text = field.description or ""
+            rows.append((f"{prefix}{name}.kind", kinds, repr(field.default.kind), text))
+            for one in inner:
+                leaves = describe(one, f"{prefix}{name}.", skip="kind")
+                rows += [(k, t, d, f"[{_kind(one)}] {h}") for k, t, d, h in leaves]
+            continue
+        if inner:
+            rows += describe(inner[0], f"{prefix}{name}.")
             continue
         shown = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
         shown = (shown or str(kind)).replace("typing.", "").replace("pathlib.", "")

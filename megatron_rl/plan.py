@@ -14,13 +14,16 @@ def plan_lines(config: RunConfig) -> list[tuple[str, str]]:
     generators = f"{first}-{last}" if last > first else f"{first}"
     completions = s.prompts_per_step * s.completions_per_prompt
     low, high = g.thinking_budget_tokens
+    length = f"thinking and answer <= {g.completion_tokens}, not interrupted"
+    if g.interruption == "phrase":
+        length = (
+            f"thinking interrupted at {low if low == high else f'{low}-{high}'},"
+            f" answer <= {g.answer_budget_tokens}"
+        )
     ahead = (s.max_lag_steps + 1) * s.prompts_per_step
     steps = evaluation_steps(config.evaluation, s.steps)
-    filters = [
-        "zero-variance filter" if config.algorithm.zero_variance_filter else "",
-        "No-Positive-Resampling" if config.algorithm.no_positive_resampling else "",
-    ]
     return [
+        ("recipe", config.recipe or "none"),
         ("model", config.model),
         (
             "trainer",
@@ -40,10 +43,7 @@ def plan_lines(config: RunConfig) -> list[tuple[str, str]]:
         ),
         (
             "algorithm",
-            f"{config.algorithm.loss}, ratio capped at {config.algorithm.max_ratio:g},"
-            f" {config.algorithm.aggregation} mean, advantages by"
-            f" {config.algorithm.advantage_normalization} std"
-            + "".join(f", {f}" for f in filters if f),
+            config.algorithm.summary(),
         ),
         (
             "one step",
@@ -58,13 +58,12 @@ def plan_lines(config: RunConfig) -> list[tuple[str, str]]:
         ),
         (
             "lag",
-            f"at most {s.max_lag_steps} steps: up to {ahead} prompts generated ahead",
+            f"{s.summary()}: at most {s.max_lag_steps} steps, up to {ahead} prompts generated"
+            " ahead",
         ),
         (
             "tokens",
-            f"prompt <= {g.max_prompt_tokens}, thinking interrupted at"
-            f" {low if low == high else f'{low}-{high}'}, answer <= {g.answer_budget_tokens};"
-            f" sequence <= {config.sequence_tokens}",
+            f"prompt <= {g.max_prompt_tokens}, {length}; sequence <= {config.sequence_tokens}",
         ),
         (
             "evaluation",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithm.losses.cispo import Cispo
 from megatron_rl.config import ConfigError, RunConfig, Section, describe, load_config
 
 LEAVES = {key: (kind, default, text) for key, kind, default, text in describe()}
@@ -29,7 +30,7 @@ def test_defaults_are_a_valid_run() -> None:
     config = load_config(None)
     assert config.roles.world_size == 3
     assert config.schedule.max_lag_steps == 8
-    assert config.algorithm.max_ratio == 5.0
+    assert config.algorithm.loss == Cispo(max_ratio=5.0)
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -106,7 +107,8 @@ def test_an_unknown_key_in_the_file_is_named_with_its_neighbours(
         ("schedule.completions_per_prompt", "1", "greater than or equal to 2"),
         ("schedule.max_lag_steps", "-1", "greater than or equal to 0"),
         ("algorithm.loss", "ppo5", "cispo"),
-        ("algorithm.max_ratio", "0", "greater than 0"),
+        ("algorithm.loss.kind", "ppo5", "cispo"),
+        ("algorithm.loss.max_ratio", "0", "greater than 0"),
         ("algorithm.no_positive_resampling_threshold", "1.5", "less than or equal to 1"),
         ("optimizer.learning_rate", "-1", "greater than 0"),
         ("optimizer.learning_rate", "nan", "finite"),
@@ -214,7 +216,7 @@ def test_every_section_says_what_it_is() -> None:
 
 UNITS = {
     *("steps", "step", "tokens", "prompts", "prompt", "completions", "ranks", "seconds"),
-    *("bytes", "gib", "fraction", "ratio", "threshold", "weights", "points"),
+    *("bytes", "gib", "nats", "updates", "fraction", "ratio", "threshold", "weights", "points"),
 }
 # Numbers without a unit: sizes of a grid of ranks, Adam's constants, a seed, a count of folders.
 PURE = {
@@ -222,6 +224,9 @@ PURE = {
     *(f"optimizer.{n}" for n in ("learning_rate", "beta1", "beta2", "eps", "weight_decay")),
     *("optimizer.clip_grad_norm", "sft.learning_rate", "sft.beta2"),
     *("roles.generator_tensor_parallel", "generation.temperature", "checkpoint.keep", "seed"),
+    *("generation.top_p", "generation.top_k", "generation.min_p"),
+    *("algorithm.kl_coefficient", "algorithm.entropy_coefficient"),
+    "algorithm.loss.max_divergence",  # a probability or nats, by `divergence`
 }
 
 

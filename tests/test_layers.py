@@ -16,16 +16,19 @@ PACKAGE = ROOT / "megatron_rl"
 
 # Room -> rooms that it may import. What is not listed is refused.
 MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
+    "section": set(),
     "messages": set(),
-    "recipes": set(),
     "scaling": set(),
+    # A loss is the section of the configuration that names it.
+    "algorithm": {"section"},
+    "recipes": {"section"},
+    "config": {"section", "algorithm", "recipes"},
     "compat": {"config"},
-    "algorithm": {"config", "messages"},
     "kernels": {"config", "compat", "algorithm"},
     "models": {"config", "compat"},
     "weights": {"config", "messages", "compat", "models"},
     "rewards": {"config", "messages"},
+    "evaluation": set(),
     "data": {"config", "messages", "rewards"},
     "observe": {"config", "messages", "scaling"},
     "policy": {
@@ -36,12 +39,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "orchestrator": {"config", "messages", "algorithm", "data", "rewards", "observe", "weights"},
     # What puts a run together.
     "plan": {"config", "orchestrator"},
+    "recipes_cli": {"config", "recipes"},
+    "ablate": {"config", "recipes", "observe", "scaling"},
     "launch": {"*"},
     "cli": {"*"},
 }
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Modules of these rooms reach nothing heavy when they are imported, not even through others.
-LIGHT_ROOMS = {"config", "messages", "scaling", "observe", "orchestrator", "plan", "cli"}
+LIGHT_ROOMS = {
+    *("section", "config", "messages", "algorithm", "recipes", "scaling", "observe"),
+    *("orchestrator", "plan", "recipes_cli", "ablate", "cli"),
+}
 
 
 @cache

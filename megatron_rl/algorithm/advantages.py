@@ -1,36 +1,102 @@
-"""Advantages of completions from their rewards."""
+"""Advantages of completions from their rewards.
+
+Batches carry one advantage per token, so an estimator that tells tokens apart has its place: it is
+a `AdvantageEstimator`. A critic would be one, with GAE over its values (VAPO decouples the lambda
+of the critic's targets from that of the policy, and lets the latter grow with the length); until
+there is one, `algorithm.advantage_estimator: gae` is refused.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 EPS = 1e-6
 
+Normalization = Literal["batch", "prompt", "none"]
+Baseline = Literal["mean", "leave_one_out"]
+Rewards = NDArray[np.float64]
+
+
+class AdvantageEstimator(Protocol):
+    """Advantages of every token of a step."""
+
+    def tokens(
+        self, rewards: list[Rewards], lengths: list[NDArray[np.int64]], others: Sequence[Rewards]
+    ) -> list[list[NDArray[np.float64]]]:
+        """One array [tokens] per completion, by group.
+
+        Args:
+            rewards: one array per group that is trained.
+            lengths: tokens of the same completions.
+            others: rewards of the step's groups that are not trained.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBaseline:
+    """Rewards against the group's baseline; every token of a completion has the same advantage."""
+
+    normalization: Normalization = "batch"
+    baseline: Baseline = "mean"
+    std_over: Literal["trained", "all"] = "trained"
+
+    def tokens(
+        self, rewards: list[Rewards], lengths: list[NDArray[np.int64]], others: Sequence[Rewards]
+    ) -> list[list[NDArray[np.float64]]]:
+        """See `AdvantageEstimator`."""
+        found = advantages(
+            rewards,
+            self.normalization,
+            baseline=self.baseline,
+            others=others if self.std_over == "all" else (),
+        )
+        return [
+            [np.full(n, a) for n, a in zip(counts, group, strict=True)]
+            for counts, group in zip(lengths, found, strict=True)
+        ]
+
 
 def advantages(
-    rewards: list[NDArray[np.float64]], normalization: Literal["batch", "prompt", "none"]
-) -> list[NDArray[np.float64]]:
+    rewards: list[Rewards],
+    normalization: Normalization,
+    *,
+    baseline: Baseline = "mean",
+    others: Sequence[Rewards] = (),
+) -> list[Rewards]:
     """Centred rewards of each group, divided by a standard deviation.
 
     `A_i = r_i - mean_j r_j`; for `batch`, `Ahat_i = A_i / std(all A_i in the batch)` (ScaleRL); for
-    `prompt`, the divisor is the group's own standard deviation (GRPO).
+    `prompt`, the divisor is the group's own standard deviation (GRPO). With `leave_one_out` the
+    mean is over the other completions of the group (RLOO), which scales A_i by n / (n - 1).
 
     Args:
         rewards: one array per group that is trained, groups may differ in size.
         normalization: which standard deviation divides.
+        baseline: what is subtracted.
+        others: rewards of groups that are not trained and count in the batch's standard deviation.
 
     Returns:
-        One array per group.
+        One array per trained group.
 
     Example: groups [1, -1] and [1, 1, 1, -1] are centred to [1, -1] and [.5, .5, .5, -1.5], whose
     mean square is 5 / 6, so `batch` divides by sqrt(5 / 6).
     """
-    centred = [r - r.mean() for r in rewards]
+    centred = [_centred(r, baseline) for r in rewards]
     if normalization == "none" or not centred:
         return centred
     if normalization == "prompt":
         return [a / (a.std() + EPS) for a in centred]
-    return [a / (np.concatenate(centred).std() + EPS) for a in centred]
+    every = np.concatenate([*centred, *(_centred(r, baseline) for r in others)])
+    return [a / (every.std() + EPS) for a in centred]
+
+
+def _centred(rewards: Rewards, baseline: Baseline) -> Rewards:
+    centred = rewards - rewards.mean()
+    if baseline == "leave_one_out" and len(rewards) > 1:
+        return centred * (len(rewards) / (len(rewards) - 1))
+    return centred

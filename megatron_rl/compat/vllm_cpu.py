@@ -37,8 +37,9 @@ def pack_tied_head_again(model: Any) -> None:
     """After an update: pack the LM head of `model` if it shares the embedding's weight."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", ())
-    if tied and needed():
+    if head is None or embedding is None or not needed():
+        return
+    if getattr(head, "weight", None) is embedding.weight:
         head.quant_method.process_weights_after_loading(head)
 
 

@@ -5,7 +5,7 @@ runtime linked statically, so that the file loads with and without a GPU. It nee
 of torch 2.10 and later only, and no Python. `python -m megatron_rl.kernels.build` builds it,
 `... --registers` prints what ptxas says about each kernel.
 
-    name: megatron_rl_kernels-<hash of csrc>-<cpu|cuda>.so
+    name: megatron_rl_kernels-<hash of csrc>-<cpu|cuda>.so   (.ptxas beside it: nvcc's report)
     place: beside this file (installed), else the user's cache directory (built on first use)
 """
 
@@ -110,9 +110,9 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout + done.stderr
 
 
-def _architectures(nvcc: str, wanted: Sequence[str]) -> list[str]:
+def _architectures(nvcc: str) -> list[str]:
     known = set(re.findall(r"compute_(\w+)", _run([nvcc, "--list-gpu-arch"])))
-    return [a for a in wanted if a.rstrip("a") in known]
+    return [a for a in CUDA_ARCHITECTURES if a.rstrip("a") in known]
 
 
 def _cuda_flags(architectures: Sequence[str]) -> list[str]:
@@ -126,20 +126,19 @@ def _compile_cuda(nvcc: str, architectures: Sequence[str], out: Path) -> str:
     host = ",".join(("-fPIC", "-fvisibility=hidden", *_WARNINGS))
     return _run(
         [
-            *(nvcc, "-std=c++17", "-O3", "-cudart=static", "-Werror=all-warnings"),
+            *(nvcc, "-std=c++17", "-O3", "-cudart=static", "-Werror=all-warnings", "--threads=0"),
             *("-Xptxas=-v", f"-Xcompiler={host}", *_cuda_flags(architectures)),
             *("-c", str(SOURCES / "rows_cuda.cu"), "-o", str(out)),
         ]
     )
 
 
-def build(out: Path, *, cuda: bool, architectures: Sequence[str] = CUDA_ARCHITECTURES) -> Path:
+def build(out: Path, *, cuda: bool) -> Path:
     """Builds the library into the file `out`, which appears whole or not at all.
 
     Args:
         out: file to make.
-        cuda: put the CUDA kernels in; needs nvcc.
-        architectures: of the CUDA code; those that nvcc does not know are left out.
+        cuda: put the CUDA kernels in; needs nvcc. Architectures that it doesn't know are left out.
 
     Raises:
         BuildError: no compiler, no torch headers, or a compiler error (with its text).
@@ -176,7 +175,8 @@ def build(out: Path, *, cuda: bool, architectures: Sequence[str] = CUDA_ARCHITEC
             assert nvcc is not None
             compile_cpp("library_cuda.cpp")
             objects.append(work / "rows_cuda.o")
-            _compile_cuda(nvcc, _architectures(nvcc, architectures), objects[-1])
+            report = _compile_cuda(nvcc, _architectures(nvcc), objects[-1])
+            out.with_suffix(".ptxas").write_text(report)
             # nvcc knows where its static runtime lies.
             linker = [nvcc, "-cudart=static"]
         prefix = "-Xlinker=" if cuda else "-Wl,"
@@ -208,7 +208,7 @@ def build_for_install(directory: Path) -> Path | None:
         return None
 
 
-def find_or_build(*, cuda: bool, architectures: Sequence[str] = CUDA_ARCHITECTURES) -> Path:
+def find_or_build(*, cuda: bool) -> Path:
     """The library of these sources: installed, cached, or built now under a file lock.
 
     Args:
@@ -227,21 +227,20 @@ def find_or_build(*, cuda: bool, architectures: Sequence[str] = CUDA_ARCHITECTUR
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank builds, the others wait and find the file
         if not target.is_file():
-            build(target, cuda=cuda, architectures=architectures)
+            build(target, cuda=cuda)
     return target
 
 
-def registers(architectures: Sequence[str] = CUDA_ARCHITECTURES) -> list[Registers]:
-    """Registers, spills and stack of every kernel on every architecture, from ptxas.
+def registers() -> list[Registers]:
+    """Registers, spills and stack of every kernel on every architecture, as ptxas reported them.
 
     Raises:
         BuildError: no nvcc, or the source does not compile without warnings.
     """
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise BuildError("no CUDA compiler: nvcc is not on PATH nor in CUDA_HOME")
-    with tempfile.TemporaryDirectory() as directory:
-        text = _compile_cuda(nvcc, architectures, Path(directory) / "rows_cuda.o")
+    path = find_or_build(cuda=True)
+    if not path.with_suffix(".ptxas").is_file():
+        build(path, cuda=True)
+    text = path.with_suffix(".ptxas").read_text()
     pattern = re.compile(
         r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -266,7 +265,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.registers:
         print(
-            "| architecture | kernel | registers | spill bytes | stack bytes |\n|---|---|--:|--:|--:|"
+            "| architecture | kernel | registers | spill bytes | stack bytes |\n"
+            "|---|---|--:|--:|--:|"
         )
         for r in registers():
             row = (r.architecture, r.kernel, r.registers, r.spill_bytes, r.stack_bytes)

@@ -26,7 +26,7 @@ from megatron_rl.kernels.heads import LogitGrads, Precision
 from megatron_rl.kernels.linear import Cispo, Plan
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""(log-probs [C], their place in T) -> loss terms [C], each a function of its own log-prob alone."""
+"""(log-probs [C], their place in T) -> loss terms [C], each of its own log-prob alone."""
 
 
 class LinearLoss(NamedTuple):
@@ -203,10 +203,11 @@ def linear_loss(
         logit_grads=logit_grads,
         chunk_bytes=chunk_bytes,
     )
-    if isinstance(loss, Cispo) and (torch.compiler.is_compiling() or loss_scale is None):
-        if torch.compiler.is_compiling() or _main_grad(weight_VH) is None:
-            total, rows_5T = ops.linear_cispo(hidden_TH, weight_VH, targets_T, loss, plan)
-            return LinearLoss(total, *rows_5T.detach()[:4])
+    # An operator can't add to main_grad and have an autograd formula; compiled code has no hooks.
+    functional = torch.compiler.is_compiling() or _main_grad(weight_VH) is None
+    if isinstance(loss, Cispo) and functional:
+        total, rows_5T = ops.linear_cispo(hidden_TH, weight_VH, targets_T, loss, plan)
+        return LinearLoss(total, *rows_5T.detach()[:4])
     function = loss if isinstance(loss, Cispo) else coefficients_of(loss)
     total, rows_5T = _Loss.apply(hidden_TH, weight_VH, targets_T, function, plan, loss_scale)
     return LinearLoss(total, *rows_5T[:4])

@@ -27,7 +27,7 @@ Precision = Literal["bf16", "tf32", "fp32"]
 """Of the head, per run.
 
 - `fp32`: fp32 logits; fp32 operands are multiplied in fp32. bf16 operands need no copy.
-- `tf32`: the same, but fp32 operands (fp32 weights, fp32 logit gradients) may be rounded to TF32
+- `tf32`: as `fp32`, but fp32 operands (fp32 weights, fp32 logit gradients) may be rounded to TF32
   on GPU.
 - `bf16`: logits rounded to bf16, as heads without this room have them; for comparisons.
 """
@@ -43,6 +43,8 @@ class Head(ABC):
 
     name: str
     """How the products are made, for the log."""
+    narrow_hidden_grad = False
+    """`hidden_grad` also takes `out` of the operands' type: fp32 sums, rounded once."""
 
     @abstractmethod
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
@@ -89,7 +91,7 @@ def _tf32(on: bool) -> Iterator[None]:
 
 
 class Upcast(Head):
-    """fp32 products of fp32 operands or of exact upcasts, `UPCAST_ROWS` rows of weight at a time."""
+    """fp32 products of fp32 operands or exact upcasts, `UPCAST_ROWS` rows of weight at a time."""
 
     def __init__(self, tf32: bool, device: str) -> None:
         self.tf32 = tf32
@@ -136,25 +138,43 @@ class Upcast(Head):
                 out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
 
 
+@cache
+def _addmm_takes_fp32() -> bool:
+    """Whether this torch adds a bf16 product to an fp32 matrix in place (older ones refuse)."""
+    matrix = torch.zeros(16, 16, device="cuda")
+    operand = matrix.bfloat16()
+    try:
+        torch.addmm(matrix, operand, operand, out_dtype=torch.float32, out=matrix)
+    except (RuntimeError, TypeError) as error:
+        log.warning("weight gradients are added in blocks: %s", error)
+        return False
+    return True
+
+
 class CudaTorch(Head):
     """cuBLAS through torch: bf16 operands, fp32 results, nothing upcast."""
 
     name = "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)"
+    narrow_hidden_grad = True
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
 
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        torch.mm(grads_CV, weight_VH, out_dtype=torch.float32, out=out_CH)
+        torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
 
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
         grads_VC = grads_CV.t()
-        if accumulate:
+        if not accumulate:
+            torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+        elif _addmm_takes_fp32():
             torch.addmm(out_VH, grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
         else:
-            torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+            for v in range(0, len(out_VH), UPCAST_ROWS):
+                part_BC = grads_VC[v : v + UPCAST_ROWS]
+                out_VH[v : v + UPCAST_ROWS] += torch.mm(part_BC, hidden_CH, out_dtype=torch.float32)
 
 
 class TransformerEngine(CudaTorch):
@@ -176,48 +196,30 @@ class TransformerEngine(CudaTorch):
         return all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in tensors)
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        if not self._takes(hidden_CH, weight_VH, out_CV):
-            return super().logits(hidden_CH, weight_VH, out_CV)
-        self.gemm(weight_VH, hidden_CH, out_dtype=torch.float32, layout="TN", out=out_CV)
+        if self._takes(hidden_CH, weight_VH, out_CV):
+            self.gemm(weight_VH, hidden_CH, out_dtype=torch.float32, layout="TN", out=out_CV)
+        else:
+            super().logits(hidden_CH, weight_VH, out_CV)
 
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        if not self._takes(grads_CV, weight_VH, out_CH):
-            return super().hidden_grad(grads_CV, weight_VH, out_CH)
-        self.gemm(weight_VH, grads_CV, out_dtype=torch.float32, layout="NN", out=out_CH)
+        if self._takes(grads_CV, weight_VH, out_CH):
+            self.gemm(weight_VH, grads_CV, out_dtype=out_CH.dtype, layout="NN", out=out_CH)
+        else:
+            super().hidden_grad(grads_CV, weight_VH, out_CH)
 
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
-        if not self._takes(grads_CV, hidden_CH, out_VH):
-            return super().weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
-        self.gemm(
-            *(hidden_CH, grads_CV),
-            out_dtype=torch.float32,
-            layout="NT",
-            out=out_VH,
-            accumulate=accumulate,
-        )
-
-
-class RoundedLogits(Head):
-    """Another head's products, with logits rounded to bf16 (the head of `precision: bf16`)."""
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.name = f"logits rounded to bf16; {head.name}"
-
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        self.head.logits(hidden_CH, weight_VH, out_CV)
-        for row_V in out_CV.split(64):  # no second [C, V]
-            row_V.copy_(row_V.bfloat16())
-
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        self.head.hidden_grad(grads_CV, weight_VH, out_CH)
-
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
-        self.head.weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+        if self._takes(grads_CV, hidden_CH, out_VH):
+            self.gemm(
+                *(hidden_CH, grads_CV),
+                out_dtype=torch.float32,
+                layout="NT",
+                out=out_VH,
+                accumulate=accumulate,
+            )
+        else:
+            super().weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
 
 
 class Mixed(Head):
@@ -225,6 +227,7 @@ class Mixed(Head):
 
     def __init__(self, forward: Head, backward: Head) -> None:
         self.forward, self.backward = forward, backward
+        self.narrow_hidden_grad = backward.narrow_hidden_grad
         self.name = f"{forward.name}; backward: {backward.name}"
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
@@ -237,6 +240,19 @@ class Mixed(Head):
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
         self.backward.weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+
+
+class RoundedLogits(Mixed):
+    """Another head's products, with logits rounded to bf16 (the head of `precision: bf16`)."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head, head)
+        self.name = f"logits rounded to bf16; {head.name}"
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        super().logits(hidden_CH, weight_VH, out_CV)
+        for rows_V in out_CV.split(64):  # no second [C, V]
+            rows_V.copy_(rows_V.bfloat16())
 
 
 def _bf16_products(device: str, tf32: bool) -> Head:

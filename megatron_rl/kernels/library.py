@@ -65,14 +65,7 @@ def _find(cuda: bool) -> Path:
     chosen = os.environ.get("MEGATRON_RL_KERNELS")
     if chosen is not None:
         return Path(chosen)
-    if not cuda:
-        return build.find_or_build(cuda=False)
-    # Built on the machine that runs it: its own devices are enough.
-    here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    names = sorted({f"{a}{b}" for a, b in here}, key=int)
-    return build.find_or_build(
-        cuda=True, architectures=["90a" if name == "90" else name for name in names]
-    )
+    return build.find_or_build(cuda=cuda)
 
 
 def _define_reference(library: torch.library.Library, key: str, *, define: bool) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from megatron_rl.kernels import heads
 
-# Beside inputs, outputs and the weight gradient: nearly all of it is the chunk's fp32 logits.
 CHUNK_BYTES = {"cpu": 136 * 2**20, "cuda": 3175 * 2**20}
 """Default memory budget of the chunk's logits per device type."""
+CPU_ROWS = 256
+"""Most tokens of a chunk on CPU by default: products gain nothing from more."""
 
 Coefficients = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probs [C], their place in T) -> (loss terms [C], derivative of the loss by log-prob [C])."""
@@ -34,7 +35,7 @@ Coefficients = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """Inputs of CISPO, each fp32 [T]: L = sum -w min(ratio, cap) A log p, the ratio held constant."""
+    """Inputs of CISPO, fp32 [T] each: L = sum -w min(ratio, cap) A log p, the ratio held fixed."""
 
     generator_logprobs_T: Tensor
     advantages_T: Tensor
@@ -68,6 +69,21 @@ class Pass(NamedTuple):
     """fp32, of this rank's shard."""
 
 
+def row_stride(V: int, device: str) -> int:
+    """Distance between rows of a chunk's logits, in numbers."""
+    # Rows a multiple of the page apart would meet in the same cache sets on CPU; cuBLASLt wants
+    # rows without gaps, and 16-byte aligned.
+    return (V + 63) // 64 * 64 + 64 if device == "cpu" else (V + 7) // 8 * 8
+
+
+def chunk_rows(stride: int, device: str, budget: int | None) -> int:
+    """Tokens of a chunk: what the budget in bytes holds, in whole blocks of 32 if it can be."""
+    rows = (CHUNK_BYTES[device] if budget is None else budget) // (4 * stride)
+    if budget is None and device == "cpu":
+        rows = min(rows, CPU_ROWS)
+    return max(1, rows // 32 * 32 or rows)
+
+
 class _Chunks:
     """The shared walk: checks, shard bounds, chunk size and the two buffers."""
 
@@ -99,12 +115,9 @@ class _Chunks:
             plan.precision, plan.logit_grads, hidden_TH.dtype, device.type
         )
         self.bf16 = self.grad_dtype == torch.bfloat16
-        # Rows a multiple of the page apart would meet in the same cache sets on CPU; cuBLASLt
-        # wants rows without gaps, and 16-byte aligned.
-        stride = (V + 63) // 64 * 64 + 64 if device.type == "cpu" else (V + 7) // 8 * 8
-        budget = CHUNK_BYTES[device.type] if plan.chunk_bytes is None else plan.chunk_bytes
-        rows = budget // (4 * stride)
-        self.rows = max(1, min(rows // 32 * 32 or rows, T))
+        stride = row_stride(V, device.type)
+        rows = chunk_rows(stride, device.type, plan.chunk_bytes)
+        self.rows = max(1, min(rows, T))
         self.T, self.V = T, V
         self.logits_CV = hidden_TH.new_empty(self.rows, stride, dtype=torch.float32)
         self.hidden_TH = hidden_TH if hidden_TH.stride(1) == 1 else hidden_TH.contiguous()
@@ -161,7 +174,8 @@ class _Gradients:
             self.sum_TH = h.new_empty(shape, dtype=torch.float32)
         elif hidden:
             self.grad_TH = torch.empty_like(h, memory_format=torch.contiguous_format)
-            self.part_CH = h.new_empty(chunks.rows, shape[1], dtype=torch.float32)
+            if not chunks.head.narrow_hidden_grad:
+                self.part_CH = h.new_empty(chunks.rows, shape[1], dtype=torch.float32)
         self.weight_VH: Tensor | None = None
         self.started = weight_grad_VH is not None
         if weight:
@@ -169,18 +183,18 @@ class _Gradients:
             if self.weight_VH is None:
                 # Nothing to add to: the first chunk writes it. Without chunks it is 0.
                 make = torch.empty if chunks.T else torch.zeros
-                self.weight_VH = make(
-                    chunks.weight_VH.shape, dtype=torch.float32, device=h.device
-                )
+                self.weight_VH = make(chunks.weight_VH.shape, dtype=torch.float32, device=h.device)
 
     def add(self, place: slice, grads_CV: Tensor) -> None:
         c = self.chunks
         if self.sum_TH is not None:
             c.head.hidden_grad(grads_CV, c.weight_VH, self.sum_TH[place])
-        elif self.grad_TH is not None and self.part_CH is not None:
+        elif self.part_CH is not None and self.grad_TH is not None:
             part_CH = self.part_CH[: place.stop - place.start]
             c.head.hidden_grad(grads_CV, c.weight_VH, part_CH)
             self.grad_TH[place] = part_CH
+        elif self.grad_TH is not None:
+            c.head.hidden_grad(grads_CV, c.weight_VH, self.grad_TH[place])
         if self.weight_VH is not None:
             c.head.weight_grad(grads_CV, c.hidden_TH[place], self.weight_VH, self.started)
             self.started = True
@@ -223,10 +237,8 @@ def one_pass(
     whole = isinstance(loss, Cispo) and chunks.group is None and any(grads) and loss_scale == 1.0
     inputs: list[Tensor] = []
     if isinstance(loss, Cispo):
-        inputs = [
-            t.to(torch.float32).contiguous()
-            for t in (loss.generator_logprobs_T, loss.advantages_T, loss.weights_T)
-        ]
+        given = (loss.generator_logprobs_T, loss.advantages_T, loss.weights_T)
+        inputs = [t.to(torch.float32).contiguous() for t in given]
         if any(t.shape != (chunks.T,) for t in inputs):
             raise ValueError(
                 f"CISPO's inputs are {[list(t.shape) for t in inputs]}: [{chunks.T}] each is needed"

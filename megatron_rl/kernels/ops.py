@@ -44,7 +44,7 @@ def _group(name: str) -> torch.distributed.ProcessGroup | None:
 @torch.library.custom_op("megatron_rl::fp32_linear", mutates_args=())
 def fp32_linear(hidden_TH: Tensor, weight_VH: Tensor, precision: str, logit_grads: str) -> Tensor:
     """Logits [T, V] in fp32; the two backward products take fp32 or bf16 gradients."""
-    head, _ = heads.select(precision, logit_grads, hidden_TH.dtype, hidden_TH.device.type)  # type: ignore[arg-type]
+    head, _ = heads.select(precision, logit_grads, hidden_TH.dtype, hidden_TH.device.type)
     logits_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH), dtype=torch.float32)
     head.logits(hidden_TH, weight_VH, logits_TV)
     return logits_TV
@@ -60,7 +60,7 @@ def fp32_linear_backward(
     grad_TV: Tensor, hidden_TH: Tensor, weight_VH: Tensor, precision: str, logit_grads: str
 ) -> tuple[Tensor, Tensor]:
     """Gradients by hidden states and weight, in their own types."""
-    head, dtype = heads.select(precision, logit_grads, hidden_TH.dtype, hidden_TH.device.type)  # type: ignore[arg-type]
+    head, dtype = heads.select(precision, logit_grads, hidden_TH.dtype, hidden_TH.device.type)
     grad_TV = grad_TV.to(dtype).contiguous()
     hidden_grad_TH = hidden_TH.new_empty(hidden_TH.shape, dtype=torch.float32)
     weight_grad_VH = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32)

@@ -78,7 +78,7 @@ def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[E
     pool = [
         (encode(prompt), encode(completion))
         for prompt, completion in arithmetic.demonstrations(
-            config.task, config.seed, s.prompts, s.demonstrations_per_prompt, thinking
+            config.task, config.task_seed, s.prompts, s.demonstrations_per_prompt, thinking
         )
     ]
     random.Random(f"supervised order {config.seed}").shuffle(pool)

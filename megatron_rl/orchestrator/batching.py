@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithm.advantages import advantages
+from megatron_rl.algorithm.advantages import AdvantageEstimator, GroupBaseline
 from megatron_rl.algorithm.aggregation import token_weights
+from megatron_rl.algorithm.rewards import length_penalty
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Batch, Sample
 from megatron_rl.orchestrator.groups import Group
@@ -38,37 +39,45 @@ def build_batch(
 ) -> BuiltBatch:
     """The batch of a step.
 
-    A group is kept if its usable completions differ in reward (zero-variance filter); dropped
-    groups are not refilled, and the prompt mean is over the kept ones. Forced tokens and truncated
-    completions have loss weight 0.
+    A group is kept if its completions differ in verified reward (zero-variance filter); the prompt
+    mean is over the kept ones. Forced tokens have loss weight 0. Truncated completions are left
+    out of the batch and of the baseline, of the batch alone, or of neither, as the algorithm says.
 
     Args:
         step: trainer step; weights of version `step` train it.
         groups: complete groups, in dispatch order.
         prompts: token ids of each prompt id.
-        algorithm: filters, normalization and aggregation.
+        algorithm: filters, penalties, advantages and aggregation.
         probe: sequences whose trainer log-probs are wanted.
         flags: further fields of `Batch`.
     """
-    trained = [(g, g.usable) for g in groups if not _dropped(g, algorithm)]
-    rewards = [np.array([g.reward(s) for s in samples]) for g, samples in trained]
-    normalized = advantages(rewards, algorithm.advantage_normalization)
-    counts = [np.array([_sampled(s) for s in samples], dtype=np.int64) for _, samples in trained]
-    weights = token_weights(counts, algorithm.aggregation)
+    kept = [g for g in groups if not is_dropped(g, algorithm)]
+    rewards = [shaped_rewards(g, baseline_samples(g, algorithm), algorithm) for g in kept]
+    others = [
+        shaped_rewards(g, samples, algorithm)
+        for g in groups
+        if is_dropped(g, algorithm) and (samples := baseline_samples(g, algorithm))
+    ]
+    lengths = [
+        np.array([len(s.token_ids) for s in baseline_samples(g, algorithm)], dtype=np.int64)
+        for g in kept
+    ]
+    advantages = _estimator(algorithm).tokens(rewards, lengths, others)
+    trained = [_trained(g, algorithm, a) for g, a in zip(kept, advantages, strict=True)]
+    counts = [np.array([_sampled(s) for s, _ in pairs], dtype=np.int64) for pairs in trained]
+    weights = token_weights(counts, algorithm.aggregation, algorithm.constant_length_tokens)
 
     columns: dict[str, list[np.ndarray]] = {
         name: [] for name in ("token_ids", "advantages", "logprobs", "weights", "versions")
     }
     bounds, prompt_lengths = [0], []
-    for (group, samples), group_advantages, group_weights in zip(
-        trained, normalized, weights, strict=True
-    ):
+    for group, pairs, group_weights in zip(kept, trained, weights, strict=True):
         prompt = prompts[group.prompt_id]
-        for sample, advantage, weight in zip(samples, group_advantages, group_weights, strict=True):
+        for (sample, advantage), weight in zip(pairs, group_weights, strict=True):
             p, n = len(prompt), len(sample.token_ids)
             mask = _sampled_mask(sample)
             columns["token_ids"].append(np.array([*prompt, *sample.token_ids], dtype="<i4"))
-            columns["advantages"].append(_padded(p, np.full(n, advantage), 0.0))
+            columns["advantages"].append(_padded(p, advantage, 0.0))
             columns["logprobs"].append(_padded(p, np.array(sample.logprobs), 0.0))
             columns["weights"].append(_padded(p, np.where(mask, weight, 0.0), 0.0))
             versions = np.where(mask, token_versions(sample), -1)
@@ -92,8 +101,64 @@ def build_batch(
         probe=list(range(min(probe, len(prompt_lengths)))),
         **flags,
     )
-    flat = [(prompts[g.prompt_id], s) for g, samples in trained for s in samples]
-    return BuiltBatch(batch, rollout_metrics(step, groups, len(trained)), flat[: len(batch.probe)])
+    flat = [
+        (prompts[g.prompt_id], s) for g, pairs in zip(kept, trained, strict=True) for s, _ in pairs
+    ]
+    found = rollout_metrics(step, groups, len(kept))
+    if algorithm.length_penalty != "none":
+        penalties = [
+            p for g in kept for p in _penalties(g, baseline_samples(g, algorithm), algorithm)
+        ]
+        found["length_penalty_mean"] = float(np.mean(penalties)) if penalties else 0.0
+    return BuiltBatch(batch, found, flat[: len(batch.probe)])
+
+
+def baseline_samples(group: Group, algorithm: Algorithm) -> list[Sample]:
+    """Completions whose rewards make the group's baseline."""
+    return group.usable if algorithm.truncated == "drop" else group.ordered
+
+
+def is_dropped(group: Group, algorithm: Algorithm) -> bool:
+    """Whether a complete group teaches nothing, and is left out of the batch."""
+    samples = baseline_samples(group, algorithm)
+    if len(samples) < 2 or not (group.usable or algorithm.truncated == "train"):
+        return True
+    return algorithm.zero_variance_filter and len({group.reward(s) for s in samples}) == 1
+
+
+def shaped_rewards(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
+    """Verified rewards with the length penalty."""
+    verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
+    return verified + _penalties(group, samples, algorithm)
+
+
+def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
+    if algorithm.length_penalty == "none":
+        return np.zeros(len(samples))
+    longest, cache = algorithm.length_max_tokens, algorithm.length_cache_tokens
+    assert longest is not None
+    assert cache is not None
+    found = length_penalty(np.array([len(s.token_ids) for s in samples]), longest, cache)
+    if algorithm.length_penalty == "all":
+        return found
+    return np.where([group.reward(s) > 0 for s in samples], found, 0.0)
+
+
+def _trained(
+    group: Group, algorithm: Algorithm, advantages: list[np.ndarray]
+) -> list[tuple[Sample, np.ndarray]]:
+    pairs = zip(baseline_samples(group, algorithm), advantages, strict=True)
+    return [
+        (s, a) for s, a in pairs if algorithm.truncated == "train" or s.finish_reason != "length"
+    ]
+
+
+def _estimator(algorithm: Algorithm) -> AdvantageEstimator:
+    return GroupBaseline(
+        algorithm.advantage_normalization,
+        algorithm.advantage_baseline,
+        algorithm.advantage_std_over,
+    )
 
 
 def rollout_metrics(step: int, groups: list[Group], kept: int) -> dict[str, Any]:
@@ -147,13 +212,6 @@ def token_versions(sample: Sample) -> np.ndarray:
             f" not cover its {len(sample.token_ids)} tokens"
         )
     return versions
-
-
-def _dropped(group: Group, algorithm: Algorithm) -> bool:
-    usable = group.usable
-    if len(usable) < 2:
-        return True
-    return algorithm.zero_variance_filter and len({group.reward(s) for s in usable}) == 1
 
 
 def _share_multi(samples: list[Sample]) -> float:

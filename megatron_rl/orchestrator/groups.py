@@ -1,7 +1,8 @@
-"""Groups: the completions of one prompt, from dispatch to training."""
+"""Groups: the completions of one prompt, and their queue from dispatch to training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_rl.messages import Sample
@@ -12,9 +13,8 @@ from megatron_rl.rewards import Outcome, Verdict
 class Group:
     """Completions of one prompt.
 
-    Groups are numbered in dispatch order, and group i is trained in step `i // prompts_per_step`,
-    whatever finished first: batches have no bias to short completions, and a resumed run trains
-    the same prompts.
+    Groups are numbered in dispatch order, and they are trained in it, whatever finished first:
+    batches have no bias to short completions, and a resumed run trains the same prompts.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Group:
 
     @property
     def usable(self) -> list[Sample]:
-        """Completions that ended; truncated ones are excluded from the batch."""
+        """Completions that ended within the token budget."""
         return [s for s in self.ordered if s.finish_reason != "length"]
 
     @property
@@ -47,3 +47,107 @@ class Group:
     def reward(self, sample: Sample) -> float:
         """+1 for a right completion, -1 for any other."""
         return 1.0 if self.verdicts[sample.index].verdict is Outcome.CORRECT else -1.0
+
+
+class GroupQueue:
+    """Groups in the order of their dispatch, which is the order in which steps take them.
+
+    Args:
+        per_step: groups that a step trains (B), those that a refill replaces not counted.
+        replaced: whether a complete group is dropped and replaced by a later one (refill).
+
+    Example: B = 2; groups 0 to 4 were dispatched, 1 is replaced: step 0 takes 0, 1 and 2, and group
+    5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).
+    """
+
+    def __init__(self, per_step: int, replaced: Callable[[Group], bool]) -> None:
+        self._per_step, self._is_replaced = per_step, replaced
+        self._groups: dict[int, Group] = {}
+        self._again: dict[int, Group] = {}
+        self._replaced: set[int] = set()
+        self._counted = 0
+        self._taken: dict[int, int] = {}
+        self.trained_steps = 0
+        """Steps that were trained: the next one is v."""
+        self.consumed = 0
+        """Groups that trained steps took (c)."""
+        self.next_index = 0
+        """Number of the group that is dispatched next."""
+
+    @property
+    def next_step(self) -> int:
+        """Step in which the next group is trained, at the latest: `v + (i - c) // B`."""
+        return self.trained_steps + self._counted // self._per_step
+
+    def __getitem__(self, index: int) -> Group:
+        return self._groups[index]
+
+    @property
+    def waiting(self) -> list[Group]:
+        """Groups that were dispatched and are not consumed."""
+        return list(self._groups.values())
+
+    def skip_finished(self) -> None:
+        """Pass over groups that were finished before a resume."""
+        while self.next_index in self._groups:
+            self._counted += self.next_index not in self._replaced
+            self.next_index += 1
+
+    def dispatch(self, size: int, engine: str, draw: Callable[[], int]) -> Group:
+        """The next group; its prompt is drawn, or the old one of a group that is made again."""
+        again = self._again.pop(self.next_index, None)
+        prompt_id = draw() if again is None else again.prompt_id
+        group = self._groups[self.next_index] = Group(self.next_index, prompt_id, size, engine)
+        self.next_index += 1
+        self._counted += 1
+        return group
+
+    def arrived(self, group: Group) -> None:
+        """A completion of the group was verified."""
+        if group.complete and self._is_replaced(group):
+            self._replaced.add(group.index)
+            self._counted -= 1
+
+    def next_groups(self, steps: int = 1) -> list[Group] | None:
+        """The groups of the next steps, replaced ones included; None until all are complete."""
+        found: list[Group] = []
+        missing = steps * self._per_step
+        while missing:
+            group = self._groups.get(self.consumed + len(found))
+            if group is None or not group.complete:
+                return None
+            found.append(group)
+            missing -= group.index not in self._replaced
+        return found
+
+    def complete_ahead(self) -> int:
+        """Complete groups from the next one on, without a gap."""
+        count = 0
+        while (g := self._groups.get(self.consumed + count)) is not None and g.complete:
+            count += 1
+        return count
+
+    def take(self, step: int, groups: list[Group]) -> None:
+        """These groups are trained in this step."""
+        self._taken[step] = len(groups)
+
+    def consume(self, step: int) -> list[Group]:
+        """The groups of a step that was trained."""
+        last = self.consumed + self._taken.pop(step)
+        found = [self._groups.pop(i) for i in range(self.consumed, last)]
+        self._counted -= sum(g.index not in self._replaced for g in found)
+        self._replaced -= {g.index for g in found}
+        self.consumed, self.trained_steps = last, step + 1
+        return found
+
+    def restore(self, step: int, consumed: int, groups: list[Group]) -> None:
+        """Go on from a checkpoint: complete groups are kept, the others are made again."""
+        self.trained_steps, self.consumed = step, consumed
+        self.next_index = consumed
+        for group in groups:
+            if not group.complete:
+                self._again[group.index] = group
+                continue
+            self._groups[group.index] = group
+            if self._is_replaced(group):
+                self._replaced.add(group.index)

@@ -1,9 +1,11 @@
 """The orchestrator's event loop: one ROUTER socket, one handler per message.
 
-PipelineRL-k in one rule: group i is trained in step `i // prompts_per_step`, and it is dispatched
-to an engine of version s only when that step is at most `s + max_lag_steps`. No token can then be
-older than k steps when it is trained; the generators wait when they are k steps ahead, and the
-trainer waits for the groups of its step.
+Groups are trained in the order of their dispatch, whatever finished first. With v the next step,
+c the first group that no step took yet, and B prompts per step, group i is trained in step
+`v + (i - c) // B` at the latest (dropped groups that are refilled don't count), and it is
+dispatched to an engine of version s only when the schedule lets version s generate for that step:
+`v + (i - c) // B <= s + k` for PipelineRL-k. No token can then be older than k steps when it is
+trained; the generators wait when they are k steps ahead, and the trainer waits for its groups.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from megatron_rl.algorithm.interruption import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, PromptSet
 from megatron_rl.messages import TRAINER
-from megatron_rl.orchestrator.batching import build_batch
+from megatron_rl.orchestrator.batching import build_batch, is_dropped
 from megatron_rl.orchestrator.engines import NO_VERSION, Engine
 from megatron_rl.orchestrator.evaluation import EvaluationRun, evaluation_steps
-from megatron_rl.orchestrator.groups import Group
+from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.meter import Meter
 from megatron_rl.orchestrator.state import SavedGroup, State, save_state
 from megatron_rl.rewards import Verdict
@@ -64,10 +66,10 @@ class Orchestrator:
         self.config, self.prompts, self.verify = config, prompts, verify
         self.meter, self.socket = meter, socket
         self.engines: dict[str, Engine] = {}
-        self.groups: dict[int, Group] = {}
-        self.redo: dict[int, Group] = {}
-        self.next_group = 0
-        self.trained_steps = 0
+        a = config.algorithm
+        self.groups = GroupQueue(
+            config.schedule.prompts_per_step, lambda group: a.refill and is_dropped(group, a)
+        )
         self.requested_step: int | None = None
         self.manifests: dict[int, m.Manifest] = {}
         self.evaluations: dict[int, EvaluationRun] = {}
@@ -76,7 +78,6 @@ class Orchestrator:
         self.trainer_done: m.TrainerDone | None = None
         self.first_step = 0
         self._outbox: list[tuple[str, m.Message]] = []
-        a = config.algorithm
         self.curriculum = Curriculum(
             len(prompts.train),
             config.seed,
@@ -88,7 +89,7 @@ class Orchestrator:
             self._restore(state)
         steps = evaluation_steps(config.evaluation, config.schedule.steps)
         self.evaluation_steps = {s for s in steps if s not in meter.evaluated_steps}
-        self.evaluation_steps = {s for s in self.evaluation_steps if s >= self.trained_steps}
+        self.evaluation_steps = {s for s in self.evaluation_steps if s >= self.first_step}
         self._prompt_ids = {p.id: p.token_ids for p in prompts.train}
 
     # ------------------------------------------------------------ event loop
@@ -227,36 +228,31 @@ class Orchestrator:
     def _dispatch(self) -> None:
         s, g = self.config.schedule, self.config.generation
         while True:
-            step = self.next_group // s.prompts_per_step
+            self.groups.skip_finished()
+            step = self.groups.next_step
             if step >= s.steps or self.trainer_done is not None:
                 return
             free = [
                 e
                 for e in self.engines.values()
                 if e.version != NO_VERSION
-                and step <= e.version + s.max_lag_steps
+                and s.oldest_version(step) <= e.version
                 and e.in_flight < e.capacity
             ]
             if not free:
                 return
             engine = min(free, key=lambda e: e.in_flight)
-            index = self.next_group
-            self.next_group += 1
-            group = self.redo.pop(index, None)
-            if group is None and index in self.groups:
-                continue
-            prompt_id = group.prompt_id if group else self.curriculum.next()
             size = s.completions_per_prompt
-            self.groups[index] = Group(index, prompt_id, size, engine.name)
+            group = self.groups.dispatch(size, engine.name, self.curriculum.next)
             engine.in_flight += size
             self._send(
                 engine.name,
                 m.Generate(
-                    group=index,
-                    prompt_id=prompt_id,
-                    prompt=self.prompts.train[prompt_id].token_ids,
+                    group=group.index,
+                    prompt_id=group.prompt_id,
+                    prompt=self.prompts.train[group.prompt_id].token_ids,
                     thinking_budgets=thinking_budgets(
-                        self.config.seed, index, size, g.thinking_budget_tokens
+                        self.config.seed, group.index, size, g.thinking_budget_tokens
                     ),
                     answer_budget=g.answer_budget_tokens,
                     temperature=g.temperature,
@@ -272,6 +268,7 @@ class Orchestrator:
         group = self.groups[sample.group]
         group.samples[sample.index] = sample
         group.verdicts[sample.index] = self.verify(self.prompts.train[group.prompt_id], sample)
+        self.groups.arrived(group)
 
     # ------------------------------------------------------------ training
 
@@ -286,10 +283,9 @@ class Orchestrator:
             self.requested_step = None
             self._send(TRAINER, m.Batch.stopping(step, versions_needed_from=self._oldest_needed()))
             return
-        wanted = range(step * s.prompts_per_step, (step + 1) * s.prompts_per_step)
-        groups = [self.groups.get(i) for i in wanted]
-        ready = [g for g in groups if g is not None and g.complete]
-        if len(ready) < len(wanted):
+        ready = self.groups.next_groups()
+        if ready is None or self.groups.next_groups(s.phase_steps(step)) is None:
+            self._check_refill(step)
             return
         self.requested_step = None
         every = self.config.observe.logprob_check_every_steps
@@ -298,7 +294,7 @@ class Orchestrator:
             ready,
             self._prompt_ids,
             self.config.algorithm,
-            probe=PROBE_SEQUENCES if step % every == 0 else 0,
+            probe=PROBE_SEQUENCES if self._can_probe and step % every == 0 else 0,
             save=step % self.config.checkpoint.every_steps == 0 and step > self.first_step,
             versions_needed_from=self._oldest_needed(),
         )
@@ -309,18 +305,33 @@ class Orchestrator:
                 f" {s.max_lag_steps}"
             )
         self.probed[step] = built.probe
+        self.groups.take(step, ready)
         drawn = {"prompts_excluded": self.curriculum.excluded, "epoch": self.curriculum.epoch}
+        if self.config.algorithm.refill:
+            drawn["prompts_refilled"] = len(ready) - s.prompts_per_step
         self.meter.batch(step, built.metrics | drawn)
         self._send(TRAINER, built.batch)
 
+    def _check_refill(self, step: int) -> None:
+        a, s = self.config.algorithm, self.config.schedule
+        drawn = self.groups.complete_ahead()
+        if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
+            raise RunError(
+                f"step {step}: {drawn} prompts were drawn, and the completions of nearly all have"
+                f" one reward; that is more than algorithm.refill_max_ratio ="
+                f" {a.refill_max_ratio:g} times schedule.prompts_per_step = {s.prompts_per_step}:"
+                " the prompts are too easy or too hard for the policy; take others, or set"
+                " algorithm.refill false"
+            )
+
+    @property
+    def _can_probe(self) -> bool:
+        # Engines score given tokens from the plain logits only.
+        return self.config.generation.temperature == 1.0
+
     def _on_StepDone(self, sender: str, done: m.StepDone) -> None:
-        per_step = self.config.schedule.prompts_per_step
-        consumed = [
-            self.groups.pop(i) for i in range(done.step * per_step, (done.step + 1) * per_step)
-        ]
-        for group in consumed:
+        for group in self.groups.consume(done.step):
             self.curriculum.record(group.prompt_id, group.pass_rate)
-        self.trained_steps = done.step + 1
         self.meter.step(done)
         self._score_probe(done, self.probed.pop(done.step))
 
@@ -388,12 +399,12 @@ class Orchestrator:
     # ------------------------------------------------------------ state
 
     def _on_SaveState(self, sender: str, request: m.SaveState) -> None:
-        first = request.step * self.config.schedule.prompts_per_step
         state = State(
             step=request.step,
             fingerprint=self.prompts.fingerprint,
             prompts_per_step=self.config.schedule.prompts_per_step,
-            next_group=self.next_group,
+            next_group=self.groups.next_index,
+            consumed=self.groups.consumed,
             groups=[
                 SavedGroup(
                     index=g.index,
@@ -401,8 +412,7 @@ class Orchestrator:
                     size=g.size,
                     samples=g.ordered if g.complete else [],
                 )
-                for g in self.groups.values()
-                if g.index >= first
+                for g in self.groups.waiting
             ],
             curriculum=self.curriculum.state(),
             compute=self.meter.counters(),
@@ -414,19 +424,15 @@ class Orchestrator:
 
     def _restore(self, state: State) -> None:
         """Finished groups are kept; the others are generated again, under their old numbers."""
-        self.first_step = self.trained_steps = state.step
+        self.first_step = state.step
         self.curriculum.restore(state.curriculum)
         self.meter.restore(state.compute, state.wall_seconds, state.aborted)
-        self.next_group = state.step * self.config.schedule.prompts_per_step
-        for saved in state.groups:
-            group = Group(saved.index, saved.prompt_id, saved.size, engine="")
-            if not saved.samples:
-                self.redo[group.index] = group
-                continue
+        groups = [Group(g.index, g.prompt_id, g.size, engine="") for g in state.groups]
+        for group, saved in zip(groups, state.groups, strict=True):
             prompt = self.prompts.train[group.prompt_id]
             group.samples = {s.index: s for s in saved.samples}
             group.verdicts = {s.index: self.verify(prompt, s) for s in saved.samples}
-            self.groups[group.index] = group
+        self.groups.restore(state.step, state.consumed, groups)
 
     def _on_TrainerDone(self, sender: str, done: m.TrainerDone) -> None:
         self.trainer_done = done

@@ -18,7 +18,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.messages import Sample
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/1"
+FORMAT = "megatron_rl.orchestrator/2"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,11 +34,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a resumed run needs beside the weights and the optimizer."""
 
     step: int
-    """Steps trained: groups below `step * prompts_per_step` are consumed."""
+    """Steps trained."""
     fingerprint: str
     """Data set."""
     prompts_per_step: int
     next_group: int
+    consumed: int
+    """Groups below this number were taken by the trained steps."""
     groups: list[SavedGroup]
     curriculum: dict[str, Any]
     compute: dict[str, float]

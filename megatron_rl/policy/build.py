@@ -32,9 +32,11 @@ from megatron_rl.policy import world
 
 def transformer_engine() -> bool:
     """Whether layers are Transformer Engine's: CUDA is there, and it is installed."""
-    if not torch.cuda.is_available():
-        return False
-    return importlib.util.find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() is True and _installed("transformer_engine")
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def check_sizes(run: RunConfig, architecture: Architecture) -> None:
@@ -110,8 +112,8 @@ def transformer_config(
         deallocate_pipeline_outputs=cuda,
         perform_initialization=False,
         attention_softmax_in_fp32=True,
-        gradient_accumulation_fusion=use_te,
-        apply_rope_fusion=use_te,
+        gradient_accumulation_fusion=use_te and _installed("fused_weight_gradient_mlp_cuda"),
+        apply_rope_fusion=use_te and not architecture.interleaved_rope,
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=False,

@@ -37,8 +37,10 @@ class RowSelection:
     fp32_logits: bool
     tp_group: dist.ProcessGroup
     sequence_parallel: bool
+    entropy_gradient: bool = False
+    """Whether the entropy is differentiated (an entropy term in the objective)."""
     entropy_T: Tensor | None = None
-    """Entropy of each row's distribution in nats, without gradient."""
+    """Entropy of each row's distribution in nats; with gradient if that was asked for."""
 
 
 class _VocabularyParallelLogprob(torch.autograd.Function):
@@ -52,6 +54,7 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
         temperature: float,
         vocabulary: int,
         group: dist.ProcessGroup,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, size, columns = group.rank(), group.size(), logits_TV.shape[1]
         first, parallel = rank * columns, size > 1 and len(targets_T) > 0
@@ -81,18 +84,26 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
             dist.all_reduce(sums_3T, group=group)
         log_sum_T = sums_3T[0].log()
         entropy_T = log_sum_T - sums_3T[1] / sums_3T[0]
-        ctx.save_for_backward(weights_TV.div_(sums_3T[0][:, None]), column_T, mine_T)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_T)
+        ctx.save_for_backward(
+            weights_TV.div_(sums_3T[0][:, None]), column_T, mine_T, entropy_T.clone()
+        )
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_T)
         return sums_3T[2] - log_sum_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probs_TV, column_T, mine_T = ctx.saved_tensors
+        probs_TV, column_T, mine_T, entropy_T = ctx.saved_tensors
         grad_T = grads[0] / ctx.temperature
         grad_TV = probs_TV * -grad_T[:, None]
         grad_TV.scatter_add_(1, column_T[:, None], (grad_T * mine_T)[:, None])
-        return grad_TV, None, None, None, None
+        if ctx.entropy_gradient:
+            # dH/dx_j = -p_j (log p_j + H); a probability of 0 contributes nothing.
+            log_probs_TV = probs_TV.clamp(min=torch.finfo(probs_TV.dtype).tiny).log()
+            slope_TV = -probs_TV * (log_probs_TV + entropy_T[:, None])
+            grad_TV += slope_TV * (grads[1] / ctx.temperature)[:, None]
+        return grad_TV, None, None, None, None, None
 
 
 def vocabulary_parallel_logprobs(
@@ -101,8 +112,9 @@ def vocabulary_parallel_logprobs(
     temperature: float,
     vocabulary: int,
     group: dist.ProcessGroup,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [T] with gradient and entropies [T] without, of columns split over `group`.
+    """Log-probs [T] with gradient and entropies [T], of columns split over `group`.
 
     Args:
         logits_TV: fp32 logits of this rank's columns.
@@ -110,9 +122,10 @@ def vocabulary_parallel_logprobs(
         temperature: divides the logits.
         vocabulary: columns beyond it, over the whole group, are padding and have probability 0.
         group: tensor-parallel group.
+        entropy_gradient: whether the entropies have a gradient too.
     """
     logprobs_T, entropy_T = _VocabularyParallelLogprob.apply(
-        logits_TV, targets_T, temperature, vocabulary, group
+        logits_TV, targets_T, temperature, vocabulary, group, entropy_gradient
     )
     return logprobs_T, entropy_T
 
@@ -147,6 +160,11 @@ def response_logprobs(
     else:
         logits_TV = torch.nn.functional.linear(hidden_TH, weight_VH).float()
     logprobs_T, context.entropy_T = vocabulary_parallel_logprobs(
-        logits_TV, context.targets_T, context.temperature, context.vocabulary, context.tp_group
+        logits_TV,
+        context.targets_T,
+        context.temperature,
+        context.vocabulary,
+        context.tp_group,
+        context.entropy_gradient,
     )
     return logprobs_T

@@ -6,15 +6,18 @@ Shape legend: T completion tokens of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithm.objective import Sums
+
 SUMS = (
     *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
-    *("same_error", "same_tokens"),
+    *("same_error", "same_tokens", "corrected", "reference_kl"),
 )
 NEAR_ONE = (0.9, 1.1)
 """Ratios outside of this are counted as `ratio_outside_0.9_1.1`."""
@@ -32,14 +35,23 @@ class TokenArrays:
     """bool: sampled under the weights that were just differentiated, like all its sequence."""
 
 
-def local_sums(tokens: TokenArrays, loss: float, clipped: float) -> tuple[Tensor, Tensor]:
-    """(sums in the order of `SUMS`, maxima [ratio, same-version error]) of this rank, fp64."""
+def local_sums(tokens: TokenArrays, objective: Sequence[Sums]) -> tuple[Tensor, Tensor]:
+    """(sums in the order of `SUMS`, maxima [ratio, same-version error]) of this rank, fp64.
+
+    Args:
+        tokens: of all micro-batches.
+        objective: what the objective summed up in each micro-batch.
+    """
     trained = tokens.loss_weights > 0
     difference = (tokens.logprobs - tokens.generator_logprobs).double()
     log_ratio = difference[trained]
     ratio = log_ratio.exp()
     outside = (ratio < NEAR_ONE[0]) | (ratio > NEAR_ONE[1])
     same_error = difference[tokens.same_version].abs()
+    loss, clipped, corrected, reference_kl = (
+        sum(float(getattr(part, name)) for part in objective)
+        for name in ("loss", "clipped", "corrected", "reference_kl")
+    )
     sums = [
         loss,
         len(ratio),
@@ -52,6 +64,8 @@ def local_sums(tokens: TokenArrays, loss: float, clipped: float) -> tuple[Tensor
         tokens.entropy[trained].double().sum(),
         same_error.sum(),
         len(same_error),
+        corrected,
+        reference_kl,
     ]
     maxima = [x.max() if len(x) else 0.0 for x in (ratio, same_error)]
     return (
@@ -81,6 +95,8 @@ def named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "ratio_max": ratio_max,
         "ratio_std": max(total["ratio_squared"] / n - mean**2, 0.0) ** 0.5,
         "clipped_fraction": total["clipped"] / n,
+        "corrected_fraction": total["corrected"] / n,
+        "kl_reference": total["reference_kl"] / n,
         "ratio_outside_0.9_1.1": total["outside"] / n,
         "mismatch_kl": total["kl"] / n,
         "entropy": total["entropy"] / n,

@@ -176,6 +176,7 @@ class Policy:
                 fp32_logits=self.run.precision.logits == "fp32",
                 tp_group=parallel_state.get_tensor_model_parallel_group(),
                 sequence_parallel=self.run.parallel.sequence_parallel,
+                entropy_gradient=self.run.algorithm.entropy_coefficient != 0.0,
             )
             tokens_BS = batch.tokens_BS.to(device)
             output = model(
@@ -188,7 +189,7 @@ class Policy:
 
             def loss(logprobs_T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 assert rows.entropy_T is not None
-                found.append((logprobs_T.detach(), rows.entropy_T))
+                found.append((logprobs_T.detach(), rows.entropy_T.detach()))
                 summed = term(logprobs_T, rows.entropy_T, batch)
                 return summed, torch.zeros((), dtype=torch.int), {}
 

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl import messages
-from megatron_rl.algorithm.losses.cispo import cispo
+from megatron_rl.algorithm.losses.base import Tokens
+from megatron_rl.algorithm.objective import Sums, objective
 from megatron_rl.config import RunConfig
 from megatron_rl.policy import metrics, world
+from megatron_rl.policy.anchors import Anchors
 from megatron_rl.policy.microbatch import MicroBatch, Sequences, micro_batches
 from megatron_rl.policy.model import Policy
 
@@ -48,6 +50,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self.config, self.policy = config, policy
+        self._anchors = Anchors(config, policy)
 
     def train_step(self, batch: messages.Batch, step: int) -> messages.StepDone:
         """Trains one batch; collective over the trainer ranks.
@@ -80,26 +83,42 @@ class Trainer:
             self.config.schedule.micro_batch_tokens,
             self.policy.row_multiple,
         )
-        losses: list[Tensor] = []
-        clipped: list[Tensor] = []
+        anchors = self._anchors.logprobs(own, len(sequences.token_ids), step)
+        number = torch.from_numpy(np.repeat(np.arange(len(sequences.lengths)), sequences.lengths))
+        found_sums: list[Sums] = []
 
         def term(logprobs_T: Tensor, entropy_T: Tensor, micro: MicroBatch) -> Tensor:
-            sums = cispo(
-                logprobs_T,
-                arrays["generator_logprobs"][micro.source_T].to(logprobs_T.device),
-                arrays["advantages"][micro.source_T].to(logprobs_T.device),
-                arrays["loss_weights"][micro.source_T].to(logprobs_T.device),
-                self.config.algorithm.max_ratio,
+            def own_part(flat: Tensor) -> Tensor:
+                return flat[micro.source_T].to(logprobs_T.device)
+
+            generator_T = own_part(arrays["generator_logprobs"])
+            old_T = generator_T
+            if self._anchors.old_is_current(step):
+                old_T = logprobs_T.detach()
+            elif anchors.old is not None:
+                old_T = own_part(anchors.old)
+            tokens = Tokens(
+                logprobs_T=logprobs_T,
+                generator_logprobs_T=generator_T,
+                old_logprobs_T=old_T,
+                advantages_T=own_part(arrays["advantages"]),
+                loss_weights_T=own_part(arrays["loss_weights"]),
+                sequences_T=own_part(number),
+                sequences=len(sequences.lengths),
+                entropy_T=entropy_T,
+                reference_logprobs_T=(
+                    None if anchors.reference is None else own_part(anchors.reference)
+                ),
             )
-            losses.append(sums.loss.detach())
-            clipped.append(sums.clipped)
+            sums = objective(self.config.algorithm, tokens)
+            found_sums.append(sums._replace(loss=sums.loss.detach()))
             return sums.loss
 
         outputs = self.policy.forward_backward(own, term)
         rate = learning_rate(self.config, step)
         norm = self.policy.apply(rate)
         same = same_version_tokens(sequences, messages.ints(batch.versions), step)
-        found, probe = self._metrics(batch, sequences, arrays, same, own, outputs, losses, clipped)
+        found, probe = self._metrics(batch, sequences, arrays, same, own, outputs, found_sums)
         found |= {"grad_norm": norm, "learning_rate": rate}
         if not np.isfinite([found["loss"], norm]).all():
             raise FloatingPointError(
@@ -130,8 +149,7 @@ class Trainer:
         same: Tensor,
         own: list[MicroBatch],
         outputs: list[tuple[Tensor, Tensor]],
-        losses: list[Tensor],
-        clipped: list[Tensor],
+        objective_sums: list[Sums],
     ) -> tuple[dict[str, float], list[list[float]]]:
         """Metrics of the whole batch, and the probe's log-probs, on every rank."""
         positions = [sequences.completion_positions(i) for i in batch.probe]
@@ -149,13 +167,16 @@ class Trainer:
                 loss_weights=arrays["loss_weights"][source_T],
                 same_version=same[source_T],
             )
-            sums, maxima = metrics.local_sums(
-                tokens, float(sum(losses, torch.zeros(()))), float(sum(clipped, torch.zeros(())))
-            )
+            sums, maxima = metrics.local_sums(tokens, objective_sums)
             if len(flat):
                 by_position = torch.zeros(len(sequences.token_ids), dtype=torch.float64)
                 by_position[source_T] = logprobs_T.double()
                 probe = by_position[torch.from_numpy(flat)]
         metrics.reduce_sums(sums, maxima, probe, world.control_group())
         lengths = [len(p) for p in positions]
-        return metrics.named(sums, maxima), [part.tolist() for part in probe.split(lengths)]
+        named = metrics.named(sums, maxima)
+        if self.config.algorithm.correction.kind == "none":
+            del named["corrected_fraction"]
+        if not self.config.algorithm.kl_coefficient:
+            del named["kl_reference"]
+        return named, [part.tolist() for part in probe.split(lengths)]

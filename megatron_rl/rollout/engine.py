@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
@@ -77,12 +78,13 @@ class Engine:
         self.aborted = 0
         self._config = config
         self._shapes = checkpoint_shapes(model_dir)
+        interrupts = config.generation.interruption == "phrase"
+        self.phrase = phrase_tokens(config, get_tokenizer(model_dir)) if interrupts else []
         args = engine_args(config, engine_index, model_dir)
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
         self._processes = _engine_processes(others)
-        self.phrase = phrase_tokens(config, self._llm.get_tokenizer())
         self._ids = itertools.count()
         self._not_begun: set[str] = set()
         self._withdrawn: set[str] = set()
@@ -114,9 +116,7 @@ class Engine:
                 f" {longest} tokens; the engine takes {self._max_tokens}: raise"
                 " generation.max_prompt_tokens or shorten the prompt"
             )
-        interrupts = self._config.generation.interruption == "phrase"
-        phrase = self.phrase if interrupts else []
-        completion = Completion(thinking_budget, answer_budget, phrase)
+        completion = Completion(thinking_budget, answer_budget, self.phrase)
         while wanted := completion.wanted:
             outputs = await self._request(
                 prompt + completion.token_ids, sampling(wanted, temperature)

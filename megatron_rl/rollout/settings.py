@@ -24,7 +24,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
     """vLLM's arguments for this run."""
     generation, precision = config.generation, config.precision
-    blocks = -(-config.sequence_tokens // BLOCK_TOKENS)
+    # One more than the longest sequence: scoring a whole one asks for one more token.
+    blocks = config.sequence_tokens // BLOCK_TOKENS + 1
     arguments: dict[str, Any] = {
         "model": model_dir,
         "dtype": _DTYPES[precision.params],

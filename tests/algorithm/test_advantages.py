@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.algorithm.advantages import advantages
+from megatron_rl.algorithm.advantages import GroupBaseline, advantages
 
 
 def test_batch_normalization_divides_all_centred_rewards_by_one_std():
@@ -26,3 +26,23 @@ def test_no_normalization_only_centres():
 def test_a_group_without_variance_has_advantage_zero_and_not_nan():
     for normalization in ("batch", "prompt", "none"):
         assert advantages([np.ones(4)], normalization)[0].tolist() == [0.0] * 4
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    # rewards 1, 1, -2: means of the others are -.5, -.5, 1
+    (out,) = advantages([np.array([1.0, 1.0, -2.0])], "none", baseline="leave_one_out")
+    assert out == pytest.approx([1.5, 1.5, -3.0])
+
+
+def test_the_batch_std_may_count_prompts_that_are_filtered():
+    # trained [1, -1], filtered [1, 1]: mean square 2/2 = 1 over the first, 2/4 over both
+    trained, filtered = [np.array([1.0, -1.0])], [np.array([1.0, 1.0])]
+    lengths = [np.array([2, 1])]
+    alone = GroupBaseline(std_over="trained").tokens(trained, lengths, filtered)
+    both = GroupBaseline(std_over="all").tokens(trained, lengths, filtered)
+    assert [a.tolist() for a in alone[0]] == [
+        pytest.approx([1, 1], abs=1e-5),
+        pytest.approx([-1], abs=1e-5),
+    ]
+    root = np.sqrt(2)
+    assert both[0][0] == pytest.approx([root, root], abs=1e-5)

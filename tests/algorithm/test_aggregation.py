@@ -51,3 +51,16 @@ def test_weights_times_tokens_sum_to_one(groups, aggregation):
     c = counts(*groups)
     total = sum(float((w * n).sum()) for w, n in zip(token_weights(c, aggregation), c, strict=True))
     assert total == pytest.approx(1.0 if sum(n.sum() for n in c) else 0.0)
+
+
+def test_constant_length_divides_every_token_by_one_constant():
+    # four completions, constant 10: 1/(4*10) for each token, whatever the lengths are
+    a, b = token_weights(counts([1, 3], [4, 6]), "constant", 10)
+    assert a == pytest.approx([1 / 40] * 2)
+    assert b == pytest.approx([1 / 40] * 2)
+
+
+def test_constant_length_counts_completions_with_tokens_only():
+    a, b = token_weights(counts([0, 2], [0, 0]), "constant", 10)
+    assert a == pytest.approx([0, 1 / 10])
+    assert b.tolist() == [0, 0]

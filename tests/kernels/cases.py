@@ -1,12 +1,14 @@
-"""Inputs with every edge in them, and the float64 truth. Shapes: T tokens, H hidden, V vocabulary."""
+"""Inputs, and what float64 says of them. Shapes: T tokens, H hidden, V vocabulary."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.kernels.fused import LinearLoss, linear_loss
 from megatron_rl.kernels.linear import Cispo
 
 CAP = 5.0
@@ -105,3 +107,37 @@ def relative(a: Tensor, b: Tensor) -> float:
 def largest(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference."""
     return (a.double() - b.double()).abs().max().item()
+
+
+def leaves(case: Case, main_grad: bool = False) -> tuple[Tensor, Tensor]:
+    hidden_TH = case.hidden_TH.clone().requires_grad_()
+    weight_VH: Any = case.weight_VH.clone().requires_grad_()
+    if main_grad:
+        weight_VH.main_grad = torch.zeros(weight_VH.shape)
+        weight_VH.grad_added_to_main_grad = False
+    return hidden_TH, weight_VH
+
+
+def run(
+    case: Case, leaf: tuple[Tensor, Tensor], loss: Any = None, **kw: Any
+) -> tuple[LinearLoss, Tensor]:
+    """Forward and backward; returns the result and the fp32 (or own type) weight gradient."""
+    hidden_TH, weight_VH = leaf
+    result = linear_loss(
+        hidden_TH,
+        weight_VH,
+        case.targets_T,
+        case.loss if loss is None else loss,
+        temperature=case.temperature,
+        vocabulary=case.vocabulary,
+        **kw,
+    )
+    result.loss.backward()
+    main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
+    grad = weight_VH.grad if main_grad is None else main_grad
+    assert grad is not None
+    return result, grad
+
+
+def rows_of_memory(case: Case, rows: int) -> int:
+    return rows * 4 * (case.weight_VH.shape[0] + 128)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.cases import CAP, cispo_inputs, largest
-from tests.kernels.test_rows import bf16_of, strided
 
 from megatron_rl.kernels import reference
 from megatron_rl.kernels.build import SOURCES
+from tests.kernels.cases import CAP, cispo_inputs, largest
+from tests.kernels.test_rows import bf16_of, strided
 
 HERE = Path(__file__).parent
 
@@ -34,8 +34,7 @@ def compile_emulation(directory: Path, source: Path = SOURCES) -> ctypes.CDLL:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(out))
-    return library
+    return ctypes.CDLL(str(out))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,8 @@ def cispo(
 @pytest.mark.parametrize("order", [0, 1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("V", "columns", "gap"), [(7, 7, 0), (7, 6, 1), (1003, 1000, 5), (12292, 12290, 0), (9001, 9001, 2)]
+    ("V", "columns", "gap"),
+    [(7, 7, 0), (7, 6, 1), (1003, 1000, 5), (12292, 12290, 0), (9001, 9001, 2)],
 )
 def test_cispo_kernel(
     emulated: ctypes.CDLL, V: int, columns: int, gap: int, bf16: bool, order: int
@@ -140,7 +140,10 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
 
 @pytest.mark.parametrize(
     "barrier",
-    ["if (kBf16 && (tile & (tile + 1)) == 0) __syncthreads();", "  __syncthreads();\n  return warp"],
+    [
+        "if (kBf16 && (tile & (tile + 1)) == 0) __syncthreads();",
+        "  __syncthreads();\n  return warp",
+    ],
 )
 def test_the_emulation_notices_a_missing_barrier(tmp_path: Path, barrier: str) -> None:
     text = (SOURCES / "rows_cuda.cu").read_text()

@@ -7,50 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.kernels.cases import CAP, Case, largest, linear_case, relative
-from torch import Tensor
 
 from megatron_rl.kernels import heads
-from megatron_rl.kernels.fused import Cispo, LinearLoss, linear_logprobs, linear_loss
-from megatron_rl.kernels.library import load
+from megatron_rl.kernels.fused import Cispo, linear_loss
 from megatron_rl.kernels.lm_head import fp32_linear
-
-
-def leaves(case: Case, main_grad: bool = False) -> tuple[Tensor, Tensor]:
-    hidden_TH = case.hidden_TH.clone().requires_grad_()
-    weight_VH: Any = case.weight_VH.clone().requires_grad_()
-    if main_grad:
-        weight_VH.main_grad = torch.zeros(weight_VH.shape)
-        weight_VH.grad_added_to_main_grad = False
-    return hidden_TH, weight_VH
-
-
-def run(
-    case: Case, leaf: tuple[Tensor, Tensor], loss: Any = None, **kw: Any
-) -> tuple[LinearLoss, Tensor]:
-    """Forward and backward; returns the result and the fp32 (or own type) weight gradient."""
-    hidden_TH, weight_VH = leaf
-    result = linear_loss(
-        hidden_TH,
-        weight_VH,
-        case.targets_T,
-        case.loss if loss is None else loss,
-        temperature=case.temperature,
-        vocabulary=case.vocabulary,
-        **kw,
-    )
-    result.loss.backward()
-    main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
-    grad = weight_VH.grad if main_grad is None else main_grad
-    assert grad is not None
-    return result, grad
-
-
-def rows_of_memory(case: Case, rows: int) -> int:
-    return rows * 4 * (case.weight_VH.shape[0] + 128)
-
+from tests.kernels.cases import CAP, largest, leaves, linear_case, relative, rows_of_memory, run
 
 CASES = [
     pytest.param(37, 65, 7, {}, id="V=7 odd T, H"),
@@ -63,7 +24,9 @@ CASES = [
 
 @pytest.mark.parametrize("grads", ["bf16", "fp32"])
 @pytest.mark.parametrize(("T", "H", "V", "kw"), CASES)
-def test_bf16_operands_equal_float64(T: int, H: int, V: int, kw: dict[str, Any], grads: Any) -> None:
+def test_bf16_operands_equal_float64(
+    T: int, H: int, V: int, kw: dict[str, Any], grads: Any
+) -> None:
     case = linear_case(T, H, V, **kw)
     truth = case.truth
     leaf = leaves(case, main_grad=True)
@@ -122,9 +85,7 @@ def test_chunk_size_does_not_matter_and_runs_repeat_bitwise(grads: Any) -> None:
         assert abs(got.loss - results[-1][0].loss) <= 1e-6 * abs(got.loss)
         assert relative(weight_grad_VH, results[-1][1]) < 1e-6
         assert relative(hidden_grad_TH, results[-1][2]) < 1e-6
-    assert all(
-        torch.equal(a, b) for a, b in zip(results[-1][0], results[-2][0], strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(results[-1][0], results[-2][0], strict=True))
     assert torch.equal(results[-1][1], results[-2][1])
     assert torch.equal(results[-1][2], results[-2][2])
 
@@ -213,85 +174,12 @@ def test_no_tokens_give_zeros_and_still_a_graph() -> None:
             case.loss.generator_logprobs_T[none], case.loss.advantages_T[none],
             case.loss.weights_T[none], CAP,
         )  # fmt: skip
-        got = linear_loss(
-            hidden_TH[none], weight_VH, case.targets_T[none], empty, loss_scale=scale
-        )
+        got = linear_loss(hidden_TH[none], weight_VH, case.targets_T[none], empty, loss_scale=scale)
         got.loss.backward()
         assert got.loss == 0
         grad = weight_VH.grad if scale is None else weight_VH.main_grad  # type: ignore[attr-defined]
         assert (grad == 0).all()
         assert (hidden_TH.grad == 0).all()  # type: ignore[union-attr]
-
-
-def clipped(case: Case) -> Any:
-    """PPO's clip with a dual sign, as GRPO and DAPO use it: not CISPO, but per token."""
-
-    def loss(logprobs_C: Tensor, place: slice) -> Tensor:
-        ratio_C = (logprobs_C - case.loss.generator_logprobs_T[place].to(logprobs_C)).exp()
-        a_C = case.loss.advantages_T[place].to(logprobs_C)
-        w_C = case.loss.weights_T[place].to(logprobs_C)
-        return -w_C * torch.minimum(ratio_C * a_C, ratio_C.clamp(0.8, 1.26) * a_C)
-
-    return loss
-
-
-def gspo(case: Case, logprobs_T: Tensor) -> Tensor:
-    """Sequence ratio: needs sums over sequences before any token's coefficient is known."""
-    sequence_T = torch.arange(len(logprobs_T)) // 10
-    n = int(sequence_T[-1]) + 1
-    delta_T = logprobs_T - case.loss.generator_logprobs_T.to(logprobs_T)
-    zeros = torch.zeros(n).to(logprobs_T)
-    count = zeros.index_add(0, sequence_T, torch.ones_like(delta_T))
-    ratio_S = (zeros.index_add(0, sequence_T, delta_T) / count).exp()
-    a_S = torch.linspace(-1, 1, n).to(logprobs_T)
-    return -torch.minimum(ratio_S * a_S, ratio_S.clamp(0.9, 1.1) * a_S).sum()
-
-
-def in_float64(case: Case, loss: Any) -> tuple[Tensor, Tensor, Tensor]:
-    hidden_TH = case.hidden_TH.double().requires_grad_()
-    weight_VH = case.weight_VH.double().requires_grad_()
-    z_TV = hidden_TH @ weight_VH.T / case.temperature
-    logprobs_T = torch.log_softmax(z_TV, -1).gather(1, case.targets_T[:, None])[:, 0]
-    value = loss(logprobs_T)
-    value.backward()
-    assert hidden_TH.grad is not None
-    assert weight_VH.grad is not None
-    return value.detach(), hidden_TH.grad, weight_VH.grad
-
-
-def test_any_loss_of_single_log_probs_takes_the_one_pass_path() -> None:
-    case = linear_case(57, 64, 509, torch.float32, temperature=0.9)
-    function = clipped(case)
-    want = in_float64(case, lambda logp: function(logp, slice(None)).sum())
-    leaf = leaves(case)
-    got, weight_grad_VH = run(case, leaf, function, chunk_bytes=rows_of_memory(case, 10))
-    assert abs(got.loss - want[0]) < 2e-6 * abs(want[0])
-    assert relative(weight_grad_VH, want[2]) < 2e-6
-    assert relative(leaf[0].grad, want[1]) < 2e-6  # type: ignore[arg-type]
-
-
-def test_a_loss_that_mixes_tokens_is_refused_by_the_one_pass_path() -> None:
-    case = linear_case(20, 32, 67)
-    with pytest.raises(ValueError, match="one term per token"):
-        run(case, leaves(case), lambda logp, place: logp.sum())
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_a_sequence_loss_takes_the_two_pass_path_exactly(main_grad: bool) -> None:
-    case = linear_case(57, 64, 509, torch.float32)
-    want = in_float64(case, lambda logp: gspo(case, logp))
-    hidden_TH, weight_VH = leaves(case, main_grad=main_grad)
-    logprobs_T, entropy_T = linear_logprobs(
-        hidden_TH, weight_VH, case.targets_T, chunk_bytes=rows_of_memory(case, 10)
-    )
-    assert not entropy_T.requires_grad
-    assert largest(entropy_T, case.truth.entropy_T) < 1e-5
-    loss = gspo(case, logprobs_T)
-    loss.backward()
-    assert abs(loss - want[0]) < 2e-6  # a sum of numbers of about +-1 that nearly cancel
-    weight_grad_VH = weight_VH.main_grad if main_grad else weight_VH.grad  # type: ignore[attr-defined]
-    assert relative(weight_grad_VH, want[2]) < 2e-6
-    assert relative(hidden_TH.grad, want[1]) < 2e-6  # type: ignore[arg-type]
 
 
 def test_the_plain_head_gives_the_same_logits_and_gradients() -> None:
@@ -340,40 +228,3 @@ def test_the_choice_of_head_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     lines = [r.message for r in caplog.records if "LM head" in r.message]
     assert len(lines) == 1
     assert "tf32" in lines[0]
-
-
-KINDS = [1, 2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
-@given(
-    C=st.integers(1, 70),
-    H=st.integers(1, 140),
-    V=st.integers(1, 600),
-    gap=st.integers(0, 3),
-    accumulate=st.booleans(),
-)
-def test_own_gemms_equal_float64_for_all_sizes(
-    kind: int, C: int, H: int, V: int, gap: int, accumulate: bool
-) -> None:
-    if not load().can_run(kind):
-        pytest.skip(f"this processor has no bf16 GEMM kind {kind}")
-    g = torch.Generator().manual_seed(C * H + V)
-    head = heads.CpuBf16(kind)
-    weight_VH = torch.randn(V, H, generator=g).bfloat16()
-    hidden_CH = torch.randn(C, H + gap, generator=g).bfloat16()[:, :H]
-    logits_CV = torch.full((C, V + gap), float("nan"))[:, :V]
-    head.logits(hidden_CH, weight_VH, logits_CV)
-    scale = H**0.5
-    assert largest(logits_CV, hidden_CH.double() @ weight_VH.double().T) < 1e-6 * scale * 4
-    grads_CV = torch.full((C, V + gap), float("nan"), dtype=torch.bfloat16)[:, :V]
-    grads_CV.copy_(torch.randn(C, V, generator=g))
-    hidden_grad_CH = torch.full((C, H), float("nan"))
-    head.hidden_grad(grads_CV, weight_VH, hidden_grad_CH)
-    want = grads_CV.double() @ weight_VH.double()
-    assert relative(hidden_grad_CH, want) < 1e-6
-    weight_grad_VH = torch.full((V, H), 1.0 if accumulate else float("nan"))
-    head.weight_grad(grads_CV, hidden_CH, weight_grad_VH, accumulate)
-    want = grads_CV.double().T @ hidden_CH.double() + (1.0 if accumulate else 0.0)
-    assert relative(weight_grad_VH, want) < 1e-6

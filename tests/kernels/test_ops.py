@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from tests.kernels.cases import CAP, largest, linear_case, relative
 
 from megatron_rl.kernels import library
 from megatron_rl.kernels.fused import linear_loss
 from megatron_rl.kernels.lm_head import fp32_linear
+from tests.kernels.cases import CAP, largest, linear_case, relative
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,38 +109,28 @@ print("SAME")
 """
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"CXX": "no-such-compiler"}, "no-such-compiler is not on PATH"),
-        ({"MEGATRON_RL_KERNELS": "reference"}, "MEGATRON_RL_KERNELS=reference"),
-    ],
-)
-def test_without_compiler_the_reference_runs_and_is_named_once(
-    tmp_path: Path, change: dict[str, str], named: str
-) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_RL_CACHE": str(tmp_path), **change}
-    done = subprocess.run(
-        [sys.executable, "-c", FALLBACK],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=env,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "SAME"
-    lines = [line for line in done.stderr.splitlines() if line.startswith("LOG kernels run as")]
-    assert len(lines) == 1
-    assert named in lines[0]
+def start(code: str, **change: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **change}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
 
 
-def test_a_named_library_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_RL_KERNELS": str(tmp_path / "no.so")}
-    code = "from megatron_rl.kernels.library import load; load()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
-    )
-    assert done.returncode != 0
-    assert "no.so" in done.stderr
+def test_the_fallback_is_named_once_and_a_wrong_library_is_an_error(tmp_path: Path) -> None:
+    cache = {"MEGATRON_RL_CACHE": str(tmp_path)}
+    load = "from megatron_rl.kernels.library import load; load()"
+    missing = start(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so"))
+    fallbacks = {
+        "no-such-compiler is not on PATH": start(FALLBACK, CXX="no-such-compiler", **cache),
+        "MEGATRON_RL_KERNELS=reference": start(FALLBACK, MEGATRON_RL_KERNELS="reference"),
+    }
+    for named, process in fallbacks.items():
+        out, err = process.communicate(timeout=250)
+        assert process.returncode == 0, err
+        assert out.strip() == "SAME"
+        lines = [line for line in err.splitlines() if line.startswith("LOG kernels run as")]
+        assert len(lines) == 1
+        assert named in lines[0]
+    _, err = missing.communicate(timeout=250)
+    assert missing.returncode != 0
+    assert "no.so" in err

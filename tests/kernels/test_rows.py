@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.cases import CAP, cispo_inputs, largest, relative, truth_of_logits
 
 from megatron_rl.kernels import reference
-from megatron_rl.kernels.linear import Cispo
 from megatron_rl.kernels.library import load
+from megatron_rl.kernels.linear import Cispo
+from tests.kernels.cases import CAP, cispo_inputs, largest, relative, truth_of_logits
 
 Ops = Any
 
@@ -55,7 +55,8 @@ def run(
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("V", "columns"), [(7, 7), (64, 64), (1003, 1000), (4160, 4159), (32000, 31990), (202048, 202048)]
+    ("V", "columns"),
+    [(7, 7), (64, 64), (1003, 1000), (4160, 4159), (32000, 31990), (202048, 202048)],
 )
 def test_log_prob_entropy_ratio_loss_and_gradient_equal_float64(
     ops: Ops, V: int, columns: int, bf16: bool
@@ -236,7 +237,10 @@ def test_wrong_arguments_are_refused() -> None:
         ("targets", lambda: ops.row_stats(x_CV, y_C[:2], 0, 10, 1.0)),
         ("columns", lambda: ops.row_stats(x_CV, y_C, 0, 11, 1.0)),
         ("scale", lambda: ops.row_stats(x_CV, y_C, 0, 10, 0.0)),
-        ("advantages", lambda: run(ops, x_CV, y_C, Cispo(y_C * 1.0, y_C[:1] * 1.0, y_C * 1.0, 5), 10)),
+        (
+            "advantages",
+            lambda: run(ops, x_CV, y_C, Cispo(y_C * 1.0, y_C[:1] * 1.0, y_C * 1.0, 5), 10),
+        ),
     ]
     for word, call in calls:
         with pytest.raises(RuntimeError, match=word):

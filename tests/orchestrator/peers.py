@@ -202,7 +202,15 @@ class Finished:
 
 
 def run(
-    config, *, seed=0, directory=None, resume=False, slowness=0.002, fail_after=None, **trainer
+    config,
+    *,
+    seed=0,
+    directory=None,
+    resume=False,
+    slowness=0.002,
+    fail_after=None,
+    verifier=verify,
+    **trainer,
 ):
     """A run to its end; returns the rows and the peers."""
 
@@ -217,7 +225,7 @@ def run(
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
         rows = Rows()
         orchestrator = Orchestrator(
-            config, prompt_set(config), verify, Meter(rows, 4), socket, state
+            config, prompt_set(config), verifier, Meter(rows, 4), socket, state
         )
         generators = [
             Generator(endpoint, i, 10 * seed + i, slowness, fail_after)

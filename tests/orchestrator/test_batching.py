@@ -116,3 +116,69 @@ def test_pad_equal_to_eos_changes_nothing_because_masks_come_from_lengths():
     ]
     assert weights[0] == weights[1]
     assert np.count_nonzero(weights[0]) == 5
+
+
+def test_masked_truncated_completions_count_in_the_baseline_and_are_not_trained():
+    # rewards 1, -1, -1: mean -1/3, centred 4/3, -2/3 (and -2/3 of the truncated one)
+    samples = [sample(0, 2), sample(1, 2), sample(2, 9, finish="length")]
+    g = group(0, samples, [True, False, False])
+    built = build([g], truncated="mask", advantage_normalization="none")
+    assert len(ints(built.batch.prompt_lengths)) == 2
+    found = floats(built.batch.advantages)[floats(built.batch.loss_weights) > 0]
+    assert found == pytest.approx([4 / 3] * 2 + [-2 / 3] * 2)
+    assert floats(built.batch.loss_weights).sum() == pytest.approx(1.0)
+
+
+def test_truncated_completions_are_trained_where_that_is_wanted():
+    samples = [sample(0, 2), sample(1, 2), sample(2, 9, finish="length")]
+    built = build([group(0, samples, [True, False, False])], truncated="train")
+    assert len(ints(built.batch.prompt_lengths)) == 3
+    # the prompt mean is over all 13 tokens
+    weights = floats(built.batch.loss_weights)
+    assert weights[weights > 0] == pytest.approx([1 / 13] * 13)
+
+
+@pytest.mark.parametrize(("truncated", "kept"), [("drop", 0), ("mask", 0), ("train", 2)])
+def test_a_group_of_truncated_completions_teaches_nothing_unless_they_are_trained(truncated, kept):
+    samples = [sample(i, 3, finish="length") for i in range(2)]
+    built = build([group(0, samples, [True, False])], truncated=truncated)
+    assert len(ints(built.batch.prompt_lengths)) == kept
+
+
+def test_the_length_penalty_shapes_rewards_of_right_completions_or_of_all():
+    # longest 10, cache 4: 6 tokens 0, 8 tokens -.5, 10 tokens -1
+    samples = [sample(0, 8), sample(1, 6), sample(2, 10)]
+    g = group(0, samples, [True, True, False])
+    lengths = {"length_max_tokens": 10, "length_cache_tokens": 4}
+    for over, rewards in (("right", [0.5, 1.0, -1.0]), ("all", [0.5, 1.0, -2.0])):
+        built = build([g], length_penalty=over, advantage_normalization="none", **lengths)
+        bounds = ints(built.batch.bounds)
+        found = floats(built.batch.advantages)[bounds[1:] - 1]
+        assert found == pytest.approx(np.array(rewards) - np.mean(rewards))
+    assert built.metrics["length_penalty_mean"] == pytest.approx(-1.5 / 3)
+
+
+def test_the_filter_looks_at_verified_rewards_and_not_at_penalties():
+    # both right, one long: the shaped rewards differ, the verified ones don't
+    g = group(0, [sample(0, 8), sample(1, 6)], [True, True])
+    built = build([g], length_penalty="all", length_max_tokens=10, length_cache_tokens=4)
+    assert built.metrics["prompts_dropped_zero_variance"] == 1
+
+
+def test_the_std_may_be_taken_before_the_filter():
+    kept = group(0, [sample(0, 2), sample(1, 2)], [True, False])
+    dropped = group(1, [sample(0, 2, group=1), sample(1, 2, group=1)], [True, True])
+    after, before = (
+        floats(build([kept, dropped], advantage_std_over=over).batch.advantages).max()
+        for over in ("trained", "all")
+    )
+    # centred 1, -1 (and 0, 0): std 1 after the filter, sqrt(1/2) before it
+    assert after == pytest.approx(1.0, abs=1e-5)
+    assert before == pytest.approx(np.sqrt(2), abs=1e-5)
+
+
+def test_the_constant_length_mean_ignores_how_long_completions_are():
+    g = group(0, [sample(0, 3), sample(1, 2)], [True, False])
+    built = build([g], aggregation="constant", constant_length_tokens=50)
+    weights = floats(built.batch.loss_weights)
+    assert weights[weights > 0] == pytest.approx([1 / 100] * 5)

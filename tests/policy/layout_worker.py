@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl import messages
 from tests.policy.cases import batch, gradients, run_config
 
 STEPS = 3
+EXAMPLES = [([1, 5, 6], [7, 2]), ([1, 9], [3, 4, 5, 2]), ([1, 8, 8, 8], [2])]
 EXPERTS = {"parallel__expert": 2}
 SHARDED = {"parallel__distributed_optimizer": True}
 PLAIN = {"parallel__distributed_optimizer": False}
@@ -38,16 +40,22 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "scout PP2": ("tiny_scout", PP),
     "scout DP2 distributed optimizer": ("tiny_scout", SHARDED),
 }
+LOOPED = "scout EP2 distributed optimizer"
 CHECKPOINTED = ("dense TP2", "scout EP2 distributed optimizer", "scout PP2")
 
 
 def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     """Trains a few steps; what is compared between layouts, complete on rank 0."""
+    from megatron_rl.policy import checkpoint
     from megatron_rl.policy.model import Policy
+    from megatron_rl.policy.supervised import run_supervised
     from megatron_rl.policy.trainer import Trainer
     from megatron_rl.weights.export import export
 
     policy = Policy(config, directory)
+    if check_resume:  # an optimizer that never stepped
+        path = checkpoint.save(config, policy, 0)
+        assert checkpoint.load(config, policy, path) == 0
     trainer = Trainer(config, policy)
     seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": []}
     run, finalize = policy._forward_backward, policy.config.finalize_model_grads_func
@@ -67,6 +75,10 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         seen.setdefault("probe", []).append(done.probe_logprobs)
         # Buckets of a few kilobytes: fused experts must stay together all the same.
         seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
+    seen["supervised"] = []
+    run_supervised(
+        config, policy, iter([EXAMPLES] * 2), lambda step, loss: seen["supervised"].append(loss)
+    )
     if check_resume:
         seen["resumed"] = _resumes_exactly(config, directory, policy)
     return seen
@@ -113,6 +125,7 @@ def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
         "gradients": apart(seen["gradients"][0], alone["gradients"][0], scale=True),
         "weights": [apart(a, b, scale=False) for a, b in exports],
         "moved": apart(seen["exports"][-1], seen["exports"][0], scale=False),
+        "supervised": abs(seen["supervised"][-1] - alone["supervised"][-1]),
         "probe": [
             max(
                 float((torch.tensor(x) - torch.tensor(y)).abs().max())
@@ -122,6 +135,62 @@ def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
         ],
         "resumed": seen.get("resumed"),
     }
+
+
+class Orchestrator:
+    """The edge: batches without end; the loop is stopped from the other rank."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def next_batch(self, step: int) -> messages.Batch:
+        return batch(step, seed=step)
+
+    def step_done(self, done: messages.StepDone) -> None:
+        self.heard.append(("done", done.step))
+
+    def published(self, published: messages.Published) -> None:
+        self.heard.append(("published", published.manifest.version))
+
+    def save_state(self, step: int, directory: str) -> None:
+        self.heard.append(("save", step))
+
+    def done(self, done: messages.TrainerDone) -> None:
+        self.heard.append(("end", done.step, done.interrupted))
+
+    def publish(self, version: int, stream: Any) -> messages.Manifest:
+        names = [name for name, _ in stream]
+        return messages.Manifest(
+            version=version,
+            path="",
+            buckets=(),
+            checksums=(),
+            tensors=(),
+            num_bytes=len(names),
+        )
+
+
+def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> list[Any]:
+    """What rank 0's client hears when rank 1 alone is asked to stop, before step 2."""
+    from megatron_rl.policy.loop import run_trainer
+    from megatron_rl.policy.model import Policy
+
+    asked: list[int] = []
+
+    def stop_requested() -> bool:
+        asked.append(1)
+        return rank == 1 and len(asked) > 2
+
+    client = Orchestrator() if rank == 0 else None
+    run_trainer(
+        config,
+        Policy(config, directory),
+        client,
+        publish=client.publish if client else None,
+        start_step=0,
+        stop_requested=stop_requested,
+    )
+    return client.heard if client else []
 
 
 def main(rank: int, folder: Path) -> None:
@@ -140,6 +209,8 @@ def main(rank: int, folder: Path) -> None:
         config = run_config(folder / name, 2, output_dir=folder / "out" / str(i), **options)
         init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
         seen = observe(config, folder / name, check_resume=layout in CHECKPOINTED)
+        if layout == LOOPED:
+            found["loop"] = loop_stopped_by_the_other_rank(config, folder / name, rank)
         destroy_world()
         if rank == 0:
             found[layout] = compare(seen, alone[name])

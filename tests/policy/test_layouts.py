@@ -28,15 +28,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     write_model(folder / "tiny_scout", "tiny_scout")
     command = [sys.executable, "-m", "tests.policy.layout_worker"]
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
+    workers = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            worker = subprocess.Popen(
+                [*command, str(rank), str(folder)],
+                cwd=Path(__file__).parents[2],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        workers.append(worker)
     try:
         until = time.monotonic() + 500
         while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
@@ -71,6 +72,7 @@ def test_later_steps_stay_as_close_as_adam_lets_them(layout: Any) -> None:
     for later in layout["metrics"][1:]:
         assert max(later.values()) <= ADAM_TOLERANCE, later
     assert max(layout["probe"]) <= ADAM_TOLERANCE
+    assert layout["supervised"] <= ADAM_TOLERANCE
 
 
 def test_gradients_agree_with_one_process(layout: Any) -> None:
@@ -91,3 +93,10 @@ def test_a_resumed_run_repeats_the_next_step_exactly(found: Any, name: str) -> N
 def test_a_resumed_single_process_repeats_the_next_step_exactly(found: Any) -> None:
     exact = {"step": 3, "metrics": True, "weights": True}
     assert found["alone"] == {"tiny_dense": exact, "tiny_scout": exact}
+
+
+def test_a_stop_asked_of_any_rank_stops_all_at_the_same_step(found: Any) -> None:
+    assert found["loop"] == [
+        *(("published", 0), ("done", 0), ("published", 1), ("done", 1), ("published", 2)),
+        *(("save", 2), ("end", 2, True)),
+    ]

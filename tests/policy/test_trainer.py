@@ -101,7 +101,7 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
         "clipped_fraction": float((own > 5.0).float().mean()),
         "ratio_outside_0.9_1.1": float(((own < 0.9) | (own > 1.1)).float().mean()),
         "mismatch_kl": float((own - 1 - own.log()).mean()),
-        "entropy": float(entropy[w > 0].mean()),
+        "entropy": entropy[w > 0].mean().item(),
         "same_version_logprob_error_max": float(error.max()),
         "same_version_logprob_error_mean": float(error.mean()),
         "same_version_logprob_tokens": int(same.sum()),

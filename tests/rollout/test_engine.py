@@ -8,6 +8,8 @@ import msgspec
 import pytest
 import torch
 
+pytest.importorskip("vllm")
+
 from megatron_rl.messages import VersionSpan
 from megatron_rl.rollout import engine as engine_module
 from megatron_rl.rollout.interruption import Completion

@@ -1,5 +1,24 @@
-"""Policy losses, one file each: sums over tokens, never means.
+"""Policy losses, one file each: terms of single tokens, never means.
 
 All normalisation is in the loss weights, so that a loss does not depend on how the tokens are
-split over micro-batches and ranks.
+split over micro-batches and ranks. A new loss is one file with a `Loss` in it, and its name here.
 """
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_rl.algorithm.losses.cispo import Cispo
+from megatron_rl.algorithm.losses.dispo import Dispo
+from megatron_rl.algorithm.losses.dppo import Dppo
+from megatron_rl.algorithm.losses.gspo import Gspo
+from megatron_rl.algorithm.losses.mini_rl import MiniRl
+from megatron_rl.algorithm.losses.ppo import PpoClip
+from megatron_rl.algorithm.losses.reinforce import Reinforce
+
+LossChoice = Annotated[
+    Cispo | Dispo | Dppo | Gspo | MiniRl | PpoClip | Reinforce, Field(discriminator="kind")
+]
+"""The value of `algorithm.loss`."""

@@ -1,0 +1,43 @@
+"""MiniRL: REINFORCE with a truncated importance weight, and PPO's clip as a mask.
+
+    L = sum_t  -w_t * M_t * sg(min(rho_t, cap)) * A_t * log pi(y_t)
+    rho_t = pi(y_t) / pi_gen(y_t),    r_t = pi(y_t) / pi_old(y_t)
+    M_t = 0 where (A_t > 0 and r_t > high) or (A_t < 0 and r_t < low), else 1
+
+(arXiv 2512.01374.) The weight corrects for all of the way from the generator to the trained policy;
+the mask looks at the staleness alone, so that its ratio is against the old policy of the trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat
+
+from megatron_rl.algorithm.losses.base import Against, Loss, Terms, Tokens, ratio_of
+
+
+class MiniRl(Loss):
+    """MiniRL, a truncated weight against the generator and a mask against the old policy."""
+
+    against: ClassVar[Against] = "old"
+    kind: Literal["mini_rl"] = "mini_rl"
+    """Policy loss."""
+    min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """Lower bound of pi / pi_old for negative advantages (1 - eps_low)."""
+    max_ratio: Annotated[float, Field(ge=1.0)] = 1.27
+    """Upper bound of pi / pi_old for positive advantages (1 + eps_high)."""
+    max_weight_ratio: PositiveFloat = 5.0
+    """Cap on the importance weight pi / pi_gen."""
+
+    def terms(self, tokens: Tokens) -> Terms:
+        """Example: A > 0, pi / pi_old = 1.3 > 1.27: no gradient, whatever pi / pi_gen is."""
+        now_T = tokens.logprobs_T.detach()
+        weight_T = ratio_of(now_T, tokens.generator_logprobs_T).clamp(max=self.max_weight_ratio)
+        stale_T = ratio_of(now_T, tokens.old_logprobs_T)
+        positive_T, negative_T = tokens.advantages_T > 0, tokens.advantages_T < 0
+        cut_T = (positive_T & (stale_T > self.max_ratio)) | (
+            negative_T & (stale_T < self.min_ratio)
+        )
+        kept_T = weight_T.masked_fill(cut_T, 0.0)
+        return Terms(-kept_T * tokens.advantages_T * tokens.logprobs_T, cut_T)

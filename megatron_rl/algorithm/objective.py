@@ -1,0 +1,70 @@
+"""The objective of a micro-batch: loss, importance correction, KL to a reference, entropy.
+
+    sum_t w_t * ( f_t * loss_t  +  kl_coefficient * k3_t  -  entropy_coefficient * H_t )
+    k3_t = exp(d_t) - d_t - 1,    d_t = log pi_ref(y_t) - log pi(y_t)
+
+This is the only place where loss weights meet terms. `k3` estimates KL(pi || pi_ref) per token and
+is never negative (GRPO, arXiv 2402.03300, equation 4); its gradient by the log-prob is 1 - exp(d).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.algorithm.losses.base import Tokens
+from megatron_rl.algorithm.settings import Algorithm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens of a micro-batch; add them over micro-batches and ranks."""
+
+    loss: Tensor
+    """With gradient."""
+    tokens: Tensor
+    """Tokens of positive weight; the other counts are among these."""
+    clipped: Tensor
+    """Tokens whose ratio the loss cut, or that it masked."""
+    corrected: Tensor
+    """Tokens that the importance correction truncated or masked."""
+    reference_kl: Tensor
+    """k3 of KL(pi || pi_ref) in nats, unweighted."""
+
+
+def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
+    """The summed objective of these tokens.
+
+    Raises:
+        ValueError: the KL term without reference log-probs, or the entropy term without entropies.
+    """
+    weights_T, trained_T = tokens.loss_weights_T, tokens.trained_T
+    terms = algorithm.loss.terms(tokens)
+    correction = algorithm.correction.factor(tokens)
+    total_T = correction.factor_T * terms.loss_T
+    reference_kl = weights_T.new_zeros(())
+    if algorithm.kl_coefficient:
+        if tokens.reference_logprobs_T is None:
+            raise ValueError(
+                f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}: the KL term needs the"
+                " reference policy's log-probs"
+            )
+        difference_T = tokens.reference_logprobs_T - tokens.logprobs_T
+        k3_T = difference_T.exp() - difference_T - 1
+        total_T = total_T + algorithm.kl_coefficient * k3_T
+        reference_kl = (k3_T.detach() * trained_T).sum()
+    if algorithm.entropy_coefficient:
+        if tokens.entropy_T is None:
+            raise ValueError(
+                f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}: the entropy"
+                " term needs entropies"
+            )
+        total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
+    return Sums(
+        loss=(weights_T * total_T).sum(),
+        tokens=trained_T.sum(),
+        clipped=(terms.cut_T & trained_T).sum(),
+        corrected=(correction.corrected_T & trained_T).sum(),
+        reference_kl=reference_kl,
+    )

@@ -1,0 +1,47 @@
+"""What every part of the configuration tree is made of; imports nothing of this package."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key, the value and the remedy."""
+
+
+class Section(BaseModel):
+    """One mapping of the tree: typed, documented fields; unknown keys are refused.
+
+    A section with a field `kind` is one of several alternatives (a discriminated union): the field
+    names which, and the others are its parameters.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+def sections_of(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that a field may hold: one, several alternatives, or () for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    if get_origin(annotation) is Annotated:
+        return sections_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [sections_of(member) for member in get_args(annotation)]
+        return tuple(s for member in members for s in member) if all(members) else ()
+    return ()
+
+
+def with_kind(value: Any, default: str) -> Any:
+    """A choice given by its name alone, or without its name, as a full mapping."""
+    if isinstance(value, str):
+        return {"kind": value}
+    if isinstance(value, dict) and "kind" not in value:
+        return {"kind": default, **value}
+    return value

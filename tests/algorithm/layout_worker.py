@@ -1,0 +1,187 @@
+"""One of four gloo processes that compute the gradients of many algorithms in many layouts.
+
+Run by `test_layouts.py` as `python -m tests.algorithm.layout_worker RANK FOLDER`. All losses, all
+aggregations, the KL term (whose reference is a pass of its own) and the entropy term: the same
+batch on one rank, over 2 and 4 data-parallel ranks, 2 tensor-parallel ranks and 2 pipeline stages,
+in several micro-batch splits and in another order of its groups. Rank 0 writes what it saw.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl import messages as m
+from megatron_rl.config import RunConfig
+from megatron_rl.orchestrator.batching import build_batch
+from megatron_rl.orchestrator.groups import Group
+from megatron_rl.rewards import Outcome, Verdict
+from tests.policy.cases import ODD_VOCABULARY, gradients, run_config
+
+PLAIN = {"parallel__distributed_optimizer": False}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2": (2, PLAIN),
+    "TP2": (2, {**PLAIN, "parallel__tensor": 2}),
+    "PP2": (2, {**PLAIN, "parallel__pipeline": 2}),
+    "DP4": (4, PLAIN),
+}
+"""Name -> (ranks, options)."""
+PPO = {"loss": {"kind": "ppo_clip"}, "old_policy": "trainer"}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "cispo, prompt mean": {},
+    "cispo, sample mean": {"aggregation": "sample"},
+    "cispo, token mean": {"aggregation": "token"},
+    "cispo, constant length": {"aggregation": "constant", "constant_length_tokens": 20},
+    "dispo": {"loss": {"kind": "dispo", "positive_max_ratio": 1.1, "negative_max_ratio": 1.2}},
+    "dppo": {"loss": {"kind": "dppo", "max_divergence": 0.005}},
+    "gspo": {"loss": {"kind": "gspo", "min_ratio": 0.9, "max_ratio": 1.1}},
+    "mini_rl": {"loss": {"kind": "mini_rl", "max_weight_ratio": 1.1}},
+    "ppo_clip": {"loss": {"kind": "ppo_clip", "dual_clip_ratio": 1.3}},
+    "ppo_clip, token mask": {**PPO, "correction": {"kind": "token_mask", "max_ratio": 1.2}},
+    "ppo_clip, sequence mask": {
+        **PPO, "correction": {"kind": "sequence_mask", "max_drift_nats": 0.01},
+    },
+    "reinforce, truncation": {
+        "loss": {"kind": "reinforce"},
+        "correction": {"kind": "token_truncation", "max_ratio": 1.1},
+    },
+    "cispo, KL": {"kl_coefficient": 0.1},
+    "cispo, entropy": {"entropy_coefficient": 0.1},
+}  # fmt: skip
+FEW = "cispo, prompt mean"
+"""Also with three sequences in the whole batch: of four data-parallel ranks, one has none."""
+ALONE, SOME, ALL = 1, 60, 10**6
+"""Padded tokens of a micro-batch: one sequence each with no padding, some, all of them."""
+
+
+def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[int]]]:
+    """Five groups of four completions; group 4 is dropped, completions differ in every way.
+
+    Args:
+        order: of the groups in the batch.
+    """
+    rng = np.random.default_rng(3)
+    prompts = {i: rng.integers(0, ODD_VOCABULARY, rng.integers(2, 7)).tolist() for i in range(5)}
+    made = []
+    for number in range(5):
+        group = Group(number, number, 4, "generator-0")
+        for i in range(4):
+            n = int(rng.integers(2, 14))
+            group.samples[i] = m.Sample(
+                group=number,
+                index=i,
+                prompt_id=number,
+                evaluation=-1,
+                token_ids=rng.integers(0, ODD_VOCABULARY, n).tolist(),
+                logprobs=rng.normal(-3.43, 0.2, n).tolist(),
+                forced=(1, 2) if i == 1 else (0, 0),
+                spans=[m.VersionSpan(0, 0, n)],
+                started_version=0,
+                finish_reason="length" if (number, i) == (1, 3) else "stop",
+            )
+            right = number != 4 and (number + i) % 3 == 0
+            verdict = Outcome.CORRECT if right else Outcome.WRONG
+            group.verdicts[i] = Verdict(verdict, "")
+        made.append(group)
+    return [made[i] for i in order or range(5)], prompts
+
+
+def gradient(policy: Any, config: RunConfig, order: list[int] | None = None) -> dict[str, Tensor]:
+    """Gradient of the whole batch under one algorithm, complete on rank 0; nothing is applied."""
+    from megatron_rl.policy.trainer import Trainer
+
+    policy.run = config
+    trainer = Trainer(config, policy)
+    chosen, prompts = groups(order)
+    batch = build_batch(0, chosen, prompts, config.algorithm).batch
+    found: dict[str, Tensor] = {}
+
+    def keep(rate: float) -> float:
+        found.update(gradients(policy))
+        return 0.0
+
+    policy.apply = keep
+    trainer.train_step(batch, 0)
+    return found
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """|a - b| / |b| over all parameters together."""
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    difference = sum(float((a[n].double() - b[n].double()).square().sum()) for n in b)
+    return float((difference / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5)
+
+
+def config_of(folder: Path, ranks: int, name: str, split: int, **options: Any) -> RunConfig:
+    algorithm = {f"algorithm__{k}": v for k, v in ALGORITHMS[name].items()}
+    return run_config(
+        folder / "model",
+        ranks,
+        output_dir=folder / "out",
+        schedule__micro_batch_tokens=split,
+        **algorithm,
+        **options,
+    )
+
+
+def policy_of(config: RunConfig, folder: Path) -> Any:
+    """The policy, moved off its start so that a reference differs from it; all gradients on all."""
+    from megatron_rl.policy.model import Policy
+
+    policy = Policy(config, folder / "model")
+    policy.load_huggingface(folder / "moved")
+    run = policy._forward_backward
+    policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=not kw["forward_only"])
+    return policy
+
+
+def main(rank: int, folder: Path) -> None:
+    from megatron_rl.policy.world import destroy_world, init_world
+
+    torch.set_num_threads(1)
+    alone: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[str, float]] = {}
+    if rank == 0:
+        first = config_of(folder, 1, "cispo, prompt mean", ALONE)
+        init_world(first, 0, 1, dist.HashStore())
+        policy = policy_of(first, folder)
+        for name in ALGORITHMS:
+            alone[name] = gradient(policy, config_of(folder, 1, name, ALONE))
+        found["norms"] = {n: float(sum(g.square().sum() for g in alone[n].values())) for n in alone}
+        for where, split, order in (
+            ("some", SOME, None),
+            ("all", ALL, None),
+            ("order", SOME, [3, 1, 4, 0, 2]),
+        ):
+            found[where] = {
+                n: distance(gradient(policy, config_of(folder, 1, n, split), order), alone[n])
+                for n in ALGORITHMS
+            }
+        few = gradient(policy, config_of(folder, 1, FEW, SOME), order=[1])
+        destroy_world()
+    for i, (layout, (ranks, options)) in enumerate(LAYOUTS.items()):
+        if rank >= ranks:
+            continue
+        first = config_of(folder, ranks, "cispo, prompt mean", SOME, **options)
+        init_world(first, rank, ranks, dist.FileStore(str(folder / f"store{i}"), ranks))
+        policy = policy_of(first, folder)
+        seen = {
+            n: gradient(policy, config_of(folder, ranks, n, SOME, **options)) for n in ALGORITHMS
+        }
+        seen_few = gradient(policy, config_of(folder, ranks, FEW, SOME, **options), order=[1])
+        destroy_world()
+        if rank == 0:
+            found[layout] = {n: distance(seen[n], alone[n]) for n in ALGORITHMS}
+            found["few"] = {**found.get("few", {}), layout: distance(seen_few, few)}
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,182 @@
+"""The recipes: each of the paper's is there, resolves, and says where it is from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl import recipes
+from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.recipes_cli import differences, of_recipe, resolved
+
+PAPER = {
+    *("scalerl", "minimax", "magistral", "dapo", "grpo", "gspo", "ppo_off_policy_8"),
+    *("dr_grpo", "lite_ppo", "prorl", "mini_rl", "dppo"),
+}
+LEAVE_ONE_OUT = {
+    "scalerl-loo-fp32": {"precision.logits"},
+    "scalerl-loo-npr": {"algorithm.no_positive_resampling"},
+    "scalerl-loo-prompt-std": {"algorithm.advantage_normalization"},
+    "scalerl-loo-zero-variance": {"algorithm.zero_variance_filter"},
+    "scalerl-loo-sample-mean": {"algorithm.aggregation"},
+    "scalerl-loo-ppo-off-policy-8": {
+        *("schedule.mode", "schedule.max_lag_steps", "schedule.updates_per_phase"),
+    },
+    "scalerl-loo-dapo-loss": {
+        *("algorithm.loss.kind", "algorithm.loss.max_ratio", "algorithm.loss.min_ratio"),
+        "algorithm.loss.dual_clip_ratio",
+    },
+    "scalerl-loo-length-penalty": {
+        *("algorithm.length_penalty", "algorithm.length_max_tokens"),
+        *("algorithm.length_cache_tokens", "generation.interruption"),
+        "generation.thinking_budget_tokens",
+    },
+}
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={"COLUMNS": "200", "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_recipe_of_the_paper_is_there() -> None:
+    assert set(recipes.names()) >= PAPER | set(LEAVE_ONE_OUT)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_resolves_to_a_run_and_says_where_it_is_from(name: str) -> None:
+    recipe = recipes.load(name)
+    assert recipe.summary
+    assert "arXiv" in recipe.source
+    config = load_config(None, ["--recipe", name])
+    assert config.recipe == name
+    # What is resolved is a configuration of its own, the same one.
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_fits_the_sizes_of_the_example(name: str) -> None:
+    example = Path(__file__).parents[2] / "examples" / "scalerl_tiny.yaml"
+    config = load_config(example, ["--recipe", name])
+    assert (config.schedule.prompts_per_step, config.model) == (16, "tiny_scout")
+    assert config.algorithm.loss == load_config(None, ["--recipe", name]).algorithm.loss
+
+
+@pytest.mark.parametrize("name", LEAVE_ONE_OUT)
+def test_a_leave_one_out_variant_differs_in_its_one_choice(name: str) -> None:
+    found = differences(resolved("scalerl"), resolved(name))
+    assert {key for key, *_ in found} == LEAVE_ONE_OUT[name]
+    assert recipes.load(name).base == "scalerl"
+
+
+def test_scalerl_has_the_values_of_the_paper() -> None:
+    config = load_config(None, ["--recipe", "scalerl"])
+    a, s, o = config.algorithm, config.schedule, config.optimizer
+    assert (a.loss.kind, a.aggregation, a.advantage_normalization) == ("cispo", "prompt", "batch")
+    assert (s.mode, s.max_lag_steps) == ("pipeline", 8)
+    assert s.prompts_per_step * s.completions_per_prompt == 768
+    assert (o.learning_rate, o.warmup_steps, o.eps, o.weight_decay) == (5e-7, 100, 1e-15, 0.01)
+    assert config.generation.thinking_budget_tokens == (10240, 12288)
+    # And they are the defaults of the product.
+    assert differences(resolved("scalerl"), RunConfig().model_dump(mode="json")) == []
+
+
+def test_the_papers_comparison_has_its_values() -> None:
+    found = {
+        n: load_config(None, ["--recipe", n]) for n in ("grpo", "dapo", "magistral", "minimax")
+    }
+    clips = {n: c.algorithm.loss.model_dump() for n, c in found.items()}
+    assert clips["grpo"] == {**clips["grpo"], "min_ratio": 0.8, "max_ratio": 1.2}
+    assert clips["dapo"] == {**clips["dapo"], "min_ratio": 0.8, "max_ratio": 1.26}
+    assert clips["magistral"] == clips["dapo"]
+    assert clips["minimax"]["kind"] == "cispo"
+    assert {n: c.schedule.summary() for n, c in found.items()} == {
+        "grpo": "PPO-off-policy-8",
+        "dapo": "PPO-off-policy-8",
+        "magistral": "PipelineRL-8",
+        "minimax": "PPO-off-policy-8",
+    }
+    assert {n: c.algorithm.aggregation for n, c in found.items()} == {
+        **dict.fromkeys(("dapo", "magistral", "minimax"), "prompt"),
+        "grpo": "sample",
+    }
+    assert {n: c.precision.logits for n, c in found.items() if c.precision.logits == "fp32"} == {
+        "minimax": "fp32"
+    }
+    for name in ("dapo", "magistral", "minimax"):  # 1,280 completions
+        assert found[name].schedule.prompts_per_step == 80
+
+
+def test_recipe_then_file_then_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: dapo\nschedule: {prompts_per_step: 12}\nseed: 3\n")
+    config = load_config(path, ["--seed", "4"])
+    assert config.algorithm.loss.kind == "ppo_clip"  # the recipe's
+    assert config.schedule.prompts_per_step == 12  # the file's, over the recipe's
+    assert config.seed == 4  # the command line's, over the file's
+    assert load_config(path, ["--recipe", "gspo"]).algorithm.loss.kind == "gspo"
+
+
+def test_an_unknown_recipe_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("recipe: scale_rl\n")
+    with pytest.raises(
+        ConfigError, match="recipe is 'scale_rl': no such recipe; there are scalerl"
+    ):
+        load_config(path)
+
+
+def test_an_unknown_key_in_a_recipe_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"summary": "s", "source": "s", "values": {"algorithm": {"cap": 3}}}
+    monkeypatch.setattr(recipes, "_entries", lambda: {"mine": entry})
+    with pytest.raises(ConfigError, match="algorithm.cap: unknown key"):
+        load_config(None, ["--recipe", "mine"])
+
+
+def test_a_malformed_recipe_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.yaml").write_text("summary: x\nvalue: {}\n")
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
+    recipes._entries.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="recipe broken.yaml: keys"):
+            recipes.names()
+    finally:
+        monkeypatch.undo()
+        recipes._entries.cache_clear()
+
+
+def test_merge_replaces_a_choice_of_another_kind_as_a_whole() -> None:
+    base = {"loss": {"kind": "cispo", "max_ratio": 4}, "steps": 1}
+    assert recipes.merge(base, {"loss": {"kind": "gspo"}})["loss"] == {"kind": "gspo"}
+    assert recipes.merge(base, {"loss": "gspo"})["loss"] == {"kind": "gspo"}
+    kept = recipes.merge(base, {"loss": {"max_ratio": 8}})
+    assert kept == {"loss": {"kind": "cispo", "max_ratio": 8}, "steps": 1}
+    assert base["loss"] == {"kind": "cispo", "max_ratio": 4}
+
+
+def test_the_command_lists_shows_and_compares() -> None:
+    listed = command("recipes")
+    assert all(name in listed for name in PAPER)
+    shown = command("recipes", "show", "scalerl-loo-fp32")
+    assert "# on top of: scalerl" in shown
+    assert yaml.safe_load(shown) == of_recipe(resolved("scalerl-loo-fp32"))
+    compared = command("recipes", "diff", "dapo", "magistral")
+    assert "schedule.mode" in compared
+    assert "ppo_off_policy" in compared
+    assert "algorithm" not in compared
+
+
+def test_what_show_prints_is_a_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "shown.yaml"
+    path.write_text(command("recipes", "show", "grpo"))
+    config = load_config(path)
+    assert config.model_copy(update={"recipe": "grpo"}) == load_config(None, ["--recipe", "grpo"])

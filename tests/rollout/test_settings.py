@@ -1,0 +1,88 @@
+"""What a configuration means for vLLM, and what does not fit is refused before vLLM starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from megatron_rl.rollout.settings import BLOCK_TOKENS, checkpoint_shapes, engine_args, phrase_tokens
+from megatron_rl.weights.manifest import WeightsError
+from tests.rollout import tiny_models
+from tests.rollout.conftest import run_config
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return tiny_models.save("llama4", 0, tmp_path_factory.mktemp("settings"))
+
+
+def with_precision(config, **precision: str):
+    return config.model_copy(
+        update={"precision": config.precision.model_copy(update=precision)}, deep=True
+    )
+
+
+def test_the_head_is_fp32_where_parameters_are_bf16(model_dir):
+    config = run_config(model_dir)
+    assert "head_dtype" not in engine_args(config, 0, str(model_dir)).hf_overrides
+    bf16 = engine_args(with_precision(config, params="bf16"), 0, str(model_dir))
+    assert bf16.dtype == "bfloat16"
+    assert bf16.hf_overrides["head_dtype"] == "float32"
+    plain = engine_args(with_precision(config, params="bf16", logits="params"), 0, str(model_dir))
+    assert "head_dtype" not in plain.hf_overrides
+
+
+def test_log_probs_are_those_of_the_sampling_temperature(model_dir):
+    def mode(temperature: float) -> str:
+        config = run_config(model_dir, temperature=temperature)
+        return engine_args(config, 0, str(model_dir)).logprobs_mode
+
+    assert mode(1.0) == "raw_logprobs"
+    assert mode(0.7) == "processed_logprobs"
+
+
+def test_the_longest_sequence_fits_with_one_token_to_spare(model_dir):
+    for prompt_tokens in range(100, 140):
+        config = run_config(model_dir, max_prompt_tokens=prompt_tokens)
+        length = engine_args(config, 0, str(model_dir)).max_model_len
+        assert config.sequence_tokens < length <= config.sequence_tokens + BLOCK_TOKENS
+        assert length % BLOCK_TOKENS == 0
+
+
+def test_every_engine_has_its_own_seed(model_dir):
+    config = run_config(model_dir)
+    assert [engine_args(config, i, str(model_dir)).seed for i in (0, 1)] == [1234, 1235]
+
+
+def test_llama_4_keeps_its_chunks_and_query_scale_where_they_matter(model_dir, tmp_path):
+    short = engine_args(run_config(model_dir), 0, str(model_dir))
+    assert short.hf_overrides["attention_chunk_size"] is None  # chunks of 8192, sequences of 300
+    settings = json.loads((model_dir / "config.json").read_text())
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(model_dir / name)
+    settings |= {"attention_chunk_size": 64, "attn_temperature_tuning": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    long = engine_args(run_config(tmp_path), 0, str(tmp_path))
+    assert "attention_chunk_size" not in (long.hf_overrides or {})
+    assert long.override_generation_config == {"attn_temperature_tuning": True}
+
+
+def test_a_phrase_that_is_not_what_it_seems_as_tokens_is_refused(model_dir):
+    tokenizer = tiny_models.tokenizer()
+    config = run_config(model_dir)
+    ids = phrase_tokens(config, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["(", "a", "b", "c", ")", "</think>"]
+    two_tokens = run_config(model_dir, think_end="ab", interruption_phrase="(ab")
+    with pytest.raises(ValueError, match="generation.think_end is 'ab': 2 tokens"):
+        phrase_tokens(two_tokens, tokenizer)
+
+
+def test_shapes_are_read_from_the_checkpoint_and_a_missing_one_is_named(model_dir, tmp_path):
+    expected = {n: tuple(t.shape) for n, t in tiny_models.checkpoint(model_dir).items()}
+    assert checkpoint_shapes(str(model_dir)) == expected
+    with pytest.raises(WeightsError, match=r"no \*.safetensors in it"):
+        checkpoint_shapes(str(tmp_path))
