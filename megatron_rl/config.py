@@ -262,6 +262,10 @@ class Timeouts(Section):
     """Wait for a role to end after it was told to."""
 
 
+SWITCH = {"true": True, "false": False}
+"""What a switch may be said to be on the command line."""
+
+
 class RunConfig(Section):
     """One run: its roles, model, task, algorithm and budgets."""
 
@@ -462,20 +466,34 @@ def _read_overrides(overrides: list[str]) -> dict[str, Any]:
         )
 
     try:
-        source = CliSettingsSource(_Settings, cli_parse_args=_named_kinds(overrides))  # type: ignore[var-annotated]
+        source = CliSettingsSource(_Settings, cli_parse_args=_command_line(overrides))  # type: ignore[var-annotated]
         return source()
     except SettingsError as e:
         raise ConfigError(_unrecognized(str(e))) from None
 
 
-def _named_kinds(overrides: list[str]) -> list[str]:
-    """`--algorithm.loss gspo` as `--algorithm.loss.kind gspo`, so that parameters may follow."""
-    choices = {f"--{key.removesuffix('.kind')}" for key, *_ in describe() if key.endswith(".kind")}
-    out = []
-    for argument in overrides:
-        name, equals, value = argument.partition("=")
-        out.append(f"{name}.kind{equals}{value}" if name in choices else argument)
+def _command_line(overrides: list[str]) -> list[str]:
+    """The overrides as pydantic-settings reads them.
+
+    `--algorithm.loss gspo` becomes `--algorithm.loss.kind gspo`, so that parameters may follow;
+    a switch may have its value said, `--resume true` or `--resume=false`.
+    """
+    keys = {f"--{key}": kind for key, kind, *_ in describe()}
+    choices = {key.removesuffix(".kind") for key in keys if key.endswith(".kind")}
+    out: list[str] = []
+    pending = [part for argument in overrides for part in _split_value(argument)]
+    while pending:
+        name = pending.pop(0)
+        if keys.get(name) == "bool" and pending and pending[0].lower() in SWITCH:
+            on = SWITCH[pending.pop(0).lower()]
+            out.append(name if on else name.replace("--", "--no-", 1))
+        else:
+            out.append(f"{name}.kind" if name in choices else name)
     return out
+
+
+def _split_value(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--") else [argument]
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:

@@ -234,3 +234,17 @@ PURE = {
 def test_a_number_has_its_unit_in_its_name(key: str) -> None:
     words = key.split(".")[-1].split("_")
     assert key in PURE or set(words) & UNITS, f"{key}: which unit?"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        (["--resume"], True),
+        (["--resume", "true"], True),
+        (["--resume=false"], False),
+        (["--resume", "False", "--seed", "3"], False),
+        (["--no-resume"], False),
+    ],
+)
+def test_a_switch_may_stand_alone_or_have_its_value_said(overrides, value):
+    assert load_config(None, overrides).resume is value

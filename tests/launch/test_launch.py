@@ -82,7 +82,7 @@ def test_the_plan_starts_nothing_and_names_ranks_and_units():
         "ranks 0-1",
         "16 prompts x 8 completions = 128 completions",
         "at most 8 steps",
-        "64 held-out prompts x 16",
+        "96 held-out prompts x 16",
     ):
         assert text in done.stdout
 
