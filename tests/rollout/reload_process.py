@@ -62,7 +62,9 @@ if __name__ == "__main__":
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", args=(update_info(manifest),))
     engine.collective_rpc("finish_weight_update")
-    held = load_file(engine.collective_rpc("save_held_weights")[0])
+    path = Path(engine.collective_rpc("save_held_weights")[0])
+    held = load_file(path)
+    path.unlink()
     wrong = [n for n in weights if not held[n].equal(weights[n])]
     print("EXPERTS " + json.dumps(sorted(wrong)))
     print("TIED " + json.dumps(tied_head_is_right(engine.vllm_config)))
