@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
 from megatron_rl.config import RunConfig
-from megatron_rl.launch import TORCHRUN_VARIABLES
 
 
 def run_generator_role(config: RunConfig, rank: int, store: Any) -> None:
@@ -25,14 +23,8 @@ def run_generator_role(config: RunConfig, rank: int, store: Any) -> None:
         while not store.check([finished]):
             _wait(store, finished, seconds=60.0)
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        devices = ",".join(str(local + i) for i in range(width))
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
     endpoint = store.get("orchestrator").decode()
     model_dir = store.get("model_dir").decode()
-    for name in TORCHRUN_VARIABLES:
-        os.environ.pop(name, None)
     try:
         run_generator(config, engine, rank, endpoint, model_dir)
     finally:
