@@ -2,7 +2,8 @@
 VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
-PYTEST_ARGS ?=
+# One file per worker and two workers: many tests wait for processes that they started.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BIN := $(abspath $(VENV))/bin
 
 # Two cores are shared by three ranks: one thread each is the fastest.

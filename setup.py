@@ -39,6 +39,7 @@ IO = ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"]
 DEV = [
     "pytest>=9",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.9",
     "mypy>=1.13",

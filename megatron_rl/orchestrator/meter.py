@@ -45,6 +45,7 @@ class Meter:
         self._made = clock()
         self._started: float | None = None
         self._wall_before = 0.0
+        self._training_seconds = 0.0
         self._last_step_end: float | None = None
         self._counters = {"tokens": 0.0, "flops": 0.0, "evaluation_seconds": 0.0}
         self._batches: dict[int, dict[str, Any]] = {}
@@ -62,23 +63,27 @@ class Meter:
         if self._started is None:
             self._started = self._last_step_end = self._clock()
 
-    def wall_seconds(self) -> float:
+    def wall_seconds(self, now: float | None = None) -> float:
         """Seconds of the RL stage, over all resumptions."""
-        running = 0.0 if self._started is None else self._clock() - self._started
-        return self._wall_before + running
+        now = self._clock() if now is None else now
+        return self._wall_before + (0.0 if self._started is None else now - self._started)
 
-    def _evaluation_seconds(self) -> float:
-        running = self._clock() - self._evaluation_start if self._evaluating else 0.0
+    def _evaluation_seconds(self, now: float | None = None) -> float:
+        now = self._clock() if now is None else now
+        running = now - self._evaluation_start if self._evaluating else 0.0
         return self._counters["evaluation_seconds"] + running
 
     def compute(self) -> dict[str, float]:
         """Compute spent on training so far, in the names of metrics.jsonl."""
-        training = max(self.wall_seconds() - self._evaluation_seconds(), 0.0)
+        now = self._clock()
+        # While an evaluation runs the difference stands still, up to rounding: it never falls.
+        training = self.wall_seconds(now) - self._evaluation_seconds(now)
+        self._training_seconds = max(self._training_seconds, training)
         return {
             "compute_tokens": self._counters["tokens"],
             "compute_flops": self._counters["flops"],
-            "compute_device_hours": training * self._ranks / 3600,
-            "wall_seconds": self.wall_seconds(),
+            "compute_device_hours": self._training_seconds * self._ranks / 3600,
+            "wall_seconds": self.wall_seconds(now),
         }
 
     def counters(self) -> dict[str, float]:

@@ -150,3 +150,21 @@ def test_single_version_tokens_of_the_batch_and_probed_tokens_are_one_metric():
         "logprob_error_mean": 1.75 / 8,
         "logprob_error_tokens": 8.0,
     }
+
+
+def test_device_hours_stand_still_while_an_evaluation_runs_and_never_fall():
+    now = [0.0]
+    meter = Meter(Rows(), 3, clock=lambda: now[0])
+    meter.start_clock()
+    spent = []
+    for t in range(1, 60):
+        now[0] = t * 0.1
+        if t == 20:
+            meter.evaluation_started("generator-0")
+        if t == 40:
+            meter.evaluation_ended("generator-0")
+        spent.append(meter.compute()["compute_device_hours"])
+    assert spent == sorted(spent)
+    # 5.9 s of wall less 2 s of evaluation, on 3 ranks
+    assert spent[-1] == pytest.approx(3.9 * 3 / 3600)
+    assert spent[38] == pytest.approx(spent[19])
