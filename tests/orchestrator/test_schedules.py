@@ -28,7 +28,8 @@ def phases(k: int, **schedule) -> RunConfig:
 
 
 def refilling(**schedule) -> RunConfig:
-    return changed(small_config(**schedule), algorithm={"refill": True})
+    # Of two completions half the groups have one reward: some are dropped in every run.
+    return changed(small_config(completions_per_prompt=2, **schedule), algorithm={"refill": True})
 
 
 # ---------------------------------------------------------------- PPO-off-policy-k

@@ -74,6 +74,10 @@ def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_pat
         start_new_session=True, env=environment,
     )  # fmt: skip
     publisher = DiskPublisher(tmp_path / "weights")
+    # Complete before anything decodes, so that the update meets requests in flight.
+    tiny_models.build("llama", 1).save_pretrained(tmp_path / "next")
+    tensors = tiny_models.checkpoint(tmp_path / "next")
+    manifest = publisher.publish(8, iter(tensors.items()), 2**20)
     try:
         (hello,) = orchestrator.wait_for(Hello)
         assert hello == Hello(role="generator", rank=2, version=7, capacity=6)
@@ -91,15 +95,11 @@ def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_pat
                          evaluation=-1 if group < 3 else 5)
             )  # fmt: skip
         orchestrator.wait_for(Sample, 2)
-        weights = tiny_models.build("llama", 1)
-        weights.save_pretrained(tmp_path / "next")
-        tensors = tiny_models.checkpoint(tmp_path / "next")
-        orchestrator.send(
-            UpdateWeights(manifest=publisher.publish(8, iter(tensors.items()), 2**20))
-        )
+        orchestrator.send(UpdateWeights(manifest=manifest))
         samples = orchestrator.wait_for(Sample, 16)
         (updated,) = orchestrator.wait_for(WeightsUpdated)
-        assert (updated.version, updated.requests_in_flight) == (8, 6)
+        assert updated.version == 8
+        assert 1 <= updated.requests_in_flight <= 6
         assert 0 < updated.transfer_seconds < updated.pause_seconds < 5
         assert sorted((s.group, s.index) for s in samples) == [
             (g, i) for g in range(4) for i in range(4)
