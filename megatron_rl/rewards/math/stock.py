@@ -56,9 +56,8 @@ def verify(answer: str, gold: str) -> bool | None:
     for text in (answer, gold):
         if _MANY_TERMS.search(text):
             raise OverLimit(f"too many terms in {text[:60]}")
-    import sympy
-
     try:
+        import sympy
         from math_verify import verify as stock_verify
     except ImportError as e:
         raise VerifierDown(f"math-verify is missing ({e}): install megatron_rl[rewards]") from e
