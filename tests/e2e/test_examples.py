@@ -1,6 +1,6 @@
 """The example from end to end: torchrun, Megatron, vLLM, in-flight swaps, interrupt, resume, fit.
 
-Both models run small: a short supervised stage and 24 steps. What a full run reaches is the demo's
+Both models run small: a short supervised stage and 32 steps. What a full run reaches is the demo's
 to show; here its parts have to fit together.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/scalerl_tiny.sh"
-STEPS, INTERRUPT_AT = 24, 20
+STEPS, INTERRUPT_AT = 32, 20
 SMALL = [
     *("--schedule.steps", str(STEPS)),
     *("--sft.steps", "240"),
