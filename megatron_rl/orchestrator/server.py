@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -436,7 +435,3 @@ class Orchestrator:
 
     def _on_TrainerDone(self, sender: str, done: m.TrainerDone) -> None:
         self.trainer_done = done
-
-    def phases(self) -> dict[str, Any]:
-        """Wall seconds by phase that this process measured."""
-        return self.meter.phases()
