@@ -1,0 +1,28 @@
+"""The one typed configuration tree of a run.
+
+It is read from a YAML file and dotted command-line overrides (`--schedule.steps 40`), imports
+without torch, and refuses unknown keys, bad values and sizes that don't fit together. The help
+text of a field is the string under it; units are in the names.
+"""
+
+from megatron_rl.algorithm.schedule import Schedule as Schedule
+from megatron_rl.algorithm.settings import Algorithm as Algorithm
+from megatron_rl.config.load import describe as describe
+from megatron_rl.config.load import load_config as load_config
+from megatron_rl.config.run import TINY_MODELS as TINY_MODELS
+from megatron_rl.config.run import RunConfig as RunConfig
+from megatron_rl.config.sections import Checkpoint as Checkpoint
+from megatron_rl.config.sections import Evaluation as Evaluation
+from megatron_rl.config.sections import Fit as Fit
+from megatron_rl.config.sections import Generation as Generation
+from megatron_rl.config.sections import Observe as Observe
+from megatron_rl.config.sections import OptimizerConfig as OptimizerConfig
+from megatron_rl.config.sections import Parallel as Parallel
+from megatron_rl.config.sections import Precision as Precision
+from megatron_rl.config.sections import Roles as Roles
+from megatron_rl.config.sections import SupervisedStage as SupervisedStage
+from megatron_rl.config.sections import TaskConfig as TaskConfig
+from megatron_rl.config.sections import Timeouts as Timeouts
+from megatron_rl.config.sections import Weights as Weights
+from megatron_rl.section import ConfigError as ConfigError
+from megatron_rl.section import Section as Section

@@ -1,0 +1,193 @@
+"""From a recipe, a YAML file and command-line overrides to a checked configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from megatron_rl import recipes
+from megatron_rl.algorithm.settings import DEFAULT_KINDS
+from megatron_rl.config.run import RunConfig
+from megatron_rl.section import ConfigError, Section, sections_of
+
+SWITCH = {"true": True, "false": False}
+"""What a switch may be said to be on the command line."""
+
+
+def _flatten(error: ValidationError) -> str:
+    lines = []
+    for e in error.errors():
+        loc = _without_kinds(e["loc"])
+        key = ".".join(str(part) for part in loc) or "configuration"
+        message = e["msg"].removeprefix("Value error, ")
+        if e["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key (value {e['input']!r}); {_known_keys(e['loc'])}")
+        elif e["type"] == "union_tag_invalid":
+            lines.append(f"{key}.kind is {e['ctx']['tag']!r}: one of {e['ctx']['expected_tags']}")
+        elif e["type"] == "value_error":
+            lines.append(message)
+        else:
+            lines.append(f"{key} is {e['input']!r}: {message[0].lower()}{message[1:]}")
+    return "\n".join(lines)
+
+
+def _unrecognized(message: str) -> str:
+    _, found, arguments = message.partition("unrecognized arguments: ")
+    if not found:
+        return f"command line: {message}"
+    name, *value = arguments.split(" ")
+    loc = tuple(name.lstrip("-").split("=")[0].split("."))
+    given = " ".join(value) or name.partition("=")[2]
+    while len(loc) > 1 and not _sections(loc[:-1]):
+        loc = loc[:-1]
+    return f"{'.'.join(loc)}: unknown key (value {given!r}); {_known_keys(loc)}"
+
+
+def _sections(loc: tuple[int | str, ...]) -> tuple[type[Section], ...]:
+    """The sections that stand at a place of the tree; of a choice, the one that `loc` names."""
+    found: tuple[type[Section], ...] = (RunConfig,)
+    for part in loc:
+        named = tuple(s for s in found if len(found) > 1 and _kind(s) == part)
+        fields = [s.model_fields[str(part)] for s in found if part in s.model_fields]
+        found = named or tuple(s for f in fields for s in sections_of(f.annotation))
+    return found
+
+
+def _kind(section: type[Section]) -> Any:
+    return section.model_fields["kind"].default
+
+
+def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A place in the tree without the names of choices that pydantic puts into it."""
+    return tuple(
+        part
+        for i, part in enumerate(loc)
+        if not (len(above := _sections(loc[:i])) > 1 and part in map(_kind, above))
+    )
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> str:
+    above = _sections(loc[:-1])
+    where = ".".join(str(part) for part in _without_kinds(loc[:-1])) or "the top level"
+    kind = (
+        f" of kind {_kind(above[0])}" if loc[-2:-1] and loc[-2] in map(_kind_or_none, above) else ""
+    )
+    known = dict.fromkeys(name for section in above for name in section.model_fields)
+    return f"{where}{kind} has: {', '.join(known)}"
+
+
+def _kind_or_none(section: type[Section]) -> Any:
+    return _kind(section) if "kind" in section.model_fields else None
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path}: not valid YAML: {e}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
+    return values
+
+
+def _read_overrides(overrides: list[str]) -> dict[str, Any]:
+    class _Settings(RunConfig, BaseSettings):
+        model_config = SettingsConfigDict(
+            extra="forbid",
+            use_attribute_docstrings=True,
+            cli_prog_name="megatron-rl train",
+            cli_implicit_flags=True,
+            cli_exit_on_error=False,
+        )
+
+    try:
+        source = CliSettingsSource(_Settings, cli_parse_args=_command_line(overrides))  # type: ignore[var-annotated]
+        return source()
+    except SettingsError as e:
+        raise ConfigError(_unrecognized(str(e))) from None
+
+
+def _command_line(overrides: list[str]) -> list[str]:
+    """The overrides as pydantic-settings reads them.
+
+    `--algorithm.loss gspo` becomes `--algorithm.loss.kind gspo`, so that parameters may follow;
+    a switch may have its value said, `--resume true` or `--resume=false`.
+    """
+    keys = {f"--{key}": kind for key, kind, *_ in describe()}
+    choices = {key.removesuffix(".kind") for key in keys if key.endswith(".kind")}
+    out: list[str] = []
+    pending = [part for argument in overrides for part in _split_value(argument)]
+    while pending:
+        name = pending.pop(0)
+        if keys.get(name) == "bool" and pending and pending[0].lower() in SWITCH:
+            on = SWITCH[pending.pop(0).lower()]
+            out.append(name if on else name.replace("--", "--no-", 1))
+        else:
+            out.append(f"{name}.kind" if name in choices else name)
+    return out
+
+
+def _split_value(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--") else [argument]
+
+
+def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
+    """The configuration of a recipe, with a YAML file on top, and command-line overrides on that.
+
+    Args:
+        path: YAML file, or None for the defaults; its key `recipe` names the recipe.
+        overrides: `["--schedule.steps", "40", "--model=tiny_dense", "--recipe", "dapo"]`.
+
+    Raises:
+        ConfigError: unknown key, bad value, or values that don't fit together; the message names
+            the key, the value and what would be right.
+    """
+    in_file = {} if path is None else _read_yaml(path)
+    on_line = _read_overrides(overrides or [])
+    recipe = on_line.get("recipe", in_file.get("recipe"))
+    values: dict[str, Any] = {"algorithm": {k: {"kind": v} for k, v in DEFAULT_KINDS.items()}}
+    if recipe is not None:
+        values = recipes.merge(values, recipes.load(recipe).values)
+    for layer in (in_file, on_line):
+        values = recipes.merge(values, layer)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as e:
+        raise ConfigError(_flatten(e)) from None
+
+
+def describe(
+    section: type[Section] = RunConfig, prefix: str = "", skip: str = ""
+) -> list[tuple[str, str, str, str]]:
+    """Every leaf key of the tree as (dotted key, type, default, help text).
+
+    The parameters of a choice are listed for each kind that has them, with its name before the
+    help text.
+    """
+    rows = []
+    for name, field in section.model_fields.items():
+        if name == skip:
+            continue
+        kind: Any = field.annotation
+        inner = sections_of(kind)
+        if len(inner) > 1:
+            kinds = ", ".join(_kind(s) for s in inner)
+            text = field.description or ""
+            rows.append((f"{prefix}{name}.kind", kinds, repr(field.default.kind), text))
+            for one in inner:
+                leaves = describe(one, f"{prefix}{name}.", skip="kind")
+                rows += [(k, t, d, f"[{_kind(one)}] {h}") for k, t, d, h in leaves]
+            continue
+        if inner:
+            rows += describe(inner[0], f"{prefix}{name}.")
+            continue
+        shown = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+        shown = (shown or str(kind)).replace("typing.", "").replace("pathlib.", "")
+        rows.append((prefix + name, shown, repr(field.default), field.description or ""))
+    return rows
