@@ -8,9 +8,9 @@ BIN := $(abspath $(VENV))/bin
 
 # Two cores are shared by three ranks: one thread each is the fastest.
 export OMP_NUM_THREADS ?= 1
-export VENV
+export VENV OTHER_MEGATRON
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-other-megatron lint format clean
 
 setup:
 	@bash scripts/setup.sh
@@ -29,6 +29,11 @@ demo:
 test: setup
 	PATH="$(BIN):$$PATH" python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
+# The trainer's tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
+test-other-megatron: setup
+	PYTHONPATH="$(abspath $(VENV)-megatron-$(OTHER_MEGATRON))" PATH="$(BIN):$$PATH" \
+	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/policy tests/compat
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +44,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .bootstrap build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-megatron-* .bootstrap build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,12 @@ from typing import Annotated
 import typer
 
 from megatron_rl.ablate.cli import app as ablate_app
+from megatron_rl.compat.quiet import hush
+from megatron_rl.convert.cli import app as convert_app
+from megatron_rl.data.prepare_cli import app as data_app
+from megatron_rl.doctor.cli import app as doctor_app
+from megatron_rl.evaluation.cli import app as evaluation_app
+from megatron_rl.plan.cli import app as plan_app
 from megatron_rl.recipes_cli import app as recipes_app
 from megatron_rl.rewards.cli import app as rewards_app
 from megatron_rl.scaling.cli import app as scaling_app
@@ -23,6 +30,14 @@ app.add_typer(scaling_app)
 app.add_typer(rewards_app)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(ablate_app)
+app.add_typer(convert_app)
+app.add_typer(plan_app)
+app.add_typer(doctor_app)
+app.add_typer(evaluation_app)
+app.add_typer(data_app, name="data")
+
+# At import: the processes that vLLM spawns import the main module before they import vLLM.
+hush()
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -38,6 +53,13 @@ def train(
     plan: Annotated[
         bool, typer.Option("--plan", help="Print the resolved plan and start nothing.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print configuration, roles, paths, memory and launch lines; start nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.
 
@@ -50,6 +72,15 @@ def train(
         from megatron_rl.plan import print_plan
 
         print_plan(load_config(config, context.args))
+        return
+    if dry_run:
+        from megatron_rl.config import load_config
+        from megatron_rl.plan.dry_run import dry_run as show
+
+        settings = load_config(config, context.args)
+        # Under torchrun all ranks would say the same.
+        if os.environ.get("RANK", "0") == "0":
+            raise typer.Exit(show(settings, config, context.args))
         return
     from megatron_rl.launch import launch
 
@@ -68,21 +99,24 @@ def sft(context: typer.Context, config: ConfigOption = None) -> None:
 def show_config() -> None:
     """Print every configuration key with its type, default and meaning."""
     from rich.console import Console
+    from rich.markup import escape
 
     from megatron_rl.config import describe
 
     console = Console(soft_wrap=True)
     for key, kind, default, text in describe():
-        console.print(f"[bold]{key}[/bold] ({kind}, default {default}): {text}", highlight=False)
+        rest = escape(f"({kind}, default {default}): {text}")  # kinds are in brackets
+        console.print(f"[bold]{key}[/bold] {rest}", highlight=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry of the console script and of the examples; a bad configuration exits with status 2."""
+    """Entry of the console script and of the examples; what cannot run exits with 2."""
     from megatron_rl.config import ConfigError
+    from megatron_rl.patching import PatchNeededError
 
     try:
         app(args=arguments, prog_name="megatron-rl")
-    except ConfigError as e:
+    except (ConfigError, PatchNeededError) as e:
         print(f"megatron-rl: {e}", file=sys.stderr)
         sys.exit(2)
 

@@ -44,14 +44,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Optimizer steps that made these weights."""
     path: str
-    """Folder that holds the buckets."""
+    """Folder that holds the buckets (transport `disk`); empty where they are sent on request."""
     buckets: tuple[str, ...]
-    """File names, in the order of the stream."""
+    """Names of the buckets, in the order of the stream; file names on disk."""
     checksums: tuple[str, ...]
-    """blake2b-128 hex of each bucket's file."""
+    """Hex checksum of each bucket; what it covers is the transport's to say."""
     tensors: tuple[TensorInfo, ...]
-    """Every tensor of the checkpoint, in the order of the stream."""
+    """Every tensor of the version, in the order of the stream."""
     num_bytes: int
+    transport: str = "disk"
+    """`weights.transport` of the trainer that made it."""
+    bucket_tensors: tuple[int, ...] = ()
+    """Number of tensors in each bucket."""
+    senders: tuple[int, ...] = ()
+    """Trainer rank that sends each bucket (transport `nccl`)."""
 
 
 # ---------------------------------------------------------------- orchestrator -> generator

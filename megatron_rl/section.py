@@ -38,6 +38,13 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
     return ()
 
 
+def entries_of(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that the entries of a mapping may hold; () for anything else."""
+    if get_origin(annotation) is dict:
+        return sections_of(get_args(annotation)[1])
+    return ()
+
+
 def with_kind(value: Any, default: str) -> Any:
     """A choice given by its name alone, or without its name, as a full mapping."""
     if isinstance(value, str):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that the demo, the tests and the linters need; a second call is quick.
+# Makes .venv with everything that the demo, the tests and the linters need, and applies the patches
+# of upstream (patches/) to what it installed; a second call is quick.
 #
 # Needs: any python3 >= 3.8 with pip (it fetches uv), a Python 3.12, a C++ compiler.
 # Variables:
@@ -7,6 +8,9 @@
 #   VENV         the environment's folder (.venv)
 #   EXTRAS       extras of setup.py (cpu,dev)
 #   TORCH_INDEX  a package index with PyTorch's own CPU wheels, which are far smaller
+#   OTHER_MEGATRON  a second version of megatron-core, into $VENV-megatron-<version> (make
+#                test-other-megatron runs the trainer's tests with it)
+#   OTHER_TORCH  a second version of torch, into $VENV-torch-<version>, for a test of the kernels
 # The package index is uv's or pip's own setting (UV_DEFAULT_INDEX, PIP_INDEX_URL, pip's files).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,9 +19,12 @@ export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} UV_PYTHON_DOWNLOADS=never
 VENV=${VENV:-.venv}
 EXTRAS=${EXTRAS:-cpu,dev}
 TORCH_INDEX=${TORCH_INDEX:-}
+OTHER_TORCH=${OTHER_TORCH:-}
+OTHER_MEGATRON=${OTHER_MEGATRON:-}
 BOOTSTRAP=.bootstrap
 STAMP=$VENV/.installed
-INPUTS="setup.py pyproject.toml constraints.txt overrides.txt scripts/setup.sh"
+INPUTS="setup.py pyproject.toml constraints.txt overrides.txt scripts/setup.sh patches/*.patch"
+INPUTS="$INPUTS patches/patches.toml"
 
 fail() {
   printf 'make setup: %s\n' "$*" >&2
@@ -68,7 +75,7 @@ find_uv() { # sets UV: on PATH, or from the package index into .bootstrap
 
 # What the environment is made of; any change installs again.
 # shellcheck disable=SC2086
-fingerprint() { { cat $INPUTS; echo "$EXTRAS|$TORCH_INDEX|${PYTHON:-}|$PWD"; } | cksum; }
+fingerprint() { { cat $INPUTS; echo "$EXTRAS|$TORCH_INDEX|$OTHER_TORCH|$OTHER_MEGATRON|${PYTHON:-}|$PWD"; } | cksum; }
 
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$(fingerprint)" ]; then
   exit 0
@@ -101,10 +108,31 @@ if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
   if [ -n "$mirror" ]; then export UV_DEFAULT_INDEX=$mirror; fi
 fi
 
-arguments=(--python "$VENV/bin/python" --constraint constraints.txt --override overrides.txt)
+arguments=(--python "$VENV/bin/python")
 if [ -n "$TORCH_INDEX" ]; then
   arguments+=(--index "$TORCH_INDEX" --index-strategy unsafe-best-match)
 fi
 echo "make setup: installing megatron_rl[$EXTRAS] into $VENV ($("$VENV/bin/python" --version))"
-"$UV" pip install "${arguments[@]}" --editable ".[$EXTRAS]"
+MEGATRON_RL_BUILD_CUDA=0 "$UV" pip install "${arguments[@]}" --constraint constraints.txt \
+  --override overrides.txt --editable ".[$EXTRAS]"
+
+# The package above was built apart from torch, so that its kernels are compiled now.
+case $EXTRAS in *cuda*) ;; *) export MEGATRON_RL_BUILD_CUDA=${MEGATRON_RL_BUILD_CUDA:-0} ;; esac
+"$VENV/bin/python" -m megatron_rl.kernels.build --install
+
+if [ -n "$OTHER_TORCH" ] && [ ! -d "$VENV-torch-$OTHER_TORCH" ]; then
+  echo "make setup: installing torch $OTHER_TORCH, alone, into $VENV-torch-$OTHER_TORCH"
+  # uv makes the folder even where it fails.
+  "$UV" pip install "${arguments[@]}" --no-deps --target "$VENV-torch-$OTHER_TORCH" \
+    "torch==$OTHER_TORCH" || { rm -rf "$VENV-torch-$OTHER_TORCH" && fail "no torch $OTHER_TORCH"; }
+fi
+if [ -n "$OTHER_MEGATRON" ]; then
+  echo "make setup: installing megatron-core $OTHER_MEGATRON, alone, into $VENV-megatron-$OTHER_MEGATRON"
+  rm -rf "$VENV-megatron-$OTHER_MEGATRON"
+  "$UV" pip install "${arguments[@]}" --no-deps --target "$VENV-megatron-$OTHER_MEGATRON" \
+    "megatron-core==$OTHER_MEGATRON" || fail "no megatron-core $OTHER_MEGATRON"
+  "$VENV/bin/python" tools/apply_patches.py apply --site "$VENV-megatron-$OTHER_MEGATRON"
+fi
+"$VENV/bin/python" tools/apply_patches.py apply ||
+  fail "the patches of upstream do not fit what was installed: see above, and patches/README.md"
 fingerprint >"$STAMP"

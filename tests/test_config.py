@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.algorithm.losses.cispo import Cispo
-from megatron_rl.config import ConfigError, RunConfig, Section, describe, load_config
+from megatron_rl.config import (
+    ArithmeticTask,
+    ConfigError,
+    RunConfig,
+    Section,
+    describe,
+    load_config,
+)
 
 LEAVES = {key: (kind, default, text) for key, kind, default, text in describe()}
 
@@ -140,6 +147,7 @@ def test_a_bad_value_is_named_with_what_would_be_right(key: str, value: str, rig
             ("roles.generator_ranks is 3", "roles.generator_tensor_parallel = 2"),
         ),
         (["--parallel.sequence_parallel"], ("parallel.sequence_parallel", "parallel.tensor > 1")),
+        (["--parallel.virtual_pipeline", "2"], ("virtual_pipeline is 2", "parallel.pipeline > 1")),
         (
             ["--generation.thinking_budget_tokens", "[20, 10]"],
             ("generation.thinking_budget_tokens is (20, 10)",),
@@ -217,15 +225,19 @@ def test_every_section_says_what_it_is() -> None:
 UNITS = {
     *("steps", "step", "tokens", "prompts", "prompt", "completions", "ranks", "seconds"),
     *("bytes", "gib", "nats", "updates", "fraction", "ratio", "threshold", "weights", "points"),
+    *("mib", "kib", "workers", "processes", "deaths", "verdicts", "tests", "retries"),
+    "gpus",
 }
 # Numbers without a unit: sizes of a grid of ranks, Adam's constants, a seed, a count of folders.
 PURE = {
     *(f"parallel.{name}" for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")),
+    "parallel.virtual_pipeline",
     *(f"optimizer.{n}" for n in ("learning_rate", "beta1", "beta2", "eps", "weight_decay")),
     *("optimizer.clip_grad_norm", "sft.learning_rate", "sft.beta2"),
     *("roles.generator_tensor_parallel", "generation.temperature", "checkpoint.keep", "seed"),
     *("generation.top_p", "generation.top_k", "generation.min_p"),
     *("algorithm.kl_coefficient", "algorithm.entropy_coefficient"),
+    *("tasks.<name>.weight", "tasks.<name>.level", "verifier.queue_size"),
     "algorithm.loss.max_divergence",  # a probability or nats, by `divergence`
 }
 
@@ -248,3 +260,105 @@ def test_a_number_has_its_unit_in_its_name(key: str) -> None:
 )
 def test_a_switch_may_stand_alone_or_have_its_value_said(overrides, value):
     assert load_config(None, overrides).resume is value
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_one_task_needs_no_name() -> None:
+    (name,) = RunConfig().tasks
+    assert name == "arithmetic"
+    config = load_config(None, ["--task.kind", "arithmetic", "--task.train_prompts=99"])
+    assert config.tasks == {"arithmetic": ArithmeticTask(train_prompts=99)}
+    assert load_config(None, ["--task", "arithmetic"]).tasks == RunConfig().tasks
+    sums = ArithmeticTask(products="none")
+    assert RunConfig(task=sums).tasks == {"arithmetic": sums}
+
+
+def test_several_tasks_have_names_and_share_what_task_says(tmp_path: Path) -> None:
+    path = yaml_file(
+        tmp_path,
+        "task: {heldout_prompts: 48}\n"
+        "tasks:\n"
+        "  arithmetic: {weight: 3}\n"
+        "  more: {kind: arithmetic, heldout_prompts: 7}\n",
+    )
+    assert load_config(path).tasks == {
+        "arithmetic": ArithmeticTask(weight=3, heldout_prompts=48),
+        "more": ArithmeticTask(heldout_prompts=7),
+    }
+    overridden = load_config(
+        path, ["--task.heldout_prompts", "5", "--tasks.more.operand_weights", "[0, 1]"]
+    ).tasks
+    assert {name: task.heldout_prompts for name, task in overridden.items()} == {  # type: ignore[union-attr]
+        "arithmetic": 5,
+        "more": 7,
+    }
+    assert overridden["more"] == ArithmeticTask(heldout_prompts=7, operand_weights=(0, 1))
+
+
+def test_a_mixture_survives_the_round_trip_through_json() -> None:
+    sums = ["--tasks.sums.kind", "arithmetic", "--tasks.sums.seed", "3"]
+    config = load_config(None, ["--tasks.arithmetic.weight", "2", *sums])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert (config.seed_of("arithmetic"), config.seed_of("sums")) == (1234, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--task.foo", "1"], ("task.foo: unknown key (value 1); task of kind arithmetic has",)),
+        (
+            ["--tasks.a.kind", "arithmetic", "--tasks.a.foo", "1"],
+            ("tasks.a.foo: unknown key (value 1); tasks.a of kind arithmetic has",),
+        ),
+        (["--tasks.x.weight", "1"], ("tasks.x.kind is missing", "jsonl")),
+        (["--task.kind", "nope"], ("task.kind is 'nope'", "'reasoning'")),
+        (["--tasks.m.kind", "jsonl"], ("tasks.m.path is missing",)),
+        (["--task.weight", "0"], ("task.weight is 0", "greater than 0")),
+        (["--task", "1", "--task.weight", "2"], ("--task.weight: task is 1 already",)),
+        (
+            ["--task.kind", "jsonl", "--task.path", "x", "--task.verifier", "maths"],
+            ("task.verifier is 'maths'", "package.module:function"),
+        ),
+        (
+            ["--task.kind", "jsonl", "--task.path", "x", "--task.template", "no"],
+            ("task.template is 'no'", "{prompt}"),
+        ),
+        (
+            ["--task.kind", "jsonl", "--task.path", "x"],
+            ("task.kind is 'jsonl'", "model = 'tiny_scout'", "start_checkpoint"),
+        ),
+        (
+            [
+                *("--task.kind", "jsonl", "--task.path", "x", "--task.verifier", "custom"),
+                *("--start_checkpoint", "y"),
+            ],
+            ("task.verifier is 'custom'", "verifier.custom"),
+        ),
+        (
+            [
+                *("--task.kind", "arithmetic", "--tasks.arithmetic.train_prompts", "2"),
+                *("--tasks.sums.train_prompts", "3"),
+            ],
+            (
+                "schedule.prompts_per_step is 48",
+                "tasks.arithmetic.train_prompts + tasks.sums.train_prompts = 5",
+            ),
+        ),
+        (
+            ["--verifier.think_end", "</t>"],
+            ("verifier.think_end is '</t>'", "generation.think_end = '</think>'"),
+        ),
+        (["--verifier.worker", "2"], ("verifier.worker", "unknown key", "workers")),
+    ],
+)
+def test_tasks_that_cannot_be_are_named(overrides: list[str], said: tuple[str, ...]) -> None:
+    refused(overrides, *said)
+
+
+def test_the_verifier_reads_the_markers_of_the_run() -> None:
+    changed = ["--generation.think_end", "</t>", "--generation.interruption_phrase", "stop </t>"]
+    assert load_config(None, changed).verifier.think_end == "</t>"
+    values = load_config(None, ["--verifier.values.no_answer", "-1"]).verifier.values
+    assert (values.no_answer, values.timed_out) == (-1.0, None)

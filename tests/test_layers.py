@@ -22,23 +22,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A loss is the section of the configuration that names it.
     "algorithm": {"section"},
     "recipes": {"section"},
-    "config": {"section", "algorithm", "recipes"},
+    "config": {"section", "algorithm", "recipes", "rewards"},
     "compat": {"config"},
+    # Standard library only: it works where nothing else is installed yet.
+    "patching": set(),
     "kernels": {"config", "compat", "algorithm"},
     "models": {"config", "compat"},
     "weights": {"config", "messages", "compat", "models"},
-    "rewards": {"config", "messages"},
-    "evaluation": set(),
+    "rewards": {"section"},
+    # Estimators, and what puts an evaluation together.
+    "evaluation": {
+        *("config", "messages", "data", "rewards", "observe", "patching"),
+        *("rollout", "orchestrator", "convert", "launch"),
+    },
     "data": {"config", "messages", "rewards"},
     "observe": {"config", "messages", "scaling"},
     "policy": {
-        *("config", "messages", "compat"),
+        *("config", "messages", "compat", "patching"),
         *("algorithm", "kernels", "models", "weights", "data"),
     },
-    "rollout": {"config", "messages", "compat", "algorithm", "kernels", "models", "weights"},
+    "rollout": {
+        *("config", "messages", "compat", "patching"),
+        *("algorithm", "kernels", "models", "weights"),
+    },
     "orchestrator": {"config", "messages", "algorithm", "data", "rewards", "observe", "weights"},
     # What puts a run together.
-    "plan": {"config", "orchestrator"},
+    "plan": {"config", "orchestrator", "models"},
+    "convert": {"models"},
+    "doctor": {"*"},
     "recipes_cli": {"config", "recipes"},
     "ablate": {"config", "recipes", "observe", "scaling"},
     "launch": {"*"},
@@ -48,7 +59,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 # Modules of these rooms reach nothing heavy when they are imported, not even through others.
 LIGHT_ROOMS = {
     *("section", "config", "messages", "algorithm", "recipes", "scaling", "observe"),
-    *("orchestrator", "plan", "recipes_cli", "ablate", "cli"),
+    *("orchestrator", "plan", "recipes_cli", "ablate", "cli", "patching", "doctor"),
 }
 
 

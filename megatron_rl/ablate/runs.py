@@ -156,10 +156,11 @@ class Run:
         The seed is the run's; problems and their split are those of the configuration's own seed,
         so that no run is evaluated on prompts that the start checkpoint has seen.
         """
-        task_seed = self.plan._base().task_seed
+        base = self.plan._base()
+        seeds = [part for t in base.tasks for part in (f"--tasks.{t}.seed", str(base.seed_of(t)))]
         return [
             *("--recipe", self.recipe, "--seed", str(self.seed)),
-            *("--task.seed", str(task_seed)),
+            *seeds,
             *("--output_dir", str(self.directory), *self.plan.overrides),
         ]
 

@@ -17,7 +17,7 @@ the generator correct by themselves and take `none`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat
 
@@ -39,6 +39,8 @@ class Factor(NamedTuple):
 class Correction(Section):
     """Base of the importance corrections."""
 
+    per_token: ClassVar[bool] = True
+    """Whether a token's factor follows from its own log-probs alone (no sums over a sequence)."""
     kind: str
     """Name of the correction."""
 
@@ -93,6 +95,7 @@ class TokenMask(Correction):
 class SequenceMask(Correction):
     """Off-policy sequence masking: drifted sequences of negative advantage are left out."""
 
+    per_token: ClassVar[bool] = False
     kind: Literal["sequence_mask"] = "sequence_mask"
     """Importance correction."""
     max_drift_nats: PositiveFloat = 0.1

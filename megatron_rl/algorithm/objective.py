@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Terms(NamedTuple):
+    """What the objective says of each token."""
+
+    loss_T: Tensor
+    """Weighted, with gradient: the loss is their sum."""
+    cut_T: Tensor
+    """bool: the loss cut the token's ratio, or masked the token."""
+    corrected_T: Tensor
+    """bool: the importance correction truncated or masked the token."""
+    reference_kl_T: Tensor
+    """k3 of KL(pi || pi_ref) in nats, unweighted and without gradient; 0 without a KL term."""
+
+
 class Sums(NamedTuple):
     """Sums over the tokens of a micro-batch; add them over micro-batches and ranks."""
 
@@ -33,17 +46,17 @@ class Sums(NamedTuple):
     """k3 of KL(pi || pi_ref) in nats, unweighted."""
 
 
-def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
-    """The summed objective of these tokens.
+def objective_terms(algorithm: Algorithm, tokens: Tokens) -> Terms:
+    """The objective of each token; `algorithm.per_token` tells whether tokens can be taken apart.
 
     Raises:
         ValueError: the KL term without reference log-probs, or the entropy term without entropies.
     """
-    weights_T, trained_T = tokens.loss_weights_T, tokens.trained_T
+    weights_T = tokens.loss_weights_T
     terms = algorithm.loss.terms(tokens)
     correction = algorithm.correction.factor(tokens)
     total_T = correction.factor_T * terms.loss_T
-    reference_kl = weights_T.new_zeros(())
+    reference_kl_T = weights_T.new_zeros(())
     if algorithm.kl_coefficient:
         if tokens.reference_logprobs_T is None:
             raise ValueError(
@@ -53,7 +66,7 @@ def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
         difference_T = tokens.reference_logprobs_T - tokens.logprobs_T
         k3_T = difference_T.exp() - difference_T - 1
         total_T = total_T + algorithm.kl_coefficient * k3_T
-        reference_kl = (k3_T.detach() * trained_T).sum()
+        reference_kl_T = k3_T.detach()
     if algorithm.entropy_coefficient:
         if tokens.entropy_T is None:
             raise ValueError(
@@ -61,10 +74,16 @@ def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
                 " term needs entropies"
             )
         total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
+    return Terms(weights_T * total_T, terms.cut_T, correction.corrected_T, reference_kl_T)
+
+
+def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
+    """The summed objective of these tokens; raises what `objective_terms` raises."""
+    terms, trained_T = objective_terms(algorithm, tokens), tokens.trained_T
     return Sums(
-        loss=(weights_T * total_T).sum(),
+        loss=terms.loss_T.sum(),
         tokens=trained_T.sum(),
         clipped=(terms.cut_T & trained_T).sum(),
-        corrected=(correction.corrected_T & trained_T).sum(),
-        reference_kl=reference_kl,
+        corrected=(terms.corrected_T & trained_T).sum(),
+        reference_kl=(terms.reference_kl_T * trained_T).sum(),
     )

@@ -29,7 +29,10 @@ class Schedule(Section):
     updates_per_phase: PositiveInt = 1
     """Optimizer steps for which one phase of `ppo_off_policy` generates (there, 8 by default)."""
     micro_batch_tokens: PositiveInt = 16384
-    """Padded tokens of one micro-batch, at most (one sequence is always allowed)."""
+    """Tokens of one micro-batch with its padding, at most (one sequence is always allowed)."""
+    packing: bool = True
+    """Micro-batches are rows of many sequences (packed), rather than one padded row for each; the
+    gradient is the same."""
 
     @model_validator(mode="after")
     def _mode_fits(self) -> Self:

@@ -157,6 +157,11 @@ class Algorithm(Section):
             ),
         ]
 
+    @property
+    def per_token(self) -> bool:
+        """Whether a token's term follows from its own log-probs alone."""
+        return self.loss.per_token and self.correction.per_token
+
     def resolved(self, completion_tokens: int) -> Algorithm:
         """With the lengths that follow from the longest completion filled in."""
         found: dict[str, int] = {}

@@ -130,3 +130,21 @@ def view() -> types.ModuleType:
         **rng,
     )
     return _View(torch, cuda=cuda, **{n: _on_cpu(getattr(torch, n)) for n in FACTORIES})
+
+
+def training_view() -> types.ModuleType:
+    """The same for `megatron.training`, which runs nowhere but where CUDA is available."""
+    torch_view: Any = view()
+    # The generation for which Megatron asks nothing of the environment.
+    newest = types.SimpleNamespace(major=10, minor=0, total_memory=0)
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    cuda = _View(
+        torch_view.cuda,
+        is_available=lambda: True,
+        get_device_properties=lambda *_: newest,
+        get_device_capability=lambda *_: (newest.major, newest.minor),
+        memory_stats=lambda *_: {},
+        device_memory_used=lambda *_: 0,
+        **dict.fromkeys(names, lambda *_: 0),
+    )
+    return _View(torch_view, cuda=cuda)

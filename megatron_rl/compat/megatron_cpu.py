@@ -1,10 +1,15 @@
-"""Megatron-Core 0.19 on CPU with gloo.
+"""Megatron-Core 0.18 and 0.19 on CPU with gloo.
 
     from megatron_rl.compat import megatron_cpu
     megatron_cpu.install()          # before the first `import megatron.core`
 
+or, for a script that knows nothing of this package:
+
+    torchrun --nproc-per-node 2 -m megatron_rl.compat.megatron_cpu pretrain_gpt.py ...
+
 Inert where `torch.cuda.is_available()`. No file is changed: an import hook gives every module of
-`megatron.core` a private view of `torch` whose "cuda" is the CPU (`cpu_torch`), and then applies
+`megatron.core` and `megatron.training` a private view of `torch` whose "cuda" is the CPU
+(`cpu_torch`), and then applies
 the mends of `megatron_mends`, each to one module. Outside of `megatron.core` only `Tensor.cuda`,
 `Module.cuda` and `Tensor.record_stream` change, which raise without CUDA anyway.
 
@@ -17,9 +22,11 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import runpy
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +35,16 @@ from megatron_rl.compat import cpu_torch
 from megatron_rl.compat.megatron_mends import MENDS
 
 PACKAGE = "megatron.core"
-VERSIONS = (0, 19)
-"""Release line that the mends were written for and tested with."""
+TRAINING = "megatron.training"
+VERSIONS = ((0, 18), (0, 19))
+"""Release lines that the mends were written for and tested with."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Gives modules of Megatron-Core the private view of torch, then applies their mend."""
 
     def __init__(self) -> None:
-        self.torch = cpu_torch.view()
+        self.views = {PACKAGE: cpu_torch.view(), TRAINING: cpu_torch.training_view()}
         self.mends = {mend.module: mend for mend in MENDS}
 
     def find_spec(
@@ -45,7 +53,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None = None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+        package = next((p for p in self.views if f"{fullname}.".startswith(f"{p}.")), None)
+        if package is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or not hasattr(spec.loader, "exec_module"):
@@ -56,7 +65,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: types.ModuleType) -> None:
             run(module)
             if module.__dict__.get("torch") is torch:
-                module.__dict__["torch"] = self.torch
+                module.__dict__["torch"] = self.views[package]
             if fullname in self.mends:
                 self.mends[fullname].apply(module)
 
@@ -90,10 +99,11 @@ def install() -> None:
     if torch.cuda.is_available() or installed():
         return
     version = importlib.metadata.version("megatron-core")
-    if tuple(int(part) for part in version.split(".")[:2]) != VERSIONS:
+    if tuple(int(part) for part in version.split(".")[:2]) not in VERSIONS:
         raise RuntimeError(
             f"megatron-core {version} is installed: compat.megatron_cpu mends"
-            f" {'.'.join(map(str, VERSIONS))}.x; install that, or run on a machine with CUDA"
+            f" {', '.join(f'{a}.{b}.x' for a, b in VERSIONS)}; install one of them, or run on a"
+            " machine with CUDA"
         )
     if PACKAGE in sys.modules:
         raise RuntimeError(
@@ -104,3 +114,14 @@ def install() -> None:
     torch.Tensor.cuda = _itself
     torch.nn.Module.cuda = _module_itself
     torch.Tensor.record_stream = _record_stream
+
+
+if __name__ == "__main__":
+    # Here this module is `__main__`; what the script imports is another copy of it.
+    from megatron_rl.compat import megatron_checkpoint, megatron_cpu
+
+    megatron_cpu.install()
+    megatron_checkpoint.write_in_process()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

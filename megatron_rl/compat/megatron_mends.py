@@ -1,4 +1,4 @@
-"""The mends that Megatron-Core 0.19 needs on CPU with gloo, one per module; see `megatron_cpu`."""
+"""The mends that Megatron-Core 0.18 and 0.19 need on CPU with gloo, one per module; see `megatron_cpu`."""
 
 from __future__ import annotations
 
@@ -72,59 +72,12 @@ def _accept_cpu_gradients(module: Any) -> None:
 def _accept_cpu_parameters(module: Any) -> None:
     half = module.Float16OptimizerWithFloat16Params
     half.__init__ = _with_cuda_type_names(half.__init__)
-    _seed_state(half)
-    _seed_state(module.FP32Optimizer)
 
 
 def _distributed_optimizer(module: Any) -> None:
     cls = module.DistributedOptimizer
     build = cls.__dict__["_build_model_and_main_param_groups"].__func__
     cls._build_model_and_main_param_groups = classmethod(_with_cuda_type_names(build))
-    _seed_state(cls)
-    put, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
-
-    def put_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # torch's Adam keeps a `step` beside the moments, which the loaded tensors lack.
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        own = {"step": state["step"]} if "step" in state else {}
-        with torch.no_grad():
-            put(self, model_param, {**tensors, **own})
-
-    def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        # Upstream hands one `step` tensor to all parameters: each would advance it.
-        load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-
-    cls._set_main_param_and_optimizer_states = put_with_step
-    cls.load_state_dict = load_with_own_steps
-
-
-def _seed_state(cls: Any) -> None:
-    sharded_state_dict = cls.sharded_state_dict
-
-    @functools.wraps(sharded_state_dict)
-    def seeded(self: Any, model_state: Any, is_loading: bool = False, *a: Any, **k: Any) -> Any:
-        # An optimizer that never stepped has no state to save, or to load into.
-        inner = getattr(self, "optimizer", None)
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for group in inner.param_groups:
-                for param in group["params"]:
-                    state = inner.state[param]
-                    state.setdefault("step", torch.tensor(0.0))
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        if moment not in state:
-                            state[moment] = torch.zeros_like(param)
-        made = sharded_state_dict(self, model_state, is_loading, *a, **k)
-        # Upstream leaves a step count of 0 out, and then cannot load what it saved.
-        state = made.get("optimizer", made).get("state")
-        if not is_loading and state and 0 in state:
-            state.setdefault("common_step", torch.tensor(0.0))
-        return made
-
-    cls.sharded_state_dict = seeded
 
 
 def _norm_with_sequence_parallel(module: Any) -> None:
@@ -204,14 +157,14 @@ MENDS: tuple[Mend, ...] = (
     ),
     Mend(
         "megatron.core.optimizer.optimizer",
-        "parameters are compared with a CUDA type name; a fresh torch Adam has no state",
+        "parameters are compared with a CUDA type name",
         "elif param.type() == 'torch.cuda.FloatTensor'",
         _accept_cpu_parameters,
     ),
     Mend(
         "megatron.core.optimizer.distrib_optimizer",
-        "CUDA type name; and after a load all parameters share one `step` tensor of torch's Adam",
-        's["step"] = step',
+        "parameters are compared with a CUDA type name",
+        "elif model_param.type() == 'torch.cuda.FloatTensor'",
         _distributed_optimizer,
     ),
     Mend(

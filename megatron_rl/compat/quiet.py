@@ -1,11 +1,12 @@
 """Upstream notices that tell a user of `megatron_rl` nothing to act on, silenced one by one.
 
-Everything else still comes through.
+Everything else still comes through; `MEGATRON_RL_VERBOSE=1` shows these as well.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 LOG_LINES: dict[str, tuple[str, ...]] = {
@@ -13,6 +14,7 @@ LOG_LINES: dict[str, tuple[str, ...]] = {
     "megatron.core.distributed.distributed_data_parallel": ("full_param_layout not provided",),
     "torch.utils.cpp_extension": ("No CUDA runtime is found",),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),
+    "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
 }
 """Logger -> starts of lines."""
 WARNINGS = (
@@ -31,14 +33,30 @@ WARNINGS = (
 """Starts of warnings (regular expressions), of Megatron-Core and of torch when it is the caller."""
 
 
+IN_OTHER_PROCESSES = (
+    # The lock of a progress bar, in a process of vLLM's that is ended with its engine.
+    "ignore:resource_tracker:UserWarning",
+)
+"""Filters of PYTHONWARNINGS, for helper processes of Python itself."""
+
+
 def hush() -> None:
     """Silences the notices in this process; safe to repeat."""
+    if os.environ.get("MEGATRON_RL_VERBOSE") == "1":
+        return
+    ignore_in_processes(*IN_OTHER_PROCESSES)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
     for name, starts in LOG_LINES.items():
         logger = logging.getLogger(name)
         if not any(isinstance(f, _Silence) for f in logger.filters):
             logger.addFilter(_Silence(starts))
+
+
+def ignore_in_processes(*filters: str) -> None:
+    """Adds filters to PYTHONWARNINGS, which Python processes read that are started later."""
+    present = [f for f in os.environ.get("PYTHONWARNINGS", "").split(",") if f]
+    os.environ["PYTHONWARNINGS"] = ",".join([*present, *(f for f in filters if f not in present)])
 
 
 class _Silence(logging.Filter):

@@ -9,6 +9,7 @@ from megatron_rl.algorithm.schedule import Schedule as Schedule
 from megatron_rl.algorithm.settings import Algorithm as Algorithm
 from megatron_rl.config.load import describe as describe
 from megatron_rl.config.load import load_config as load_config
+from megatron_rl.config.run import NAMED_MODELS as NAMED_MODELS
 from megatron_rl.config.run import TINY_MODELS as TINY_MODELS
 from megatron_rl.config.run import RunConfig as RunConfig
 from megatron_rl.config.sections import Checkpoint as Checkpoint
@@ -21,8 +22,14 @@ from megatron_rl.config.sections import Parallel as Parallel
 from megatron_rl.config.sections import Precision as Precision
 from megatron_rl.config.sections import Roles as Roles
 from megatron_rl.config.sections import SupervisedStage as SupervisedStage
-from megatron_rl.config.sections import TaskConfig as TaskConfig
 from megatron_rl.config.sections import Timeouts as Timeouts
 from megatron_rl.config.sections import Weights as Weights
+from megatron_rl.config.tasks import ArithmeticTask as ArithmeticTask
+from megatron_rl.config.tasks import DataSetTask as DataSetTask
+from megatron_rl.config.tasks import HuggingFaceTask as HuggingFaceTask
+from megatron_rl.config.tasks import JsonlTask as JsonlTask
+from megatron_rl.config.tasks import ReasoningTask as ReasoningTask
+from megatron_rl.config.tasks import Task as Task
+from megatron_rl.config.tasks import TaskChoice as TaskChoice
 from megatron_rl.section import ConfigError as ConfigError
 from megatron_rl.section import Section as Section

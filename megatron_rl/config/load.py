@@ -12,24 +12,30 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from megatron_rl import recipes
 from megatron_rl.algorithm.settings import DEFAULT_KINDS
 from megatron_rl.config.run import RunConfig
-from megatron_rl.section import ConfigError, Section, sections_of
+from megatron_rl.config.tasks import task_arguments
+from megatron_rl.section import ConfigError, Section, entries_of, sections_of
 
 SWITCH = {"true": True, "false": False}
 """What a switch may be said to be on the command line."""
 
 
-def _flatten(error: ValidationError) -> str:
+def _flatten(error: ValidationError, one_task: bool) -> str:
     lines = []
     for e in error.errors():
-        loc = _without_kinds(e["loc"])
+        loc = _as_written(e["loc"], one_task)
         key = ".".join(str(part) for part in loc) or "configuration"
         message = e["msg"].removeprefix("Value error, ")
         if e["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key (value {e['input']!r}); {_known_keys(e['loc'])}")
+            lines.append(
+                f"{key}: unknown key (value {e['input']!r}); {_known_keys(e['loc'], one_task)}"
+            )
         elif e["type"] == "union_tag_invalid":
             lines.append(f"{key}.kind is {e['ctx']['tag']!r}: one of {e['ctx']['expected_tags']}")
+        elif e["type"] == "missing":
+            lines.append(f"{key} is missing: there is no default")
         elif e["type"] == "value_error":
-            lines.append(message)
+            # What is refused within a task names its own field alone.
+            lines.append(f"{key}.{message}" if loc[:1] in (("task",), ("tasks",)) else message)
         else:
             lines.append(f"{key} is {e['input']!r}: {message[0].lower()}{message[1:]}")
     return "\n".join(lines)
@@ -49,12 +55,23 @@ def _unrecognized(message: str) -> str:
 
 def _sections(loc: tuple[int | str, ...]) -> tuple[type[Section], ...]:
     """The sections that stand at a place of the tree; of a choice, the one that `loc` names."""
+    return _place(loc)[0]
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[tuple[type[Section], ...], bool]:
+    """The sections at a place, and whether it is a mapping whose entries they are."""
     found: tuple[type[Section], ...] = (RunConfig,)
+    entries = False
     for part in loc:
+        if entries:  # the name of an entry
+            entries = False
+            continue
         named = tuple(s for s in found if len(found) > 1 and _kind(s) == part)
         fields = [s.model_fields[str(part)] for s in found if part in s.model_fields]
-        found = named or tuple(s for f in fields for s in sections_of(f.annotation))
-    return found
+        below = [(sections_of(f.annotation), entries_of(f.annotation)) for f in fields]
+        entries = not named and any(mapped for _, mapped in below)
+        found = named or tuple(s for plain, mapped in below for s in (*plain, *mapped))
+    return found, entries
 
 
 def _kind(section: type[Section]) -> Any:
@@ -63,16 +80,23 @@ def _kind(section: type[Section]) -> Any:
 
 def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """A place in the tree without the names of choices that pydantic puts into it."""
-    return tuple(
-        part
-        for i, part in enumerate(loc)
-        if not (len(above := _sections(loc[:i])) > 1 and part in map(_kind, above))
-    )
+
+    def is_kind(i: int) -> bool:
+        above, entries = _place(loc[:i])
+        return not entries and len(above) > 1 and loc[i] in map(_kind, above)
+
+    return tuple(part for i, part in enumerate(loc) if not is_kind(i))
 
 
-def _known_keys(loc: tuple[int | str, ...]) -> str:
+def _as_written(loc: tuple[int | str, ...], one_task: bool) -> tuple[int | str, ...]:
+    """A place by the keys of the file: without kinds, and `task` where it is the only one."""
+    plain = _without_kinds(loc)
+    return ("task", *plain[2:]) if one_task and plain[:1] == ("tasks",) else plain
+
+
+def _known_keys(loc: tuple[int | str, ...], one_task: bool = False) -> str:
     above = _sections(loc[:-1])
-    where = ".".join(str(part) for part in _without_kinds(loc[:-1])) or "the top level"
+    where = ".".join(str(part) for part in _as_written(loc[:-1], one_task)) or "the top level"
     kind = (
         f" of kind {_kind(above[0])}" if loc[-2:-1] and loc[-2] in map(_kind_or_none, above) else ""
     )
@@ -106,9 +130,11 @@ def _read_overrides(overrides: list[str]) -> dict[str, Any]:
             cli_exit_on_error=False,
         )
 
+    split = [part for argument in overrides for part in _split_value(argument)]
+    others, tasks = task_arguments(split)
     try:
-        source = CliSettingsSource(_Settings, cli_parse_args=_command_line(overrides))  # type: ignore[var-annotated]
-        return source()
+        source = CliSettingsSource(_Settings, cli_parse_args=_command_line(others))  # type: ignore[var-annotated]
+        return {**source(), **tasks}
     except SettingsError as e:
         raise ConfigError(_unrecognized(str(e))) from None
 
@@ -122,7 +148,7 @@ def _command_line(overrides: list[str]) -> list[str]:
     keys = {f"--{key}": kind for key, kind, *_ in describe()}
     choices = {key.removesuffix(".kind") for key in keys if key.endswith(".kind")}
     out: list[str] = []
-    pending = [part for argument in overrides for part in _split_value(argument)]
+    pending = list(overrides)
     while pending:
         name = pending.pop(0)
         if keys.get(name) == "bool" and pending and pending[0].lower() in SWITCH:
@@ -159,7 +185,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     try:
         return RunConfig.model_validate(values)
     except ValidationError as e:
-        raise ConfigError(_flatten(e)) from None
+        raise ConfigError(_flatten(e, one_task=not values.get("tasks"))) from None
 
 
 def describe(
@@ -175,7 +201,19 @@ def describe(
         if name == skip:
             continue
         kind: Any = field.annotation
+        default = (
+            "required"
+            if field.is_required()
+            else repr(field.get_default(call_default_factory=True, validated_data={}))
+        )
         inner = sections_of(kind)
+        if entries := entries_of(kind):
+            kinds, text = ", ".join(_kind(s) for s in entries), field.description or ""
+            rows.append((f"{prefix}{name}.<name>.kind", kinds, "the name", text))
+            for one in entries:
+                leaves = describe(one, f"{prefix}{name}.<name>.", skip="kind")
+                rows += [(k, t, d, f"[{_kind(one)}] {h}") for k, t, d, h in leaves]
+            continue
         if len(inner) > 1:
             kinds = ", ".join(_kind(s) for s in inner)
             text = field.description or ""
@@ -189,5 +227,5 @@ def describe(
             continue
         shown = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
         shown = (shown or str(kind)).replace("typing.", "").replace("pathlib.", "")
-        rows.append((prefix + name, shown, repr(field.default), field.description or ""))
+        rows.append((prefix + name, shown, default, field.description or ""))
     return rows

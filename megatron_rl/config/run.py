@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from megatron_rl.algorithm.schedule import Schedule
 from megatron_rl.algorithm.settings import Algorithm
@@ -14,19 +14,25 @@ from megatron_rl.config.sections import (
     Evaluation,
     Fit,
     Generation,
+    Kernels,
     Observe,
     OptimizerConfig,
     Parallel,
     Precision,
     Roles,
     SupervisedStage,
-    TaskConfig,
     Timeouts,
     Weights,
 )
+from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named
+from megatron_rl.rewards.settings import VerifierSettings
 from megatron_rl.section import Section
 
-TINY_MODELS = ("tiny_scout", "tiny_dense")
+TINY_MODELS = ("tiny_scout", "tiny_dense", "tiny_qwen3", "tiny_qwen3_moe")
+NAMED_MODELS = tuple(
+    sorted(p.stem for p in Path(__file__).parents[1].joinpath("models/configs").glob("*.json"))
+)
+"""Published models whose config.json is in the package (`megatron_rl.models.named_config`)."""
 
 
 class RunConfig(Section):
@@ -39,7 +45,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 1234
     """Seed of data order, initial weights and sampling."""
     model: str = "tiny_scout"
-    """`tiny_scout`, `tiny_dense`, or a Hugging Face model directory."""
+    """`tiny_scout`, `tiny_dense`, `tiny_qwen3`, `tiny_qwen3_moe`, a Hugging Face directory, or the
+    name of a published model (`llama-3.1-8b`, `llama-4-scout-17b-16e`, `qwen3-8b`,
+    `qwen3-30b-a3b`), whose weights `start_checkpoint` gives."""
     start_checkpoint: Path | None = None
     """Hugging Face directory to start from; a tiny model makes its own when it is missing."""
     resume: bool = False
@@ -47,11 +55,15 @@ class RunConfig(Section):
     roles: Roles = Roles()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
-    task: TaskConfig = TaskConfig()
+    kernels: Kernels = Kernels()
+    tasks: dict[str, TaskChoice] = Field(default_factory=dict)
+    """Tasks by name. A run of one task says `task: {...}` instead; beside `tasks`, `task` says what
+    they have in common. A task whose name is a kind need not repeat it."""
     sft: SupervisedStage = SupervisedStage()
     algorithm: Algorithm = Algorithm()
     schedule: Schedule = Schedule()
     generation: Generation = Generation()
+    verifier: VerifierSettings = VerifierSettings()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: Evaluation = Evaluation()
     fit: Fit = Fit()
@@ -60,16 +72,26 @@ class RunConfig(Section):
     observe: Observe = Observe()
     timeouts: Timeouts = Timeouts()
 
-    @property
-    def task_seed(self) -> int:
-        """Seed of the problems and of their split."""
-        return self.seed if self.task.seed is None else self.task.seed
+    def seed_of(self, task: str) -> int:
+        """Seed of a task's questions and of their split."""
+        seed = self.tasks[task].seed
+        return self.seed if seed is None else seed
+
+    def task_key(self, task: str) -> str:
+        """The key of a task in the configuration: `task` where it is the only one."""
+        alone = len(self.tasks) == 1 and self.tasks[task].kind == task
+        return "task" if alone else f"tasks.{task}"
 
     @property
     def data_parallel(self) -> int:
         """Data-parallel size of the trainer."""
         p = self.parallel
         return self.roles.trainer_ranks // (p.tensor * p.pipeline * p.context)
+
+    @property
+    def generator_dtype(self) -> str:
+        """Number format of the generators' parameters and activations: `fp32` or `bf16`."""
+        return "bf16" if self.weights.dtype == "bf16" else self.precision.params
 
     @property
     def sequence_tokens(self) -> int:
@@ -80,12 +102,21 @@ class RunConfig(Section):
         thinking = g.thinking_budget_tokens[1]
         return g.max_prompt_tokens + thinking + phrase + g.answer_budget_tokens
 
+    @model_validator(mode="before")
+    @classmethod
+    def _task_or_tasks(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        rest = {key: value for key, value in values.items() if key != "task"}
+        return {**rest, "tasks": named(values.get("task"), values.get("tasks"))}
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         p, r, s, g = self.parallel, self.roles, self.schedule, self.generation
-        if self.model not in TINY_MODELS and not Path(self.model).is_dir():
+        known = (*TINY_MODELS, *NAMED_MODELS)
+        if self.model not in known and not Path(self.model).is_dir():
             raise ValueError(
-                f"model is {self.model!r}: neither one of {', '.join(TINY_MODELS)} nor an existing"
+                f"model is {self.model!r}: neither one of {', '.join(known)} nor an existing"
                 " Hugging Face directory"
             )
         model_ranks = p.tensor * p.pipeline * p.context
@@ -105,6 +136,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"roles.generator_ranks is {r.generator_ranks}: it must be a multiple of"
                 f" roles.generator_tensor_parallel = {r.generator_tensor_parallel}"
+            )
+        if p.virtual_pipeline > 1 and p.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline is {p.virtual_pipeline}: it needs parallel.pipeline > 1"
+                " (or set it to 1)"
             )
         if p.sequence_parallel and p.tensor == 1:
             raise ValueError(
@@ -126,15 +162,56 @@ class RunConfig(Section):
                 f"generation.interruption_phrase is {g.interruption_phrase!r}: it must end with"
                 f" generation.think_end = {g.think_end!r}"
             )
-        if self.evaluation.first_step > s.steps:
+        if self.evaluation.every_steps is None and self.evaluation.first_step > s.steps:
             raise ValueError(
                 f"evaluation.first_step is {self.evaluation.first_step}: it must not exceed"
                 f" schedule.steps = {s.steps}"
             )
-        if s.prompts_per_step > self.task.train_prompts:
-            raise ValueError(
-                f"schedule.prompts_per_step is {s.prompts_per_step}: task.train_prompts ="
-                f" {self.task.train_prompts} has fewer prompts than one step"
-            )
+        self._tasks_fit()
+        self._weights_fit()
         self.algorithm = self.algorithm.resolved(g.completion_tokens)
         return self
+
+    def _weights_fit(self) -> None:
+        w = self.weights
+        if w.directory is not None and w.transport != "disk":
+            raise ValueError(
+                f"weights.directory is {str(w.directory)!r}: weights.transport = {w.transport!r}"
+                " writes no files; leave it out, or use weights.transport = 'disk'"
+            )
+        if w.quantization == "fp8" and self.generator_dtype != "bf16":
+            raise ValueError(
+                "weights.quantization is 'fp8': precision.params = 'fp32' lets the generators"
+                " compute in fp32, and vLLM's FP8 layers take bf16; set weights.dtype = 'bf16'"
+            )
+
+    def _tasks_fit(self) -> None:
+        pools = {name: task.train_prompts for name, task in self.tasks.items()}
+        total = sum(n or 0 for n in pools.values())
+        if None not in pools.values() and self.schedule.prompts_per_step > total:
+            keys = " + ".join(f"{self.task_key(name)}.train_prompts" for name in pools)
+            raise ValueError(
+                f"schedule.prompts_per_step is {self.schedule.prompts_per_step}: {keys} = {total}"
+                " has fewer prompts than one step"
+            )
+        for name, task in self.tasks.items():
+            makes_own = self.model in TINY_MODELS and self.start_checkpoint is None
+            if makes_own and not isinstance(task, ArithmeticTask):
+                raise ValueError(
+                    f"{self.task_key(name)}.kind is {task.kind!r}: model = {self.model!r} makes its"
+                    " start from demonstrations, which this kind has none of; give a"
+                    " start_checkpoint, or another model"
+                )
+            if getattr(task, "verifier", "") == "custom" and self.verifier.custom is None:
+                raise ValueError(
+                    f"{self.task_key(name)}.verifier is 'custom': set verifier.custom to"
+                    " `package.module:function`, or name the function here"
+                )
+        marker, verifier = self.generation.think_end, self.verifier
+        if "think_end" not in verifier.model_fields_set:
+            self.verifier = verifier.model_copy(update={"think_end": marker})
+        elif verifier.think_end != marker:
+            raise ValueError(
+                f"verifier.think_end is {verifier.think_end!r}: it must be generation.think_end ="
+                f" {marker!r}; leave it out"
+            )

@@ -26,6 +26,13 @@ class Roles(Section):
     """Ranks that generate."""
     generator_tensor_parallel: PositiveInt = 1
     """Ranks of one vLLM engine; its first rank runs the engine, the others wait."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of a node, for plans: groups and engines that should not cross nodes."""
+    gpu_gib: PositiveFloat = 80.0
+    """Memory of a GPU in GiB, for plans."""
+    generator_python: Path | None = None
+    """Interpreter of the generator ranks, when vLLM lives in an environment of its own; the
+    environment variable MEGATRON_RL_GENERATOR_PYTHON says the same for all runs of a machine."""
 
     @property
     def world_size(self) -> int:
@@ -45,6 +52,8 @@ class Parallel(Section):
     """Tensor-parallel size."""
     pipeline: PositiveInt = 1
     """Pipeline-parallel size."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks of a pipeline stage, scheduled in turn (interleaved); 1: a stage is one chunk."""
     context: PositiveInt = 1
     """Context-parallel size."""
     expert: PositiveInt = 1
@@ -55,6 +64,10 @@ class Parallel(Section):
     """Split activations along the sequence between tensor-parallel ranks."""
     distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them. `selective`: the
+    inner activations of dense MLPs and shared experts, and on GPU norms and those of routed
+    experts; `full`: all but the layers' inputs."""
 
 
 class Precision(Section):
@@ -62,8 +75,23 @@ class Precision(Section):
 
     params: Literal["fp32", "bf16"] = "bf16"
     """Parameters and activations of trainer and generator."""
-    logits: Literal["fp32", "params"] = "fp32"
-    """LM-head products of trainer and generator: fp32 results, or those of `params`."""
+    logits: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """LM head of trainer and generator. `fp32`: products with fp32 results. `tf32`: those too, but
+    the trainer may round fp32 operands (fp32 params, fp32 logit gradients) to TF32 on GPU. `bf16`:
+    logits rounded to bf16, for comparisons."""
+    logit_grads: Literal["auto", "bf16", "fp32"] = "auto"
+    """Gradient by the logits in the two backward products of the trainer's LM head; `auto` is the
+    type of `params`."""
+
+
+class Kernels(Section):
+    """How the trainer computes the loss over the LM head."""
+
+    head: Literal["fused", "plain"] = "fused"
+    """`fused`: chunk by chunk over tokens, without the logits of a micro-batch ever being there.
+    `plain`: all of them, by autograd, for comparisons and tests."""
+    chunk_mib: PositiveFloat | None = None
+    """Memory for the fp32 logits of one chunk; default: 136 on CPU, 3175 on GPU."""
 
 
 class Generation(Section):
@@ -160,21 +188,6 @@ class SupervisedStage(Section):
     """Decay of the second moment."""
 
 
-class TaskConfig(Section):
-    """The tiny arithmetic task, made on the spot."""
-
-    name: Literal["arithmetic"] = "arithmetic"
-    """Task."""
-    train_prompts: PositiveInt = 6000
-    """Size of the training pool."""
-    seed: NonNegativeInt | None = None
-    """Seed of the problems and of their split; default: the run's `seed`."""
-    heldout_prompts: PositiveInt = 96
-    """Held-out prompts: in neither stage's training data."""
-    operand_weights: tuple[float, ...] = (0.2, 0.4, 0.4)
-    """Shares of expressions with 2, 3, 4 ... operands."""
-
-
 class Evaluation(Section):
     """mean@n pass rate on the held-out prompts."""
 
@@ -184,6 +197,9 @@ class Evaluation(Section):
     """Evaluations after the one at step 0, evenly spaced in the logarithm of compute."""
     first_step: PositiveInt = 8
     """Step of the first evaluation after step 0."""
+    every_steps: PositiveInt | None = None
+    """Steps between evaluations, if they are to be evenly spaced; `points` and `first_step` do not
+    count then."""
 
 
 class Fit(Section):
@@ -196,12 +212,17 @@ class Fit(Section):
 class Weights(Section):
     """Transfer of new weights to the generators."""
 
-    transport: Literal["disk"] = "disk"
-    """How the bytes travel."""
+    transport: Literal["disk", "gloo", "nccl"] = "disk"
+    """How the bytes travel: files that all nodes see, host memory over TCP, or GPU to GPU."""
     directory: Path | None = None
     """Shared folder of the disk transport; default: shared memory of this node."""
     bucket_bytes: PositiveInt = 256 * 2**20
     """Bytes gathered and sent at a time."""
+    dtype: Literal["params", "bf16"] = "params"
+    """Number format that travels and that the generators hold: that of `precision.params`, or
+    bf16."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Quantisation of the generators' linear layers: e4m3 with one scale per 128 x 128 block."""
 
 
 class Checkpoint(Section):

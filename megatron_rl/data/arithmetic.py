@@ -1,6 +1,6 @@
-"""Integer expressions with precedence: a task that a model of 0.3M parameters learns on a CPU.
+"""Integer expressions with precedence: tasks that a model of 0.3M parameters learns on a CPU.
 
-Prompt `<bos>5+7+5*8=?<think>`; a right completion is
+Question `5+7+5*8=?`; a right completion is
 `5*8=40;5+7=12;12+40=52</think>\\boxed{52}<eos>`: one operation at a time, then the answer.
 Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermediate is in 0..50.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron_rl.config import TaskConfig
+from megatron_rl.config import ArithmeticTask
+from megatron_rl.data.prompt_format import TINY
 
 OPERATORS = ("+", "-", "*")
 OPERATOR_WEIGHTS = (0.4, 0.3, 0.3)
@@ -33,47 +35,40 @@ class Problem:
     operators: tuple[str, ...]
 
     @property
+    def question(self) -> str:
+        """What is asked."""
+        pairs = zip(self.operands, (*self.operators, ""), strict=True)
+        return "".join(f"{x}{o}" for x, o in pairs) + "=?"
+
+    @property
     def answer(self) -> int:
         """Value of the expression."""
         return _solve(self)[-1][3]
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Training problems (drawn with replacement) and held-out ones (all different)."""
+def make_split(task: ArithmeticTask, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Training problems (drawn with replacement) and held-out ones (all different).
 
-    train: list[Problem]
-    heldout: list[Problem]
-
-
-def prompt_text(problem: Problem) -> str:
-    """Text of the prompt; its last token opens thinking."""
-    pairs = zip(problem.operands, (*problem.operators, ""), strict=True)
-    return "<bos>" + "".join(f"{x}{o}" for x, o in pairs) + "=?<think>"
-
-
-def make_split(task: TaskConfig, seed: int) -> Split:
-    """The same problems for the same sizes and seed.
-
-    Both lists have the same shares of expression lengths: there are only some 150 different
-    expressions of two operands, so the training list is drawn with replacement.
+    The same for the same sizes and seed. Both lists have the same shares of expression lengths:
+    there are only some 150 different expressions of two operands, so the training list is drawn
+    with replacement.
     """
     rng = random.Random(f"arithmetic split {seed}")
     lengths = _lengths(task)
     heldout: dict[Problem, None] = {}
     while len(heldout) < task.heldout_prompts:
         wanted = _stratum(lengths, len(heldout), task.heldout_prompts)
-        heldout.setdefault(_draw(rng, wanted))
+        heldout.setdefault(_draw(rng, wanted, task.products))
     train: list[Problem] = []
     while len(train) < task.train_prompts:
-        problem = _draw(rng, rng.choices(*_columns(lengths))[0])
+        problem = _draw(rng, rng.choices(*_columns(lengths))[0], task.products)
         if problem not in heldout:
             train.append(problem)
-    return Split(train, list(heldout))
+    return train, list(heldout)
 
 
 def demonstrations(
-    task: TaskConfig, seed: int, count: int, per_problem: int, thinking: int
+    task: ArithmeticTask, seed: int, count: int, per_problem: int, thinking: int
 ) -> Iterator[tuple[str, str]]:
     """Noisy demonstrations for the supervised stage, as (prompt, completion) texts.
 
@@ -82,17 +77,17 @@ def demonstrations(
         per_problem: demonstrations of each.
         thinking: longest thinking part, in tokens; longer ones are cut as an interrupt would.
     """
-    heldout = set(make_split(task, seed).heldout)
+    heldout = set(make_split(task, seed)[1])
     rng = random.Random(f"arithmetic demonstrations {seed}")
     lengths = _lengths(task)
     made = 0
     while made < count:
-        problem = _draw(rng, rng.choices(*_columns(lengths))[0])
+        problem = _draw(rng, rng.choices(*_columns(lengths))[0], task.products)
         if problem in heldout:
             continue
         made += 1
         for _ in range(per_problem):
-            yield prompt_text(problem), _demonstration(rng, problem, thinking)
+            yield TINY(problem.question), _demonstration(rng, problem, thinking)
 
 
 def _demonstration(rng: random.Random, problem: Problem, thinking: int) -> str:
@@ -109,7 +104,7 @@ def _demonstration(rng: random.Random, problem: Problem, thinking: int) -> str:
     return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
 
 
-def _lengths(task: TaskConfig) -> list[tuple[int, float]]:
+def _lengths(task: ArithmeticTask) -> list[tuple[int, float]]:
     return [(n, w) for n, w in enumerate(task.operand_weights, start=2) if w > 0]
 
 
@@ -127,10 +122,11 @@ def _stratum(lengths: list[tuple[int, float]], position: int, total: int) -> int
     return lengths[-1][0]
 
 
-def _draw(rng: random.Random, operands: int) -> Problem:
+def _draw(rng: random.Random, operands: int, products: Literal["some", "none", "one"]) -> Problem:
+    allowed = {"some": (0, 1), "none": (0,), "one": (1,)}[products]
     while True:
         operators = tuple(rng.choices(OPERATORS, OPERATOR_WEIGHTS, k=operands - 1))
-        if operators.count("*") > 1:
+        if operators.count("*") not in allowed:
             continue
         factors = {i for i, op in enumerate(operators) if op == "*"}
         factors |= {i + 1 for i in factors}

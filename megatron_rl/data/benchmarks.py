@@ -10,6 +10,13 @@ from megatron_rl.data.jsonl import Fields, read_jsonl
 from megatron_rl.data.question import BOX_INSTRUCTION, DataError, Question
 
 CODE_INSTRUCTION = "Answer with one complete Python program in a ```python block."
+INSTRUCTIONS = {"math": BOX_INSTRUCTION, "code": CODE_INSTRUCTION}
+"""What follows the question, by the verifier that reads the answer."""
+
+
+def template_for(kind: str) -> str:
+    """Text of a prompt whose answer a verifier reads; the question alone for other kinds."""
+    return f"{{prompt}}\n{INSTRUCTIONS[kind]}" if kind in INSTRUCTIONS else "{prompt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +32,7 @@ class Benchmark:
     @property
     def template(self) -> str:
         """Text of a prompt."""
-        instruction = CODE_INSTRUCTION if self.kind == "code" else BOX_INSTRUCTION
-        return f"{{prompt}}\n{instruction}"
+        return template_for(self.kind)
 
 
 BENCHMARKS = {
@@ -43,32 +49,39 @@ BENCHMARKS = {
         Fields(prompt="problem", gold="answer", difficulty="level", id="unique_id"),
     ),
     "livecodebench": Benchmark(
-        "livecodebench/code_generation_lite",
-        "test",
+        "hf://datasets/livecodebench/code_generation_lite/test*.jsonl",
+        "train",
         "code",
         Fields(
             prompt="question_content",
             gold="private_test_cases",
             difficulty="difficulty",
             id="question_id",
+            starter="starter_code",
             meta=("metadata",),
         ),
     ),
 }
 
 
-def load_benchmark(name: str, local: str | Path | None = None) -> list[Question]:
+def load_benchmark(
+    name: str, local: str | Path | None = None, *, kind: str = "math", plain: bool = False
+) -> list[Question]:
     """Questions of an evaluation set.
 
     Args:
         name: one of `BENCHMARKS` (case and punctuation don't matter), or the path of a JSONL file.
         local: a copy of the set: a file or a folder written by `save_to_disk`.
+        kind: verifier of a JSONL file's rows that name none.
+        plain: the questions alone, without what is asked of the answer's form.
 
     Raises:
         DataError: unknown name, or the set cannot be loaded; with the remedy.
     """
     if str(name).endswith(".jsonl"):
-        return read_jsonl(name, template=f"{{prompt}}\n{BOX_INSTRUCTION}")
+        return read_jsonl(
+            name, kind=kind, template="{prompt}" if plain else template_for(kind)
+        )
     key = "".join(c for c in str(name).lower() if c.isalnum())
     benchmark = BENCHMARKS.get(key)
     if benchmark is None:
@@ -81,5 +94,5 @@ def load_benchmark(name: str, local: str | Path | None = None) -> list[Question]
         subset=benchmark.subset,
         kind=benchmark.kind,
         fields=benchmark.fields,
-        template=benchmark.template,
+        template="{prompt}" if plain else benchmark.template,
     )

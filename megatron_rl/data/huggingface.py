@@ -24,8 +24,8 @@ def read_huggingface(
     """Questions of a data set.
 
     Args:
-        source: name on the hub, a folder written by `save_to_disk`, or a file (parquet, csv, json,
-            arrow, jsonl).
+        source: name on the hub, a folder written by `save_to_disk`, a file (parquet, csv, json,
+            arrow, jsonl), or JSON Lines files on the hub (`hf://datasets/owner/name/*.jsonl`).
         split: split, where there are several.
         subset: configuration name on the hub.
         revision: commit on the hub; pin it, or the data may change under a run.
@@ -62,6 +62,8 @@ def _load(source: str, split: str, subset: str | None, revision: str | None) -> 
                 known = ", ".join((*_LOADERS, ".jsonl"))
                 raise DataError(f"{source}: unknown file type, use one of {known}")
             return datasets.load_dataset(loader, data_files=source, split="train")
+        if source.startswith("hf://"):
+            return datasets.load_dataset("json", data_files=source, split="train")
         return datasets.load_dataset(source, subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as e:  # what datasets raises: hub, files, names
         raise DataError(

@@ -14,6 +14,7 @@ PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instructi
 GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
 DIFFICULTY_FIELDS = ("difficulty", "level")
 ID_FIELDS = ("id", "unique_id", "question_id", "problem_id")
+STARTER_FIELDS = ("starter_code",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Fields:
     gold: str = ""
     difficulty: str = ""
     id: str = ""
+    starter: str = ""
+    """Code that a programming problem's solution must begin with."""
     meta: tuple[str, ...] = ()
     """Fields that go into `Question.meta` under their own names."""
 
@@ -87,13 +90,14 @@ def questions(
     out: list[Question] = []
     seen: set[str] = set()
     for index, row in enumerate(rows):
-        prompt = _required(row, names.prompt, PROMPT_FIELDS, f"{name}: row {index}", "prompt")
-        gold = _required(row, names.gold, GOLD_FIELDS, f"{name}: row {index}", "answer")
+        where = f"{name}: row {index}"
+        prompt = _required(row, names.prompt, PROMPT_FIELDS, where, "prompt")
+        gold = _required(row, names.gold, GOLD_FIELDS, where, "answer")
         identity = _optional(row, names.id, ID_FIELDS)
         question = Question(
             id=str(index if identity is None else identity),
             kind=str(row.get("kind", kind)),
-            prompt=template.replace("{prompt}", str(prompt)),
+            prompt=template.replace("{prompt}", _asked(prompt, where) + _starter(row, names.starter)),
             gold=gold if isinstance(gold, str) else json.dumps(gold),
             meta={**dict(row.get("meta") or {}), **{f: row[f] for f in names.meta if f in row}},
             difficulty=str(_optional(row, names.difficulty, DIFFICULTY_FIELDS) or ""),
@@ -105,6 +109,22 @@ def questions(
     if not out:
         raise DataError(f"{name}: no questions")
     return out
+
+
+def _asked(prompt: Any, where: str) -> str:
+    """The question: a text, or the user's turn of a conversation with one turn."""
+    if isinstance(prompt, list):
+        turns = [t for t in prompt if isinstance(t, dict) and t.get("role") == "user"]
+        prompt = turns[0].get("content") if len(turns) == 1 else None
+    if not isinstance(prompt, str):
+        raise DataError(f"{where}: the prompt is neither a text nor one user's turn")
+    return prompt
+
+
+def _starter(row: dict[str, Any], name: str) -> str:
+    """What a programming problem asks the solution to begin with: tests call it by that name."""
+    code = str(_optional(row, name, STARTER_FIELDS) or "").rstrip()
+    return f"\n\nThe program must complete this code:\n```python\n{code}\n```\n" if code else ""
 
 
 def _required(row: dict[str, Any], name: str, usual: tuple[str, ...], where: str, what: str) -> Any:

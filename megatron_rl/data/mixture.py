@@ -19,6 +19,7 @@ class Stream(Protocol):
     """An endless stream of a task's prompt ids; `algorithm.curriculum.Curriculum` is one."""
 
     excluded: int
+    epoch: int
 
     def next(self) -> int:
         """The next prompt id."""
@@ -92,6 +93,15 @@ class Mixture:
     def excluded_of(self, task: str) -> int:
         """Prompts left out of a task's current epoch."""
         return self._streams[task].excluded
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the whole prompt set that were begun: the fewest of any task."""
+        return min(s.epoch for s in self._streams.values())
+
+    def epoch_of(self, task: str) -> int:
+        """Passes over a task's prompts that were begun."""
+        return self._streams[task].epoch
 
     def next(self) -> int:
         """The next global prompt id."""

@@ -2,11 +2,11 @@
 
 g++ makes the CPU twin; where nvcc is found, the CUDA code goes into the same file with the CUDA
 runtime linked statically, so that the file loads with and without a GPU. It needs libtorch symbols
-of torch 2.10 and later only, and no Python. `python -m megatron_rl.kernels.build` builds it,
-`... --registers` prints what ptxas says about each kernel.
+of torch 2.10 and later only, and no Python. `python -m megatron_rl.kernels.build` builds it.
 
     name: megatron_rl_kernels-<hash of csrc>-<cpu|cuda>.so   (.ptxas beside it: nvcc's report)
-    place: beside this file (installed), else the user's cache directory (built on first use)
+    place: beside this file (made by setup.py, or by `... --install`), else the user's cache
+           directory (built on first use)
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("csrc")
@@ -42,17 +41,6 @@ _X86 = (
 
 class BuildError(RuntimeError):
     """The library can't be built here; the message names the missing tool or the failed command."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registers:
-    """What ptxas reports for one kernel on one architecture."""
-
-    architecture: str
-    kernel: str
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
 
 
 def source_hash() -> str:
@@ -194,18 +182,43 @@ def build(out: Path, *, cuda: bool) -> Path:
     return out
 
 
+def wants_cuda() -> bool:
+    """Whether an installation gets the CUDA code: `MEGATRON_RL_BUILD_CUDA` (0, 1), else by nvcc.
+
+    Raises:
+        BuildError: another value.
+    """
+    chosen = os.environ.get("MEGATRON_RL_BUILD_CUDA", "")
+    if chosen not in ("", "0", "1"):
+        raise BuildError(
+            f"MEGATRON_RL_BUILD_CUDA is {chosen!r}: 0 leaves the CUDA code out, 1 asks for it"
+        )
+    return chosen == "1" or (chosen == "" and find_nvcc() is not None)
+
+
 def build_for_install(directory: Path) -> Path | None:
     """Builds the library into a package directory where the tools are there, else returns None.
 
-    For setup.py's `build_ext`: `directory` is `<build_lib>/megatron_rl/kernels`, or the source
-    folder for an editable install. The CUDA code is included where nvcc is found.
+    For setup.py: `directory` is `<build_lib>/megatron_rl/kernels`, or the source folder for an
+    editable install. Libraries of other sources there are removed.
+
+    Raises:
+        BuildError: `MEGATRON_RL_BUILD_CUDA` asks for the CUDA code, and it can't be built.
     """
-    cuda = find_nvcc() is not None
-    try:
-        return build(directory / library_name(cuda), cuda=cuda)
-    except BuildError as error:
-        print(f"megatron_rl: kernels not built at install, tried again at first use: {error}")
-        return None
+    cuda = wants_cuda()
+    target = directory / library_name(cuda)
+    if not target.is_file():
+        try:
+            build(target, cuda=cuda)
+        except BuildError as error:
+            if os.environ.get("MEGATRON_RL_BUILD_CUDA") == "1":
+                raise
+            print(f"megatron_rl: kernels not built now, but at first use: {error}")
+            return None
+    for other in directory.glob("megatron_rl_kernels-*"):
+        if other.stem != target.stem:
+            other.unlink()
+    return target
 
 
 def find_or_build(*, cuda: bool) -> Path:
@@ -231,46 +244,14 @@ def find_or_build(*, cuda: bool) -> Path:
     return target
 
 
-def registers() -> list[Registers]:
-    """Registers, spills and stack of every kernel on every architecture, as ptxas reported them.
-
-    Raises:
-        BuildError: no nvcc, or the source does not compile without warnings.
-    """
-    path = find_or_build(cuda=True)
-    if not path.with_suffix(".ptxas").is_file():
-        build(path, cuda=True)
-    text = path.with_suffix(".ptxas").read_text()
-    pattern = re.compile(
-        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-        re.DOTALL,
-    )
-    found = []
-    for mangled, arch, stack, stores, loads, used in pattern.findall(text):
-        kernel = re.search(r"\d+(\w+?_kernel)(?:ILb([01])E)?", mangled)
-        assert kernel is not None, mangled
-        name = re.sub(r"^.*?([a-z]+_kernel)$", r"\1", kernel[1])
-        suffix = {"0": " fp32", "1": " bf16", None: ""}[kernel[2]]
-        spills = int(stores) + int(loads)
-        found.append(Registers(arch, name + suffix, int(used), spills, int(stack)))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="leave the CUDA code out")
-    parser.add_argument("--registers", action="store_true", help="print ptxas's report")
     parser.add_argument("--out", type=Path, help="directory (default: the cache)")
+    parser.add_argument("--install", action="store_true", help="beside the package, as setup.py")
     arguments = parser.parse_args()
-    if arguments.registers:
-        print(
-            "| architecture | kernel | registers | spill bytes | stack bytes |\n"
-            "|---|---|--:|--:|--:|"
-        )
-        for r in registers():
-            row = (r.architecture, r.kernel, r.registers, r.spill_bytes, r.stack_bytes)
-            print(f"| {' | '.join(map(str, row))} |")
+    if arguments.install:
+        print(build_for_install(Path(__file__).parent) or "")
         return
     cuda = not arguments.cpu and find_nvcc() is not None
     directory = arguments.out or cache_directory()

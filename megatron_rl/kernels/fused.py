@@ -15,7 +15,7 @@ convention of Megatron's fused weight gradients; else autograd delivers it in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,39 @@ from megatron_rl.kernels.linear import Cispo, Plan
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """(log-probs [C], their place in T) -> loss terms [C], each of its own log-prob alone."""
+
+
+class Settings(TypedDict, total=False):
+    """How the head computes; keyword arguments of both functions."""
+
+    temperature: float
+    """Divides the logits; 1 by default."""
+    vocabulary: int | None
+    """Real tokens; columns beyond it are padding. Default: all rows of the head."""
+    group: dist.ProcessGroup | None
+    """Tensor-parallel group; none by default."""
+    precision: Precision
+    """See `heads.Precision`; fp32 by default."""
+    logit_grads: LogitGrads
+    """See `heads.LogitGrads`; auto by default."""
+    chunk_bytes: int | None
+    """Memory for the logits of one chunk; default: `linear.CHUNK_BYTES`."""
+
+
+def _plan(weight_VH: Tensor, given: Settings) -> Plan:
+    values: dict[str, Any] = {
+        "temperature": 1.0,
+        "vocabulary": None,
+        "group": None,
+        "precision": "fp32",
+        "logit_grads": "auto",
+        "chunk_bytes": None,
+        **given,
+    }
+    if values["vocabulary"] is None:
+        size = values["group"].size() if values["group"] is not None else 1
+        values["vocabulary"] = size * weight_VH.shape[0]
+    return Plan(**values)
 
 
 class LinearLoss(NamedTuple):
@@ -92,11 +125,12 @@ class _Loss(torch.autograd.Function):
         loss: Cispo | linear.Coefficients,
         plan: Plan,
         loss_scale: float | None,
+        grads: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        direct = _main_grad(weight_VH) if loss_scale is not None else None
+        direct = _main_grad(weight_VH) if loss_scale is not None and grads[1] else None
         done = linear.one_pass(
             *(hidden_TH, weight_VH, targets_T, loss, plan),
-            grads=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
+            grads=grads,
             weight_grad_VH=direct,
             loss_scale=1.0 if loss_scale is None else loss_scale,
         )
@@ -127,7 +161,7 @@ class _Loss(torch.autograd.Function):
             else:
                 main_grad.addcmul_(weight_grad_VH, factor)
                 weight_grad_VH = _mark_added(ctx.weight)
-        return hidden_grad_TH, weight_grad_VH, None, None, None, None
+        return hidden_grad_TH, weight_grad_VH, None, None, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -165,13 +199,8 @@ def linear_loss(
     targets_T: Tensor,
     loss: Cispo | TokenLoss,
     *,
-    temperature: float = 1.0,
-    vocabulary: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    precision: Precision = "fp32",
-    logit_grads: LogitGrads = "auto",
-    chunk_bytes: int | None = None,
     loss_scale: float | None = None,
+    **settings: Unpack[Settings],
 ) -> LinearLoss:
     """A summed policy loss of the tokens `targets_T`, with its gradients made in the same pass.
 
@@ -181,59 +210,33 @@ def linear_loss(
         weight_VH: this rank's rows of the head, of the same type.
         targets_T: token ids (int64) in the whole vocabulary.
         loss: CISPO's inputs, or a function of a chunk's log-probs that gives one term per token.
-        temperature: divides the logits.
-        vocabulary: real tokens; columns beyond it are padding. Default: all rows of the head.
-        group: tensor-parallel group.
-        precision: see `heads.Precision`.
-        logit_grads: see `heads.LogitGrads`.
-        chunk_bytes: memory for the logits of one chunk; default `linear.CHUNK_BYTES`.
         loss_scale: the gradient that will reach `loss`, where it is known (1.0 if the trainer
             divides by nothing): then a head with main_grad gets its gradient during this call, and
-            no [V, H] buffer is held until backward, which checks the promise.
+            no [V, H] buffer is held until backward, which checks the promise. Without gradients
+            (`torch.no_grad`) main_grad stays as it is.
+        settings: see `Settings`.
 
     Raises:
         ValueError: shapes, types or settings that don't fit together.
     """
-    size = group.size() if group is not None else 1
-    plan = Plan(
-        temperature=temperature,
-        vocabulary=size * weight_VH.shape[0] if vocabulary is None else vocabulary,
-        group=group,
-        precision=precision,
-        logit_grads=logit_grads,
-        chunk_bytes=chunk_bytes,
-    )
+    plan = _plan(weight_VH, settings)
     # An operator can't add to main_grad and have an autograd formula; compiled code has no hooks.
     functional = torch.compiler.is_compiling() or _main_grad(weight_VH) is None
     if isinstance(loss, Cispo) and functional:
         total, rows_5T = ops.linear_cispo(hidden_TH, weight_VH, targets_T, loss, plan)
         return LinearLoss(total, *rows_5T.detach()[:4])
     function = loss if isinstance(loss, Cispo) else coefficients_of(loss)
-    total, rows_5T = _Loss.apply(hidden_TH, weight_VH, targets_T, function, plan, loss_scale)
+    # Asked here: inside, gradients are off, and `needs_input_grad` knows nothing of no_grad.
+    on = torch.is_grad_enabled()
+    grads = (on and hidden_TH.requires_grad, on and weight_VH.requires_grad)
+    total, rows_5T = _Loss.apply(hidden_TH, weight_VH, targets_T, function, plan, loss_scale, grads)
     return LinearLoss(total, *rows_5T[:4])
 
 
 def linear_logprobs(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    targets_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocabulary: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    precision: Precision = "fp32",
-    logit_grads: LogitGrads = "auto",
-    chunk_bytes: int | None = None,
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, **settings: Unpack[Settings]
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [T] with gradient and entropies [T] without; arguments as in `linear_loss`."""
-    size = group.size() if group is not None else 1
-    plan = Plan(
-        temperature=temperature,
-        vocabulary=size * weight_VH.shape[0] if vocabulary is None else vocabulary,
-        group=group,
-        precision=precision,
-        logit_grads=logit_grads,
-        chunk_bytes=chunk_bytes,
-    )
+    plan = _plan(weight_VH, settings)
     logprobs_T, entropy_T = _LogProbs.apply(hidden_TH, weight_VH, targets_T, plan)
     return logprobs_T, entropy_T

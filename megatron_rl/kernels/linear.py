@@ -26,8 +26,8 @@ from megatron_rl.kernels import heads
 
 CHUNK_BYTES = {"cpu": 136 * 2**20, "cuda": 3175 * 2**20}
 """Default memory budget of the chunk's logits per device type."""
-CPU_ROWS = 256
-"""Most tokens of a chunk on CPU by default: products gain nothing from more."""
+CPU_ROWS, CPU_LOGITS = 256, 2**18
+"""Most tokens of a chunk on CPU by default, unless its logits are few: products gain no more."""
 
 Coefficients = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probs [C], their place in T) -> (loss terms [C], derivative of the loss by log-prob [C])."""
@@ -80,7 +80,7 @@ def chunk_rows(stride: int, device: str, budget: int | None) -> int:
     """Tokens of a chunk: what the budget in bytes holds, in whole blocks of 32 if it can be."""
     rows = (CHUNK_BYTES[device] if budget is None else budget) // (4 * stride)
     if budget is None and device == "cpu":
-        rows = min(rows, CPU_ROWS)
+        rows = min(rows, max(CPU_ROWS, CPU_LOGITS // stride))
     return max(1, rows // 32 * 32 or rows)
 
 

@@ -12,12 +12,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.kernels import ops
+from megatron_rl.kernels.heads import LogitGrads, Precision
 
 
-def fp32_linear(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+def fp32_linear(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    precision: Precision = "fp32",
+    logit_grads: LogitGrads = "auto",
+) -> Tensor:
     """Logits [T, V] in fp32 of hidden states [T, H] and a head [V, H] of any one dtype.
 
-    The gradient by the logits takes the operands' type in the two backward products.
+    Args:
+        hidden_TH: bf16 or fp32.
+        weight_VH: of the same type.
+        precision: see `heads.Precision`.
+        logit_grads: see `heads.LogitGrads`.
     """
-    logits_TV: Tensor = ops.fp32_linear(hidden_TH, weight_VH, "fp32", "auto")
+    logits_TV: Tensor = ops.fp32_linear(hidden_TH, weight_VH, precision, logit_grads)
     return logits_TV

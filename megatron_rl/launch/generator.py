@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import RunConfig
+from megatron_rl.weights.rendezvous import Rendezvous
 
 
-def run_generator_role(config: RunConfig, rank: int, store: Any) -> None:
+def run_generator_role(config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous) -> None:
     """Generator rank: the first rank of an engine runs it, the others lend it their device.
 
     Raises:
@@ -26,7 +30,7 @@ def run_generator_role(config: RunConfig, rank: int, store: Any) -> None:
     endpoint = store.get("orchestrator").decode()
     model_dir = store.get("model_dir").decode()
     try:
-        run_generator(config, engine, rank, endpoint, model_dir)
+        run_generator(config, engine, rank, endpoint, model_dir, rendezvous=rendezvous)
     finally:
         store.set(finished, "1")
 
@@ -38,3 +42,20 @@ def _wait(store: Any, key: str, seconds: float) -> None:
         store.wait([key], timedelta(seconds=seconds))
     except DistStoreError:
         return
+
+
+def main(path: str) -> None:
+    """A generator rank whose configuration is a JSON file; torchrun's variables say the rest.
+
+    The plug-in's generators start here, in a process that has imported nothing of Megatron's.
+    """
+    from megatron_rl.launch import connect_store, weights_rendezvous
+
+    file = Path(path)
+    config = RunConfig.model_validate_json(file.read_text())
+    file.unlink()
+    run_generator_role(config, int(os.environ["RANK"]), connect_store(config), weights_rendezvous())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

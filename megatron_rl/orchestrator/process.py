@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
-from megatron_rl.data import Prompt, load_prompts
+from megatron_rl.data import load_prompts, read_format
 from megatron_rl.observe.metrics import MetricsWriter, read_metrics
 from megatron_rl.observe.report import print_report, write_report
 from megatron_rl.observe.sink import RunSink
@@ -23,7 +23,7 @@ from megatron_rl.orchestrator.meter import Meter
 from megatron_rl.orchestrator.server import Orchestrator
 from megatron_rl.orchestrator.spec import Spec
 from megatron_rl.orchestrator.state import load_state
-from megatron_rl.rewards import Verdict, verify_exact
+from megatron_rl.orchestrator.verification import Verification
 
 
 def run_orchestrator(spec: Spec) -> None:
@@ -35,8 +35,10 @@ def run_orchestrator(spec: Spec) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     config = RunConfig.model_validate(spec.config)
-    tokenizer = Tokenizer.from_file(str(Path(spec.model_dir) / "tokenizer.json"))
-    prompts = load_prompts(config, tokenizer)
+    model = Path(spec.model_dir)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    form = read_format(model, config.generation.think_start)
+    prompts = load_prompts(config, tokenizer, form)
     state = None
     if spec.checkpoint:
         state = load_state(
@@ -48,9 +50,8 @@ def run_orchestrator(spec: Spec) -> None:
     sink = RunSink(config, writer, 0 if state is None else state.step)
     meter = Meter(sink, config.roles.world_size, evaluated)
 
-    def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
-        text = tokenizer.decode(sample.token_ids, skip_special_tokens=False)
-        return verify_exact(text, prompt.answer, config.generation.think_end)
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def serve() -> m.TrainerDone:
         context = zmq.asyncio.Context()
@@ -61,11 +62,14 @@ def run_orchestrator(spec: Spec) -> None:
         socket.setsockopt(zmq.LINGER, 2000)
         socket.bind(spec.bind)
         _announce(spec.endpoint_file, socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        orchestrator = Orchestrator(config, prompts, verify, meter, socket, state)
         try:
-            return await orchestrator.run()
+            async with Verification(config.verifier, prompts.verifiers, decode) as verification:
+                orchestrator = Orchestrator(config, prompts, verification, meter, socket, state)
+                try:
+                    return await orchestrator.run()
+                finally:
+                    await orchestrator.stop_engines()
         finally:
-            await orchestrator.stop_engines()
             socket.close()
             context.term()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import msgspec
 
 from megatron_rl.config import ConfigError
 from megatron_rl.messages import Sample
+from megatron_rl.orchestrator.groups import Group
+from megatron_rl.rewards import Outcome, Verdict
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/2"
+FORMAT = "megatron_rl.orchestrator/3"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +29,10 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     prompt_id: int
-    size: int
     samples: list[Sample]
+    """All of its completions, or none."""
+    verdicts: dict[int, tuple[str, str]]
+    """Completion -> (verdict, reason), as far as they are there; the others are judged again."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,32 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     compute: dict[str, float]
     wall_seconds: float
     aborted: int
+
+
+def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
+    """What a checkpoint keeps of groups: completions where all have arrived, and verdicts."""
+    return [
+        SavedGroup(
+            index=g.index,
+            prompt_id=g.prompt_id,
+            samples=g.ordered if g.received else [],
+            verdicts={i: (v.verdict.value, v.reason) for i, v in g.verdicts.items()}
+            if g.received
+            else {},
+        )
+        for g in groups
+    ]
+
+
+def restored_groups(state: State, make: Callable[[int, int], Group]) -> list[Group]:
+    """The saved groups, each made by `make(index, prompt id)`."""
+    groups = []
+    for saved in state.groups:
+        group = make(saved.index, saved.prompt_id)
+        group.samples = {s.index: s for s in saved.samples}
+        group.verdicts = {i: Verdict(Outcome(o), why) for i, (o, why) in saved.verdicts.items()}
+        groups.append(group)
+    return groups
 
 
 def save_state(state: State, directory: Path) -> None:

@@ -41,6 +41,19 @@ class AnchorLogprobs:
     reference: Tensor | None
 
 
+def recomputes_old(config: RunConfig) -> bool:
+    """Whether the algorithm needs log-probs of earlier weights of the trainer."""
+    return config.algorithm.old_policy == "trainer" and config.schedule.updates_per_phase > 1
+
+
+def old_is_current(config: RunConfig, step: int) -> bool:
+    """Whether the old policy of this step is the current one, without its gradient."""
+    a, s = config.algorithm, config.schedule
+    if a.loss.against == "none":
+        return True
+    return a.old_policy == "trainer" and step == s.phase_start(step)
+
+
 class Anchors:
     """The frozen policies that a run's algorithm asks for; none of them costs anything otherwise.
 
@@ -51,19 +64,14 @@ class Anchors:
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self._config, self._policy = config, policy
-        self._recomputes = (
-            config.algorithm.old_policy == "trainer" and config.schedule.updates_per_phase > 1
-        )
+        self._recomputes = recomputes_old(config)
         self._old: FrozenWeights | None = None
         self._old_phase = -1
         self._reference: FrozenWeights | None = None
 
     def old_is_current(self, step: int) -> bool:
         """Whether the old policy of this step is the current one, without its gradient."""
-        a, s = self._config.algorithm, self._config.schedule
-        if a.loss.against == "none":
-            return True
-        return a.old_policy == "trainer" and step == s.phase_start(step)
+        return old_is_current(self._config, step)
 
     def logprobs(self, batches: list[MicroBatch], tokens: int, step: int) -> AnchorLogprobs:
         """Log-probs of a step's completions; collective over the trainer ranks.

@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
-from megatron_rl.models import specs
+from megatron_rl.models import division, specs
+from megatron_rl.models.attention import Rotary
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import padded_vocabulary
 from megatron_rl.policy import world
@@ -45,40 +46,15 @@ def check_sizes(run: RunConfig, architecture: Architecture) -> None:
     Raises:
         ValueError: names the key, its value and the model's count.
     """
-    p, a = run.parallel, architecture
-    for key, size, what, count in (
-        ("parallel.tensor", p.tensor, "key-value heads", a.groups),
-        ("parallel.tensor", p.tensor, "attention heads", a.heads),
-        ("parallel.expert", p.expert, "experts", a.experts),
-    ):
-        if count % size:
-            raise ValueError(
-                f"{key} is {size}: the model has {count} {what}, which cannot be divided so;"
-                " choose a size that divides them"
-            )
-    if a.experts and p.tensor > 1 and not p.sequence_parallel:
-        raise ValueError(
-            f"parallel.tensor is {p.tensor}: a mixture of experts trains with it only together"
-            " with parallel.sequence_parallel = true"
-        )
-    _layers_by_stage(a.layers, p.pipeline)
+    found = division.problems(run.parallel, architecture)
+    if found:
+        raise ValueError(found[0])
 
 
-def _layers_by_stage(layers: int, stages: int) -> dict[str, int]:
-    """Megatron's field for an uneven first stage; the last one has the head as well.
-
-    Raises:
-        ValueError: layers that leave no even split for the stages after the first.
-    """
-    if layers % stages == 0:
-        return {}
-    first = -(-layers // stages)
-    if layers < stages or (layers - first) % (stages - 1):
-        raise ValueError(
-            f"parallel.pipeline is {stages}: {layers} layers cannot be divided into a first stage"
-            f" of {first} and {stages - 1} equal ones; choose another size"
-        )
-    return {"num_layers_in_first_pipeline_stage": first}
+def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
+    """Megatron's field for an uneven first stage."""
+    first = division.first_stage_layers(layers, stages, chunks)
+    return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
 
 
 def _finalize_gradients(
@@ -88,20 +64,39 @@ def _finalize_gradients(
     finalize_model_grads(model, None, **kwargs)
 
 
+def _recompute(kind: str, use_te: bool) -> dict[str, Any]:
+    """Megatron's fields for `parallel.recompute`."""
+    if kind == "none":
+        return {}
+    if kind == "full":
+        units = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {"recompute_granularity": "full", **units}
+    # What is dropped without its output ("layernorm", "moe_act") needs Transformer Engine.
+    modules = ["mlp", "shared_experts", *(["layernorm", "moe_act"] if use_te else [])]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
 def transformer_config(
     run: RunConfig, architecture: Architecture, use_te: bool
 ) -> TransformerConfig:
     """Megatron's configuration of this model, layout and machine."""
     p, cuda = run.parallel, torch.cuda.is_available()
+    interleaved = p.virtual_pipeline > 1
     dtype = torch.bfloat16 if run.precision.params == "bf16" else torch.float32
     return TransformerConfig(
         **architecture.config_fields(),
-        **_layers_by_stage(architecture.layers, p.pipeline),
+        **_layers_by_stage(architecture.layers, p.pipeline, p.virtual_pipeline),
+        **_recompute(p.recompute, use_te),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline if interleaved else None,
+        # Batched, the messages of two stages to each other would take one another's place.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        context_parallel_size=p.context,
         expert_model_parallel_size=p.expert,
         expert_tensor_parallel_size=p.expert_tensor,
         sequence_parallel=p.sequence_parallel,
@@ -113,6 +108,8 @@ def transformer_config(
         perform_initialization=False,
         attention_softmax_in_fp32=True,
         gradient_accumulation_fusion=use_te and _installed("fused_weight_gradient_mlp_cuda"),
+        # The hook through which a rotary embedding is given positions; one-dimensional ones here.
+        mrope_section=[architecture.head_dim // 2],
         apply_rope_fusion=use_te and not architecture.interleaved_rope,
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda,
@@ -123,37 +120,46 @@ def transformer_config(
     )
 
 
-def first_layer(config: TransformerConfig) -> int:
-    """Global number of this pipeline stage's first layer."""
+def layer_range(config: TransformerConfig, chunk: int = 0) -> range:
+    """Global numbers of the layers of model chunk `chunk` of this pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return int(get_transformer_layer_offset(config, pp_rank=stage))
+    virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk
+    first = int(get_transformer_layer_offset(config, virtual, stage))
+    return range(first, first + int(get_num_layers_to_build(config, virtual, stage)))
 
 
 def build_module(
-    run: RunConfig, architecture: Architecture, config: TransformerConfig, use_te: bool
+    run: RunConfig,
+    architecture: Architecture,
+    config: TransformerConfig,
+    use_te: bool,
+    chunk: int = 0,
 ) -> GPTModel:
-    """This pipeline stage of the model, with parameters that are still undefined."""
+    """A chunk of this pipeline stage of the model, with parameters that are still undefined."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    first = first_layer(config)
-    count = get_num_layers_to_build(config, pp_rank=stage)
-    own = architecture.layer_specs(use_te)[first : first + count]
+    layers = layer_range(config, chunk)
+    own = architecture.layer_specs(use_te)[layers.start : layers.stop]
+    chunks = run.parallel.virtual_pipeline
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=own, layer_norm=specs.final_norm(use_te)),
         padded_vocabulary(architecture.vocabulary, run.parallel.tensor),
         architecture.positions,
-        pre_process=stage == 0,
-        post_process=stage == run.parallel.pipeline - 1,
-        position_embedding_type="rope",
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == run.parallel.pipeline - 1 and chunk == chunks - 1,
+        vp_stage=chunk if chunks > 1 else None,
+        position_embedding_type="mrope",
         share_embeddings_and_output_weights=architecture.tied,
     )
-    model.rotary_pos_emb.inv_freq = architecture.inverse_frequencies().to(world.device())
+    frequencies = architecture.inverse_frequencies().to(world.device())
+    model.rotary_pos_emb = Rotary(frequencies, architecture.interleaved_rope)
     return model
 
 
 def shards_optimizer(run: RunConfig) -> bool:
     """Whether optimizer state is sharded: asked for, and there is somebody to share it with."""
-    return run.parallel.distributed_optimizer and run.data_parallel > 1
+    copies = run.data_parallel * run.parallel.context
+    return run.parallel.distributed_optimizer and copies > 1
 
 
 def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> DistributedDataParallel:
@@ -168,9 +174,9 @@ def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> Distrib
 
 
 def make_optimizer(
-    run: RunConfig, config: TransformerConfig, chunk: DistributedDataParallel
+    run: RunConfig, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> Any:
-    """Megatron's AdamW over the wrapped module."""
+    """Megatron's AdamW over the wrapped modules."""
     o = run.optimizer
     options = OptimizerConfig(
         optimizer="adam",
@@ -184,7 +190,7 @@ def make_optimizer(
         params_dtype=config.params_dtype,
         use_distributed_optimizer=shards_optimizer(run),
     )
-    optimizer = get_megatron_optimizer(options, [chunk])
+    optimizer = get_megatron_optimizer(options, chunks)
     config.grad_scale_func = optimizer.scale_loss
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:

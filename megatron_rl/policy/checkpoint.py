@@ -121,11 +121,28 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     same_world = layout == {"world_size": dist.get_world_size(), **p.model_dump()}
     template = _sharded_state(policy, is_loading=True, random_state=same_world)
     state = dist_checkpointing.load(template, str(path / "model"))
-    policy.module.load_state_dict(state["model"], strict=False)
+    for key, module in _modules(policy).items():
+        module.load_state_dict(state[key], strict=False)
     policy.optimizer.load_state_dict(state["optimizer"])
     if same_world:
         torch.set_rng_state(state["random_state"])
     return int(about["step"])
+
+
+def load_weights(policy: Policy, directory: str | Path) -> None:
+    """Restores the parameters alone, into any layout; collective over the trainer ranks.
+
+    Args:
+        policy: of the architecture that was saved.
+        directory: the folder with `.metadata`: `release` of a checkpoint that `megatron-rl
+            convert` made, or `model` of a run's.
+    """
+    metadata = _layout_metadata()
+    template = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+    state = dist_checkpointing.load(template, str(directory))
+    for key, module in _modules(policy).items():
+        module.load_state_dict(state[key], strict=False)
+    policy.optimizer.reload_model_params()
 
 
 def find_latest(directory: str | Path) -> Path | None:
@@ -137,24 +154,40 @@ def find_latest(directory: str | Path) -> Path | None:
     return None
 
 
-def _sharded_state(
-    policy: Policy, *, is_loading: bool, random_state: bool = True
-) -> dict[str, Any]:
-    metadata = {
+def _layout_metadata() -> dict[str, Any]:
+    """How Megatron lays out what it saves."""
+    return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = policy.module.sharded_state_dict(metadata=metadata)
-    optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    state = {"model": model, "optimizer": optimizer}
+
+
+def _sharded_state(
+    policy: Policy, *, is_loading: bool, random_state: bool = True
+) -> dict[str, Any]:
+    metadata = _layout_metadata()
+    model = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+    # Of several chunks Megatron's optimizer wants all, of one its entries.
+    entries = model if len(model) > 1 else model["model"]
+    optimizer = policy.optimizer.sharded_state_dict(
+        entries, is_loading=is_loading, metadata=metadata
+    )
+    state = {**model, "optimizer": optimizer}
     if random_state:
         state["random_state"] = ShardedObject(
             "random_state", torch.get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
         )
     return state
+
+
+def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
+    """The modules of this rank by their key in the state."""
+    if len(policy.modules) == 1:
+        return {"model": policy.module}
+    return {f"model{i}": module for i, module in enumerate(policy.modules)}
 
 
 def _steps(directory: Path) -> list[Path]:

@@ -55,9 +55,7 @@ class FrozenWeights:
         """
         self._swap()
         try:
-            found = self._policy.forward_backward(
-                batches, lambda logprobs_T, *_: logprobs_T.sum(), forward_only=True
-            )
+            found = self._policy.forward_backward(batches, None)
         finally:
             self._swap()
         flat = torch.zeros(tokens)

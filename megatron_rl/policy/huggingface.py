@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_rl.models.base import Architecture
 
 COPIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -39,45 +41,87 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 class TensorReader:
-    """Tensors of a Hugging Face directory by name, read when asked for; a context manager."""
+    """Tensors of a Hugging Face directory by name, read when asked for; a context manager.
+
+    Two files are mapped at a time, so a process that reads in the order of the files holds a small
+    part of a large checkpoint. (Two, because the tensors of one parameter may lie in neighbours.)
+
+    Raises:
+        FileNotFoundError: a file of the checkpoint is missing.
+        ValueError: the index and the files name different tensors.
+    """
+
+    MAPPED_FILES: ClassVar[int] = 2
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._mapped: OrderedDict[str, Any] = OrderedDict()
 
     def __enter__(self) -> TensorReader:
         index = self.directory / "model.safetensors.index.json"
+        listed: dict[str, str] | None = None
+        files = ["model.safetensors"]
         if index.is_file():
-            names: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
-        for name in names:
-            path = self.directory / name
+            listed = dict(json.loads(index.read_text())["weight_map"])
+            files = sorted(set(listed.values()))
+        for file in files:
+            path = self.directory / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist: the checkpoint is incomplete")
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._files |= dict.fromkeys(file.keys(), file)
+            with safe_open(path, framework="pt") as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), file)
+        if listed is not None and listed != self._file_of:
+            wrong = sorted(dict(listed.items() ^ self._file_of.items()))
+            raise ValueError(
+                f"{index} and the files beside it disagree on {', '.join(wrong[:5])}: they are of"
+                " different checkpoints; copy the directory again"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.clear()
-        self._stack.close()
+        while self._mapped:
+            self._mapped.popitem()[1].__exit__(None, None, None)
 
     def names(self) -> set[str]:
         """Every tensor's name."""
-        return set(self._files)
+        return set(self._file_of)
 
-    def get(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor, or entry `index` of its first dimension."""
-        if name not in self._files:
+    def file(self, name: str) -> str:
+        """The file that holds a tensor.
+
+        Raises:
+            KeyError: no such tensor.
+        """
+        if name not in self._file_of:
             raise KeyError(
                 f"{self.directory} has no tensor {name}: its config.json and weights don't belong"
                 " together"
             )
-        file = self._files[name]
-        tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        return self._file_of[name]
+
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor, or entry `index` of its first dimension."""
+        file = self.file(name)
+        if file in self._mapped:
+            self._mapped.move_to_end(file)
+        else:
+            if len(self._mapped) >= self.MAPPED_FILES:
+                self._mapped.popitem(last=False)[1].__exit__(None, None, None)
+            opened: Any = safe_open(self.directory / file, framework="pt")
+            self._mapped[file] = opened.__enter__()
+        held = self._mapped[file]
+        tensor: Tensor = held.get_tensor(name) if index is None else held.get_slice(name)[index]
         return tensor
+
+
+def passthrough(directory: str | Path, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors that are not trained (a vision tower), under their own names."""
+    if not architecture.untrained:
+        return
+    with TensorReader(directory) as reader:
+        for name in sorted(architecture.passthrough(reader.names())):
+            yield name, reader.get(name)
 
 
 def write(

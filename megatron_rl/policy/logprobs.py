@@ -1,46 +1,18 @@
-"""Log-probs and entropy of given tokens, computed in Megatron's output hook.
+"""Log-probs and entropy of given tokens by autograd over all their logits.
 
-`response_logprobs` is the `output_processor` of `GPTModel.forward`: it selects the rows that
-predict completion tokens before the LM head, so that logits exist for those rows only, in fp32,
-and works on vocabulary-parallel shards without gathering them.
+The plain way, which `megatron_rl.kernels` is compared with, and the one with the entropy's
+gradient; vocabulary-parallel shards are not gathered.
 
-Shape legend: S positions, B sequences, H hidden, T selected rows, V vocabulary of this rank.
+Shape legend: T rows, V vocabulary of this rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
-
-from megatron_rl.kernels.lm_head import fp32_linear
-
-
-@dataclass(slots=True)
-class RowSelection:
-    """What the hook is asked for, and the entropy that it found."""
-
-    rows_T: Tensor
-    """Row of [S * B] that predicts each token: `(position - 1) * B + sequence`."""
-    targets_T: Tensor
-    """Token ids."""
-    temperature: float
-    vocabulary: int
-    """Rows of the whole head that are real tokens; later ones are padding."""
-    fp32_logits: bool
-    tp_group: dist.ProcessGroup
-    sequence_parallel: bool
-    entropy_gradient: bool = False
-    """Whether the entropy is differentiated (an entropy term in the objective)."""
-    entropy_T: Tensor | None = None
-    """Entropy of each row's distribution in nats; with gradient if that was asked for."""
 
 
 class _VocabularyParallelLogprob(torch.autograd.Function):
@@ -128,43 +100,3 @@ def vocabulary_parallel_logprobs(
         logits_TV, targets_T, temperature, vocabulary, group, entropy_gradient
     )
     return logprobs_T, entropy_T
-
-
-def response_logprobs(
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    context: RowSelection,
-    **_: Any,
-) -> Tensor:
-    """Megatron's `output_processor`: log-probs [T] of the tokens that `context` names.
-
-    Args:
-        hidden_states: [S, B, H], or this rank's part of S under sequence parallelism.
-        output_layer: the LM head; its weight [V, H] unless `output_weight` (tied) is given.
-        context: the rows; its `entropy_T` is set.
-    """
-    hidden_SBH = hidden_states
-    if context.sequence_parallel:
-        # The backward of this gather sums over the ranks' vocabulary shards.
-        hidden_SBH = gather_from_sequence_parallel_region(
-            hidden_SBH, tensor_parallel_output_grad=True, group=context.tp_group
-        )
-    hidden_TH = hidden_SBH.flatten(0, 1).index_select(0, context.rows_T)
-    if not context.sequence_parallel and context.tp_group.size() > 1 and len(hidden_TH):
-        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=context.tp_group)
-    weight_VH = output_layer.weight if output_weight is None else output_weight
-    if context.fp32_logits:
-        logits_TV = fp32_linear(hidden_TH, weight_VH)
-    else:
-        logits_TV = torch.nn.functional.linear(hidden_TH, weight_VH).float()
-    logprobs_T, context.entropy_T = vocabulary_parallel_logprobs(
-        logits_TV,
-        context.targets_T,
-        context.temperature,
-        context.vocabulary,
-        context.tp_group,
-        context.entropy_gradient,
-    )
-    return logprobs_T

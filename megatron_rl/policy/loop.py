@@ -23,12 +23,13 @@ from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.policy import checkpoint, world
 from megatron_rl.policy.model import Policy
+from megatron_rl.policy.shards import ModelShards
 from megatron_rl.policy.supervised import save_huggingface
 from megatron_rl.policy.trainer import Trainer
-from megatron_rl.weights.export import export
+from megatron_rl.weights.export import export_for_generators
 
-Publish = Callable[[int, Iterator[tuple[str, Tensor]]], messages.Manifest]
-"""(version, stream) -> the manifest of the version, which is complete then."""
+Publish = Callable[[int, Iterator[tuple[str, Tensor]]], messages.Manifest | None]
+"""(version, stream) -> on rank 0 the manifest of the version, which is complete then."""
 
 
 class Client(Protocol):
@@ -61,16 +62,16 @@ def run_trainer(
         config: the run.
         policy: with the weights of `start_step`.
         client: on rank 0; None elsewhere.
-        publish: on rank 0; None elsewhere.
+        publish: on the ranks that take part in publishing, rank 0 among them; None elsewhere.
         start_step: optimizer steps that are in the weights.
         stop_requested: whether this rank was interrupted; looked at before every step.
     """
     trainer = Trainer(config, policy)
-    publish_seconds = _publish(config, policy, client, publish, start_step)
+    publish_seconds = publish_weights(config, policy, client, publish, start_step)
     step = start_step
     while True:
         waited = time.perf_counter()
-        batch, interrupted = _next_batch(client, step, stop_requested)
+        batch, interrupted = next_batch(client, step, stop_requested)
         waited = time.perf_counter() - waited
         if batch.save or batch.stop or interrupted:
             checkpoint.save(config, policy, step, _state_writer(client, step))
@@ -89,32 +90,31 @@ def run_trainer(
                 )
             )
         step += 1
-        publish_seconds = _publish(config, policy, client, publish, step)
+        publish_seconds = publish_weights(config, policy, client, publish, step)
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)
     if client is not None:
         client.done(messages.TrainerDone(step=step, interrupted=interrupted))
 
 
-def _publish(
+def publish_weights(
     config: RunConfig,
-    policy: Policy,
+    policy: ModelShards,
     client: Client | None,
     publish: Publish | None,
     version: int,
 ) -> float:
-    """Seconds that the export of the current weights as `version` took."""
+    """Seconds that the export of the current weights as `version` took; collective."""
     started = time.perf_counter()
-    stream = export(policy, config.weights.bucket_bytes)
-    if client is None or publish is None:
-        return time.perf_counter() - started
-    manifest = publish(version, stream)
+    stream = export_for_generators(config, policy)
+    manifest = None if publish is None else publish(version, stream)
     seconds = time.perf_counter() - started
-    client.published(messages.Published(manifest=manifest, seconds=seconds))
+    if client is not None and manifest is not None:
+        client.published(messages.Published(manifest=manifest, seconds=seconds))
     return seconds
 
 
-def _next_batch(
+def next_batch(
     client: Client | None, step: int, stop_requested: Callable[[], bool]
 ) -> tuple[messages.Batch, bool]:
     """(the batch, whether any rank is asked to stop), the same on every rank."""

@@ -2,14 +2,16 @@
 
 Sequences are sorted by length and dealt to the data-parallel ranks in turn, so that micro-batch j
 has the same shape on every rank (which the all-gather token dispatcher needs, and which balances
-the ranks); a rank without a sequence for a slot gets an empty row. Rows are padded on the right:
-under a causal mask padding is never seen, so no mask is built and no token id is special.
+the ranks); a rank without a sequence for a slot gets an empty row. A packed row holds many
+sequences, a padded row one. Padding comes after its sequence: under a causal mask it is never
+seen, so no mask is built and no token id is special.
 
-Shape legend: B rows, S positions, T completion tokens of a micro-batch, N tokens of the step.
+Shape legend: B rows, S positions of this rank, T completion tokens of a micro-batch, R = S * B.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl import messages
+from megatron_rl.models.packing import Bounds, own_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,11 @@ class MicroBatch:
     """What one forward pass of one rank takes."""
 
     tokens_BS: Tensor
-    """int64, padded with 0 on the right."""
+    """int64; padding is 0. Under context parallelism, this rank's positions of the rows."""
+    bounds: Bounds
+    """Where the sequences of a whole row lie; the same for all rows."""
+    origin_BS: Tensor
+    """int64: flat position of each token in the step's arrays; -1 for padding."""
     rows_T: Tensor
     """int64: row of the flattened hidden states [S * B] that predicts each completion token."""
     targets_T: Tensor
@@ -110,60 +117,146 @@ class MicroBatch:
     """int64: flat position of each completion token in the step's arrays."""
 
 
-def plan(
-    lengths: NDArray[np.int64], ranks: int, max_tokens: int, multiple: int = 1
-) -> list[tuple[int, list[list[int]]]]:
-    """How the sequences of a step are divided: one entry per micro-batch, the same on all ranks.
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Micro-batch j of every data-parallel rank."""
 
-    Args:
-        lengths: tokens of each sequence.
-        ranks: data-parallel size.
-        max_tokens: padded tokens of a micro-batch, at most; one row is always allowed.
-        multiple: padded lengths are multiples of it.
+    length: int
+    """Positions of a row."""
+    rows: int
+    by_rank: list[list[list[int]]]
+    """Sequences of each row of each rank; a rank may have fewer rows than `rows`: empty ones."""
 
-    Returns:
-        (padded length, sequence indices by data-parallel rank) of each micro-batch, longest
-        sequences first; every micro-batch has as many rows on each rank as its longest list.
 
-    Example: `plan([5, 3, 4], 2, 8)` is `[(5, [[0], [2]]), (3, [[1], []])]`.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a step is divided: what `plan` keeps to.
+
+    Example: 2 data-parallel ranks, rows of 8 tokens: `Division(ranks=2, max_tokens=8)`.
     """
-    order = np.argsort(-lengths, kind="stable").tolist()
-    out: list[tuple[int, list[list[int]]]] = []
-    slot = 0
-    while slot * ranks < len(order):
-        longest = int(lengths[order[slot * ranks]])
-        padded = -(-longest // multiple) * multiple
-        rows = max(1, max_tokens // padded)
-        chosen = order[slot * ranks : (slot + rows) * ranks]
-        out.append((padded, [chosen[r::ranks] for r in range(ranks)]))
-        slot += rows
-    return out or [(multiple, [[] for _ in range(ranks)])]
+
+    ranks: int = 1
+    """Data-parallel size."""
+    max_tokens: int = 16384
+    """Tokens of a micro-batch with its padding, at most; one sequence is always allowed."""
+    packed: bool = True
+    """A micro-batch is one row of many sequences, rather than one padded row for each."""
+    multiple: int = 1
+    """What the positions of a row on one context-parallel rank are a multiple of."""
+    context: int = 1
+    """Context-parallel size."""
+    count_multiple: int = 1
+    """What the number of micro-batches is a multiple of; empty ones fill up."""
+
+    def sequence(self, length: int) -> int:
+        """Positions of a sequence in a packed row."""
+        return _up(length, 2 * self.context if self.context > 1 else 1)
+
+    def row(self, length: int) -> int:
+        """Positions of a row that holds so many."""
+        c = self.context
+        return _up(length, math.lcm(2 * c, c * self.multiple) if c > 1 else self.multiple)
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def plan(lengths: NDArray[np.int64], division: Division) -> list[Slot]:
+    """How the sequences of a step are divided: the same micro-batches on all ranks.
+
+    Sequences go to the ranks in rounds, longest first; in a packed row the rank with the least so
+    far takes the longest of a round.
+
+    Example: `plan([5, 3, 4], Division(ranks=2, max_tokens=8))` is
+    `[Slot(7, 1, [[[0]], [[2, 1]]])]`, and without packing
+    `[Slot(5, 1, [[[0]], [[2]]]), Slot(3, 1, [[[1]], []])]`.
+    """
+    order, n = np.argsort(-lengths, kind="stable").tolist(), division.ranks
+    rounds = [order[i : i + n] for i in range(0, len(order), n)]
+    fill = _packed if division.packed else _padded
+    slots = fill(rounds, lengths, division)
+    missing = _up(max(1, len(slots)), division.count_multiple) - len(slots)
+    return slots + [Slot(division.row(1), 1, [[] for _ in range(n)])] * missing
+
+
+def _packed(rounds: list[list[int]], lengths: NDArray[np.int64], division: Division) -> list[Slot]:
+    out: list[Slot] = []
+    used: list[int] = [0] * division.ranks
+    chosen: list[list[int]] = [[] for _ in used]
+    for indices in rounds:
+        # The rank with the least so far takes the longest of the round.
+        takers = sorted(range(division.ranks), key=used.__getitem__)
+        sizes = [division.sequence(int(lengths[i])) for i in indices]
+        need = max(used[r] + size for r, size in zip(takers, sizes, strict=False))
+        if any(used) and division.row(need) > division.max_tokens:
+            out.append(_packed_slot(used, chosen, division))
+            used, chosen = [0] * division.ranks, [[] for _ in used]
+            takers = list(range(division.ranks))
+        for r, i, size in zip(takers, indices, sizes, strict=False):
+            used[r] += size
+            chosen[r].append(i)
+    return [*out, _packed_slot(used, chosen, division)] if any(used) else out
+
+
+def _packed_slot(used: list[int], chosen: list[list[int]], division: Division) -> Slot:
+    return Slot(division.row(max(used)), 1, [[row] if row else [] for row in chosen])
+
+
+def _padded(rounds: list[list[int]], lengths: NDArray[np.int64], division: Division) -> list[Slot]:
+    out: list[Slot] = []
+    at = 0
+    while at < len(rounds):
+        length = division.row(int(lengths[rounds[at][0]]))
+        chosen = rounds[at : at + max(1, division.max_tokens // length)]
+        by_rank = [[[x[r]] for x in chosen if r < len(x)] for r in range(division.ranks)]
+        out.append(Slot(length, len(chosen), by_rank))
+        at += len(chosen)
+    return out
 
 
 def micro_batches(
-    sequences: Sequences, rank: int, ranks: int, max_tokens: int, multiple: int = 1
+    sequences: Sequences, division: Division, rank: int = 0, context_rank: int = 0
 ) -> list[MicroBatch]:
-    """The micro-batches of data-parallel rank `rank` of `ranks`; see `plan`."""
+    """The micro-batches of a data-parallel and context-parallel rank; see `plan`."""
+    # Index -1, which is padding, is the last entry of both.
+    ids = np.append(sequences.token_ids, 0).astype(np.int64)
+    predicts = np.zeros(len(ids), dtype=bool)
+    for i in range(len(sequences.lengths)):
+        predicts[sequences.completion_positions(i) - 1] = True
     out = []
-    for padded, by_rank in plan(sequences.lengths, ranks, max_tokens, multiple):
-        rows = max(1, max(len(indices) for indices in by_rank))
-        tokens_BS = np.zeros((rows, padded), dtype=np.int64)
-        predictors: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-        sources: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
-        for b, index in enumerate(by_rank[rank]):
-            first, last = sequences.bounds[index], sequences.bounds[index + 1]
-            tokens_BS[b, : last - first] = sequences.token_ids[first:last]
-            source = sequences.completion_positions(index)
-            sources.append(source)
-            # The hidden state at position t - 1 predicts token t; rows are position-major.
-            predictors.append((source - first - 1) * rows + b)
-        source_T = np.concatenate(sources)
+    for slot in plan(sequences.lengths, division):
+        rows = [_row(sequences, row, division, slot.length) for row in slot.by_rank[rank]]
+        rows += [_row(sequences, [], division, slot.length)] * (slot.rows - len(rows))
+        bounds = rows[0][0] if division.packed else (0, slot.length)
+        own = own_positions(bounds, context_rank, division.context)
+        origin_BS = np.stack([origin_S[own] for _, origin_S in rows])
+        # Hidden states are position-major.
+        origin_R = origin_BS.T.reshape(-1)
+        rows_T = np.flatnonzero(predicts[origin_R])
+        source_T = origin_R[rows_T] + 1
         out.append(
             MicroBatch(
-                tokens_BS=torch.from_numpy(tokens_BS),
-                rows_T=torch.from_numpy(np.concatenate(predictors)),
-                targets_T=torch.from_numpy(sequences.token_ids[source_T].astype(np.int64)),
+                tokens_BS=torch.from_numpy(ids[origin_BS]),
+                bounds=bounds,
+                origin_BS=torch.from_numpy(origin_BS),
+                rows_T=torch.from_numpy(rows_T),
+                targets_T=torch.from_numpy(ids[source_T]),
                 source_T=torch.from_numpy(source_T),
             )
         )
     return out
+
+
+def _row(
+    sequences: Sequences, indices: list[int], division: Division, length: int
+) -> tuple[Bounds, NDArray[np.int64]]:
+    """(bounds, flat position of each token) of a row; what is left over is a sequence too."""
+    origin_S, bounds = np.full(length, -1), [0]
+    for i in indices:
+        first, last = sequences.bounds[i], sequences.bounds[i + 1]
+        origin_S[bounds[-1] : bounds[-1] + last - first] = np.arange(first, last)
+        bounds.append(bounds[-1] + division.sequence(int(last - first)))
+    if bounds[-1] < length:
+        bounds.append(length)
+    return tuple(bounds), origin_S

@@ -6,6 +6,7 @@ loss and `1 / completion tokens of the step` as every token's weight.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.policy import huggingface, world
-from megatron_rl.policy.microbatch import MicroBatch, Sequences, micro_batches
+from megatron_rl.policy.head import HeadLoss
+from megatron_rl.policy.microbatch import Sequences
 from megatron_rl.policy.model import Policy
 from megatron_rl.weights.export import export
 
@@ -69,20 +71,12 @@ def run_supervised(
 
 def _train(config: RunConfig, policy: Policy, examples: list[Example], step: int) -> Tensor:
     sequences = Sequences.of_examples(examples)
-    rank, ranks = policy.data_parallel
-    own = micro_batches(
-        sequences, rank, ranks, config.schedule.micro_batch_tokens, policy.row_multiple
-    )
+    own = policy.micro_batches(sequences)
     weight = 1.0 / sum(len(completion) for _, completion in examples)
-    losses: list[Tensor] = []
-
-    def term(logprobs_T: Tensor, entropy_T: Tensor, micro: MicroBatch) -> Tensor:
-        summed = -weight * logprobs_T.sum()
-        losses.append(summed.detach())
-        return summed
-
-    policy.forward_backward(own, term, temperature=1.0)
+    loss = HeadLoss(terms=lambda logprobs_C, entropy_C, place: -weight * logprobs_C)
+    found = policy.forward_backward(own, lambda micro: loss, temperature=1.0)
     policy.apply(learning_rate(config, step))
+    losses = [-weight * logprobs_T.sum() for logprobs_T, _ in found]
     return torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
 
 
@@ -105,9 +99,11 @@ def save_huggingface(policy: Policy, directory: str | Path, source: str | Path) 
     Args:
         policy: the model.
         directory: written by rank 0 as a whole, replacing an older one of that name.
-        source: Hugging Face directory that config and tokenizer files are copied from.
+        source: Hugging Face directory that config, tokenizer files and untrained tensors are
+            copied from.
     """
     stream = export(policy, policy.run.weights.bucket_bytes)
     if dist.get_rank() == 0:
-        huggingface.write(directory, source, stream)
+        untrained = huggingface.passthrough(source, policy.architecture)
+        huggingface.write(directory, source, itertools.chain(stream, untrained))
     dist.barrier(group=world.control_group())

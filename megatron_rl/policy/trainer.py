@@ -7,37 +7,21 @@ orchestrator has put every divisor into the loss weights.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_rl import messages
-from megatron_rl.algorithm.losses.base import Tokens
-from megatron_rl.algorithm.objective import Sums, objective
 from megatron_rl.config import RunConfig
-from megatron_rl.policy import metrics, world
 from megatron_rl.policy.anchors import Anchors
-from megatron_rl.policy.microbatch import MicroBatch, Sequences, micro_batches
 from megatron_rl.policy.model import Policy
+from megatron_rl.policy.step import StepWork
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
     """Linear warm-up to a constant; step 0 already learns (`1 / warmup_steps` of the rate)."""
     o = config.optimizer
     return o.learning_rate * min(1.0, (step + 1) / max(1, o.warmup_steps))
-
-
-def same_version_tokens(sequences: Sequences, versions: NDArray[np.int32], step: int) -> Tensor:
-    """Which tokens [N] were sampled, like all the sampled ones of their sequence, by `step`.
-
-    Forced tokens have version -1: they are not counted, and don't break their sequence.
-    """
-    sampled = versions >= 0
-    other = (sampled & (versions != step)).astype(np.int64)
-    others = np.add.reduceat(other, sequences.bounds[:-1]) if len(other) else other
-    return torch.from_numpy(sampled & (np.repeat(others, sequences.lengths) == 0))
 
 
 class Trainer:
@@ -69,56 +53,11 @@ class Trainer:
                 the last checkpoint and the last published version are not.
         """
         started = time.perf_counter()
-        sequences = Sequences.of_batch(batch)
-        self._check_ids(sequences, step)
-        arrays = {
-            name: torch.from_numpy(messages.floats(getattr(batch, name)).copy())
-            for name in ("advantages", "generator_logprobs", "loss_weights")
-        }
-        rank, ranks = self.policy.data_parallel
-        own = micro_batches(
-            sequences,
-            rank,
-            ranks,
-            self.config.schedule.micro_batch_tokens,
-            self.policy.row_multiple,
-        )
-        anchors = self._anchors.logprobs(own, len(sequences.token_ids), step)
-        number = torch.from_numpy(np.repeat(np.arange(len(sequences.lengths)), sequences.lengths))
-        found_sums: list[Sums] = []
-
-        def term(logprobs_T: Tensor, entropy_T: Tensor, micro: MicroBatch) -> Tensor:
-            def own_part(flat: Tensor) -> Tensor:
-                return flat[micro.source_T].to(logprobs_T.device)
-
-            generator_T = own_part(arrays["generator_logprobs"])
-            old_T = generator_T
-            if self._anchors.old_is_current(step):
-                old_T = logprobs_T.detach()
-            elif anchors.old is not None:
-                old_T = own_part(anchors.old)
-            tokens = Tokens(
-                logprobs_T=logprobs_T,
-                generator_logprobs_T=generator_T,
-                old_logprobs_T=old_T,
-                advantages_T=own_part(arrays["advantages"]),
-                loss_weights_T=own_part(arrays["loss_weights"]),
-                sequences_T=own_part(number),
-                sequences=len(sequences.lengths),
-                entropy_T=entropy_T,
-                reference_logprobs_T=(
-                    None if anchors.reference is None else own_part(anchors.reference)
-                ),
-            )
-            sums = objective(self.config.algorithm, tokens)
-            found_sums.append(sums._replace(loss=sums.loss.detach()))
-            return sums.loss
-
-        outputs = self.policy.forward_backward(own, term)
+        work = self.prepare(batch, step)
+        outputs = self.policy.forward_backward(work.own, work.loss)
         rate = learning_rate(self.config, step)
         norm = self.policy.apply(rate)
-        same = same_version_tokens(sequences, messages.ints(batch.versions), step)
-        found, probe = self._metrics(batch, sequences, arrays, same, own, outputs, found_sums)
+        found, probe = work.report(outputs, self.policy.reports)
         found |= {"grad_norm": norm, "learning_rate": rate}
         if not np.isfinite([found["loss"], norm]).all():
             raise FloatingPointError(
@@ -133,50 +72,15 @@ class Trainer:
             train_seconds=time.perf_counter() - started,
         )
 
-    def _check_ids(self, sequences: Sequences, step: int) -> None:
-        ids, vocabulary = sequences.token_ids, self.policy.architecture.vocabulary
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
-            raise ValueError(
-                f"the batch of step {step} has token ids {ids.min()} to {ids.max()}: the model's"
-                f" vocabulary is 0 to {vocabulary - 1}; tokenizer and model don't belong together"
-            )
-
-    def _metrics(
-        self,
-        batch: messages.Batch,
-        sequences: Sequences,
-        arrays: dict[str, Tensor],
-        same: Tensor,
-        own: list[MicroBatch],
-        outputs: list[tuple[Tensor, Tensor]],
-        objective_sums: list[Sums],
-    ) -> tuple[dict[str, float], list[list[float]]]:
-        """Metrics of the whole batch, and the probe's log-probs, on every rank."""
-        positions = [sequences.completion_positions(i) for i in batch.probe]
-        flat = np.concatenate([np.zeros(0, dtype=np.int64), *positions])
-        probe = torch.zeros(len(flat), dtype=torch.float64)
-        sums = torch.zeros(len(metrics.SUMS), dtype=torch.float64)
-        maxima = torch.zeros(2, dtype=torch.float64)
-        if self.policy.reports:
-            source_T = torch.cat([micro.source_T for micro in own])
-            logprobs_T = torch.cat([logprobs for logprobs, _ in outputs]).cpu()
-            tokens = metrics.TokenArrays(
-                logprobs=logprobs_T,
-                entropy=torch.cat([entropy for _, entropy in outputs]).cpu(),
-                generator_logprobs=arrays["generator_logprobs"][source_T],
-                loss_weights=arrays["loss_weights"][source_T],
-                same_version=same[source_T],
-            )
-            sums, maxima = metrics.local_sums(tokens, objective_sums)
-            if len(flat):
-                by_position = torch.zeros(len(sequences.token_ids), dtype=torch.float64)
-                by_position[source_T] = logprobs_T.double()
-                probe = by_position[torch.from_numpy(flat)]
-        metrics.reduce_sums(sums, maxima, probe, world.control_group())
-        lengths = [len(p) for p in positions]
-        named = metrics.named(sums, maxima)
-        if self.config.algorithm.correction.kind == "none":
-            del named["corrected_fraction"]
-        if not self.config.algorithm.kl_coefficient:
-            del named["kl_reference"]
-        return named, [part.tolist() for part in probe.split(lengths)]
+    def prepare(self, batch: messages.Batch, step: int) -> StepWork:
+        """What this rank has to do for a batch; see `train_step`."""
+        algorithm, anchors = self.config.algorithm, self._anchors
+        work = StepWork.of_batch(batch, step, self.policy, algorithm)
+        logprobs = anchors.logprobs(work.own, len(work.sequences.token_ids), step)
+        work.inputs = replace(
+            work.inputs,
+            old=logprobs.old,
+            old_is_current=anchors.old_is_current(step),
+            reference=logprobs.reference,
+        )
+        return work

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.config import RunConfig
+from megatron_rl.patching import require
 
 _control: list[dist.ProcessGroup] = []
 
@@ -43,13 +44,10 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
 
     Raises:
         ValueError: sizes that don't fit together.
+        PatchNeededError: Megatron-Core has a fault that would spoil the run.
     """
+    require("trainer")
     p, t = config.parallel, config.timeouts
-    if p.context != 1:
-        raise ValueError(
-            f"parallel.context is {p.context}: the trainer implements 1; use tensor or sequence"
-            " parallelism for long sequences"
-        )
     if world_size != config.roles.trainer_ranks:
         raise ValueError(
             f"{world_size} ranks joined the Megatron world: roles.trainer_ranks ="
@@ -69,18 +67,25 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline if p.virtual_pipeline > 1 else None,
         context_parallel_size=p.context,
         expert_model_parallel_size=p.expert,
         expert_tensor_parallel_size=p.expert_tensor,
         distributed_timeout_minutes=math.ceil(t.startup_seconds / 60),
     )
-    wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
-    _control[:] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))]
+    join_world(config)
     torch.manual_seed(config.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
     # What is imported by now stays: without this every full collection walks through it (0.2 s).
     gc.collect()
     gc.freeze()
+
+
+def join_world(config: RunConfig) -> None:
+    """Makes the control group, in a world whose other groups are there; collective."""
+    t = config.timeouts
+    wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
+    _control[:] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))]
 
 
 def destroy_world() -> None:

@@ -1,17 +1,16 @@
-"""Settings of verifiers and sandbox; imports nothing of the package, so `config` can mount them."""
+"""Settings of verifiers and sandbox: the configuration's section `verifier`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.rewards.base import Outcome
+from megatron_rl.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
-
-
-class RewardValues(_Section):
+class RewardValues(Section):
     """Reward of each verdict; null leaves the completion out of the batch, like a truncated one."""
 
     correct: float | None = 1.0
@@ -25,8 +24,13 @@ class RewardValues(_Section):
     timed_out: float | None = None
     """Reward of an answer whose comparison went over a limit (a slow program is wrong)."""
 
+    def of(self, outcome: Outcome) -> float | None:
+        """Reward of a verdict, None if it is none."""
+        value: float | None = getattr(self, outcome.value)
+        return value
 
-class MathSettings(_Section):
+
+class MathSettings(Section):
     """The maths verifier."""
 
     boxed: bool = True
@@ -37,7 +41,7 @@ class MathSettings(_Section):
     """CPU time of math-verify, which reads sums, integrals and limits; over it: `timed_out`."""
 
 
-class SandboxSettings(_Section):
+class SandboxSettings(Section):
     """Where and under which limits a model's programs run; limits are of one test or say so."""
 
     isolation: Literal["strong", "weak", "remote"] = "strong"
@@ -67,7 +71,7 @@ class SandboxSettings(_Section):
     """Tries after the first one, with growing pauses; then the run stops with `VerifierDown`."""
 
 
-class VerifierSettings(_Section):
+class VerifierSettings(Section):
     """The verifier pool: worker processes, queue, limits of one verdict."""
 
     workers: PositiveInt = 2

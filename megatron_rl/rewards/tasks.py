@@ -14,12 +14,17 @@ from megatron_rl.rewards.exact import verify_exact
 from megatron_rl.rewards.settings import VerifierSettings
 
 KINDS = ("exact", "math", "code", "reasoning", "custom")
+INLINE = frozenset({"exact"})
+"""Kinds that a run judges in its own process: pure string comparisons of microseconds, which cannot
+hang, crash or allocate. All others run in the pool's processes."""
 Judge = Callable[[str, str, dict[str, Any]], Verdict]
 """(completion, gold, meta) -> verdict."""
 
 
 def judge_of(kind: str, settings: VerifierSettings) -> Judge:
     """The verifier of a task kind, with its libraries loaded.
+
+    A kind with a colon in it is the import path of a reward function.
 
     Raises:
         VerifierError: a library, the sandbox or the custom function is missing; with the remedy.
@@ -31,6 +36,8 @@ def judge_of(kind: str, settings: VerifierSettings) -> Judge:
         "reasoning": _reasoning,
         "custom": _custom,
     }
+    if ":" in kind:
+        return _function(load_function(kind))
     if kind not in makers:
         raise VerifierDown(f"task kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
     return makers[kind](settings)
@@ -78,8 +85,10 @@ def _reasoning(settings: VerifierSettings) -> Judge:
 def _custom(settings: VerifierSettings) -> Judge:
     if settings.custom is None:
         raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
-    function = load_function(settings.custom)
+    return _function(load_function(settings.custom))
 
+
+def _function(function: Callable[..., Any]) -> Judge:
     def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
         return call_function(function, completion, gold, meta)
 
@@ -97,13 +106,13 @@ def load_function(path: str) -> Callable[..., Any]:
     """
     module, colon, name = path.partition(":")
     if not colon:
-        raise VerifierDown(f"verifier.custom is {path!r}: write it as `package.module:function`")
+        raise VerifierDown(f"reward function {path!r}: write it as `package.module:function`")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as e:
-        raise VerifierDown(f"verifier.custom is {path!r}: {e}; is it on PYTHONPATH?") from e
+        raise VerifierDown(f"reward function {path!r}: {e}; is it on PYTHONPATH?") from e
     if not callable(function):
-        raise VerifierDown(f"verifier.custom is {path!r}: that is no function")
+        raise VerifierDown(f"reward function {path!r}: that is no function")
     return function
 
 

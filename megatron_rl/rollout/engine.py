@@ -38,19 +38,24 @@ from megatron_rl.messages import Manifest, VersionSpan
 from megatron_rl.rollout.interruption import Completion, Piece
 from megatron_rl.rollout.settings import (
     SCORES_AT_ONCE,
-    checkpoint_shapes,
     engine_args,
+    expected_tensors,
     phrase_tokens,
 )
 from megatron_rl.rollout.weight_transfer import update_info
-from megatron_rl.weights.manifest import check_names_and_shapes
-from megatron_rl.weights.transports.disk import check_buckets
+from megatron_rl.weights.manifest import WeightsError, check_tensors
+from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
+from megatron_rl.weights.transports import ReceiverInfo, check_manifest
 
 ENGINE_EXIT_SECONDS = 3.0
 """How long the engine's processes may tidy up; they hold nothing that is needed later."""
 FIRST_TOKEN_SECONDS = 2.0
 """How long an update waits for the first token of requests that were just submitted."""
 _ONLY_FIRST_AND_LAST = 2**31 - 1
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
+"""First and longest pause between questions whether a version has arrived."""
+_GRACE_SECONDS = 5.0
+"""Workers end their own waits, and name what they waited for, before the engine does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,21 @@ class Engine:
     """One vLLM engine, in processes of its own; make and use it in one running event loop."""
 
     def __init__(
-        self, config: RunConfig, engine_index: int, model_dir: str, version: int = 0
+        self,
+        config: RunConfig,
+        engine_index: int,
+        model_dir: str,
+        version: int = 0,
+        rendezvous: Rendezvous = NOWHERE,
     ) -> None:
         """Start the engine's processes; blocks until they are ready.
+
+        Args:
+            config: the run's configuration.
+            engine_index: number of this engine, from 0.
+            model_dir: Hugging Face directory of the weights `version`.
+            version: optimizer steps that made these weights.
+            rendezvous: the run's store; the transport `disk` needs none.
 
         Raises:
             ValueError: the interruption phrase or the checkpoint does not fit; named.
@@ -77,7 +94,8 @@ class Engine:
         self.version = version
         self.aborted = 0
         self._config = config
-        self._shapes = checkpoint_shapes(model_dir)
+        self._expected = expected_tensors(config, model_dir)
+        self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
         interrupts = config.generation.interruption == "phrase"
         self.phrase = phrase_tokens(config, get_tokenizer(model_dir)) if interrupts else []
         args = engine_args(config, engine_index, model_dir)
@@ -97,7 +115,8 @@ class Engine:
 
     async def prepare(self) -> None:
         """Label the start version and open the weight transfer; once, before anything else."""
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+        init = {"receiver": self._receiver}
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
         await self._llm.update_weight_version(str(self.version))
 
     async def complete(
@@ -176,18 +195,32 @@ class Engine:
         error after that leaves the engine paused, for the caller to end.
 
         Raises:
-            WeightsError: names, shapes or bytes are not what they must be.
-            TimeoutError: `timeouts.transfer_seconds` went by.
+            WeightsError: names, shapes, dtypes or bytes are not what they must be.
+            TimeoutError: `timeouts.transfer_seconds` went by, twice (to receive, and to load).
         """
+        limit = self._config.timeouts.transfer_seconds
         await asyncio.to_thread(self._check, manifest)
+        await asyncio.wait_for(self._receive(manifest), limit + _GRACE_SECONDS)
         async with self._one_version:
-            return await asyncio.wait_for(
-                self._swap(manifest), self._config.timeouts.transfer_seconds
-            )
+            return await asyncio.wait_for(self._swap(manifest), limit)
 
     def _check(self, manifest: Manifest) -> None:
-        check_names_and_shapes(manifest.tensors, self._shapes, manifest.version)
-        check_buckets(manifest)
+        check_tensors(manifest.tensors, self._expected, manifest.version)
+        check_manifest(self._config, manifest)
+
+    async def _receive(self, manifest: Manifest) -> None:
+        """Have every worker receive and check the version while decoding goes on."""
+        await self._llm.collective_rpc("begin_weights", kwargs=update_info(manifest))
+        pause = _POLL_SECONDS
+        while True:
+            workers = await self._llm.collective_rpc("weights_ready")
+            if all(ready or error for ready, error in workers):
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        for number, (_, error) in enumerate(workers):
+            if error:
+                raise WeightsError(f"refused by worker {number}: {error}")
 
     async def _swap(self, manifest: Manifest) -> UpdateTimes:
         self._submitting.clear()

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+from megatron_rl.compat import quiet
 from megatron_rl.config import RunConfig
 from megatron_rl.rollout.plugin import ENGINE_OWNER
 
@@ -49,7 +50,6 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
         # On CPU vLLM warns about a dozen things that are meant (eager, no Triton, no GPU).
         "VLLM_LOGGING_LEVEL": "WARNING" if on_gpu else "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.timeouts.startup_seconds)),
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -70,6 +70,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
             # The worker lives in the engine's process: a third one would double the time to start
             # and poll for work, also when there is none (0.3 cores idle, a third more per token).
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    quiet.ignore_in_processes("ignore::FutureWarning")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

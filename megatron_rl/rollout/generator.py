@@ -34,7 +34,9 @@ from megatron_rl.messages import (
     decode,
     encode,
 )
+from megatron_rl.patching import require
 from megatron_rl.rollout.environment import ignore_signals, prepare_environment
+from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
 
 STATS_SECONDS = 1.0
 _HEARTBEAT_MS = 5_000
@@ -47,6 +49,7 @@ def run_generator(
     endpoint: str,
     model_dir: str,
     version: int = 0,
+    rendezvous: Rendezvous = NOWHERE,
 ) -> None:
     """Run one generator until the orchestrator says Stop; the engine's processes are gone then.
 
@@ -59,13 +62,16 @@ def run_generator(
         endpoint: address that the orchestrator binds, `tcp://host:port`.
         model_dir: Hugging Face directory of the weights `version`.
         version: optimizer steps that made these weights.
+        rendezvous: the run's store; the transport `disk` needs none.
 
     Raises:
         Exception: whatever ended the role, after it was reported as `Failed`.
     """
+    require("generator")
     ignore_signals()
     prepare_environment(config, model_dir)
-    asyncio.run(_Generator(config, engine_index, rank, endpoint).run(model_dir, version))
+    role = _Generator(config, engine_index, rank, endpoint, rendezvous)
+    asyncio.run(role.run(model_dir, version))
 
 
 class OrchestratorGoneError(ConnectionError):
@@ -77,8 +83,15 @@ class _Stopped(Exception):
 
 
 class _Generator:
-    def __init__(self, config: RunConfig, engine_index: int, rank: int, endpoint: str) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: RunConfig,
+        engine_index: int,
+        rank: int,
+        endpoint: str,
+        rendezvous: Rendezvous = NOWHERE,
+    ) -> None:
+        self._config, self._rendezvous = config, rendezvous
         self._index = engine_index
         self._rank = rank
         self._endpoint = endpoint
@@ -97,7 +110,9 @@ class _Generator:
             try:
                 from megatron_rl.rollout.engine import Engine
 
-                engine = self._engine = Engine(self._config, self._index, model_dir, version)
+                engine = self._engine = Engine(
+                    self._config, self._index, model_dir, version, self._rendezvous
+                )
                 await engine.prepare()
                 await self._serve(monitor)
             except OrchestratorGoneError:

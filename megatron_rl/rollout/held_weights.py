@@ -17,9 +17,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+_KINDS = (
+    "LlamaForCausalLM",
+    "Llama4ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""vLLM's classes whose weights can be read back."""
+
 
 class HeldWeights:
-    """`worker_extension_cls` of a generator: methods that `collective_rpc` can call."""
+    """Part of a generator's `worker_extension_cls`: what `collective_rpc` can call."""
 
     model_runner: Any
     vllm_config: Any
@@ -42,7 +50,7 @@ class HeldWeights:
 
 
 def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every weight of a vLLM Llama or Llama 4 model on CPU."""
+    """Name and tensor of every weight of a vLLM model on CPU; its class is one of `_KINDS`."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import (
@@ -59,9 +67,17 @@ def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in model.named_modules():
         prefix = name.rpartition(".")[0]
         if isinstance(module, RoutedExperts):
-            # The checkpoint's tensors sit one level higher, and transposed.
-            yield f"{prefix}.gate_up_proj", _unpack_experts(module, "w13_weight").mT
-            yield f"{prefix}.down_proj", _unpack_experts(module, "w2_weight").mT
+            # The checkpoint's tensors sit one level higher.
+            gate_up = _unpack_experts(module, "w13_weight")
+            down = _unpack_experts(module, "w2_weight")
+            if rotated:  # Llama 4: all experts in one tensor, transposed
+                yield f"{prefix}.gate_up_proj", gate_up.mT
+                yield f"{prefix}.down_proj", down.mT
+                continue
+            for expert, (both, last) in enumerate(zip(gate_up, down, strict=True)):
+                for kind, part in zip(("gate", "up"), both.chunk(2), strict=True):
+                    yield f"{prefix}.{expert}.{kind}_proj.weight", part
+                yield f"{prefix}.{expert}.down_proj.weight", last
         elif isinstance(module, QKVParallelLinear):
             q, k, v = _linear_weight(module).split(module.output_sizes)
             if rotated:
@@ -91,14 +107,10 @@ def _refuse_unknown(model: Any, tensor_parallel: int) -> None:
     from vllm.platforms import current_platform
 
     kind = type(model).__name__
-    if (
-        not current_platform.is_cpu()
-        or kind not in ("LlamaForCausalLM", "Llama4ForCausalLM")
-        or tensor_parallel != 1
-    ):
+    if not current_platform.is_cpu() or kind not in _KINDS or tensor_parallel != 1:
         raise NotImplementedError(
             f"weights held by a {kind} on {current_platform.device_type} with tensor parallel"
-            f" {tensor_parallel}: only Llama and Llama 4 text models on one CPU rank are read back"
+            f" {tensor_parallel}: {', '.join(_KINDS)} on one CPU rank are read back"
         )
 
 

@@ -1,7 +1,7 @@
 """The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes.
 
 It runs in every vLLM of the environment, also in one that has nothing to do with this package, so
-it only adds: a weight-transfer backend by name and, on CPU, the mend of `compat.vllm_cpu`.
+it only adds: a weight-transfer backend by name.
 Processes of a generator's engine are set apart from the signals of its terminal as well.
 """
 
@@ -12,7 +12,8 @@ import multiprocessing
 import os
 import signal
 
-WEIGHT_TRANSFER_BACKEND = "megatron_rl_disk"
+WEIGHT_TRANSFER_BACKEND = "megatron_rl"
+"""Name under which vLLM finds all transports of `megatron_rl.weights`."""
 ENGINE_OWNER = "MEGATRON_RL_ENGINE_OWNER"
 """Environment variable: process id of the generator whose engine a process belongs to."""
 
@@ -23,15 +24,12 @@ def register() -> None:
     """Register what a generator's engine needs; may be called any number of times."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from megatron_rl.compat import vllm_cpu
-
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER_BACKEND,
             "megatron_rl.rollout.weight_transfer",
-            "DiskWeightTransferEngine",
+            "ReceivedWeights",
         )
-    vllm_cpu.mend_moe_reload()
     if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
         _stay_until_the_owner_ends()
 

@@ -11,8 +11,12 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from megatron_rl.config import RunConfig
+from megatron_rl.messages import TensorInfo
+from megatron_rl.models import architecture
 from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.transports import refuse_contradictions
+from megatron_rl.weights.wire import BLOCK, WireFormat
 
 BLOCK_TOKENS = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
@@ -28,7 +32,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     blocks = config.sequence_tokens // BLOCK_TOKENS + 1
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "dtype": _DTYPES[precision.params],
+        "dtype": _DTYPES[config.generator_dtype],
         "seed": config.seed + engine_index,
         "max_model_len": blocks * BLOCK_TOKENS,
         "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
@@ -39,22 +43,30 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
             "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
         ),
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_rl.rollout.held_weights.HeldWeights",
+        "worker_extension_cls": "megatron_rl.rollout.worker_extension.WorkerExtension",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     overrides: dict[str, Any] = {}
-    if precision.params == "bf16" and precision.logits == "fp32":
-        overrides["head_dtype"] = "float32"
+    # TF32 concerns the trainer's backward products and fp32 operands: fp32 results here too.
+    head = "bf16" if precision.logits == "bf16" else "fp32"
+    if head != config.generator_dtype:
+        overrides["head_dtype"] = _DTYPES[head]
     checkpoint = json.loads((Path(model_dir) / "config.json").read_text())
     if (checkpoint.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
         # No sequence leaves its first chunk: plain attention is the same, and needs one group of
         # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
         overrides["attention_chunk_size"] = None
+    text_config = checkpoint.get("text_config", checkpoint)
+    if config.weights.quantization == "fp8":
+        refuse_contradictions(config, cuda=torch.cuda.is_available())
+        overrides["quantization_config"] = _fp8(checkpoint, text_config)
+        # The start checkpoint has no scales: the first version that the trainer publishes brings
+        # them, before anything is generated.
+        arguments["load_format"] = "dummy"
     if overrides:
         arguments["hf_overrides"] = overrides
-    text_config = checkpoint.get("text_config", checkpoint)
     if "attn_temperature_tuning" in text_config:
         # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
         tuning = bool(text_config["attn_temperature_tuning"])
@@ -68,6 +80,46 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
             "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
         }
     return AsyncEngineArgs(**arguments)
+
+
+def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
+    """What tells vLLM's `fp8` loader to expect the tensors of `weights.wire`.
+
+    Raises:
+        ValueError: a model whose weights cannot be quantised by blocks.
+    """
+    model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
+    if checkpoint is not text_config:
+        raise ValueError(
+            f"weights.quantization is 'fp8': a checkpoint of model_type"
+            f" {checkpoint.get('model_type')!r} has parts that are not trained, and vLLM would"
+            " quantise them; take the text model alone, or set it to 'none'"
+        )
+    if model_type == "llama4_text" and head_dim % BLOCK:
+        # vLLM reorders the rows of Llama 4's queries and keys within each head.
+        raise ValueError(
+            f"weights.quantization is 'fp8': heads of {head_dim} rows share blocks of {BLOCK} rows"
+            " with one scale, which vLLM's rotary order for Llama 4 takes apart; set it to 'none'"
+        )
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+
+
+def expected_tensors(config: RunConfig, model_dir: str) -> dict[str, TensorInfo]:
+    """What every weight version of the run must hold, by name.
+
+    Raises:
+        WeightsError: `model_dir` holds no safetensors file.
+        ValueError: an architecture that is not implemented.
+    """
+    kind = architecture(json.loads((Path(model_dir) / "config.json").read_text()))
+    shapes = checkpoint_shapes(model_dir)
+    for name in kind.passthrough(shapes):
+        del shapes[name]
+    return WireFormat.of(config).expected(shapes)
 
 
 def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:

@@ -1,10 +1,19 @@
-"""vLLM's end of the transport `disk`, in each worker process: check, then load layer by layer."""
+"""vLLM's end of every transport, in each worker process: receive and check, then load by layers.
+
+vLLM's weight-transfer API has init, start, update and finish. From start on, the layers are empty,
+so what can be refused must be refused before: `StagedWeights` adds two calls that come first.
+
+    begin_weights     every worker starts to receive; the engine goes on decoding
+    weights_ready     polled: not yet, ready, or refused and why
+    start_weight_update, update_weights, finish_weight_update      decoding is paused
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from vllm.distributed.weight_transfer.base import (
@@ -17,9 +26,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from megatron_rl.compat import vllm_cpu
 from megatron_rl.messages import Manifest
-from megatron_rl.weights.transports.disk import read_buckets
+from megatron_rl.weights.transports import ReceiverInfo, open_receiver
+from megatron_rl.weights.transports.base import Receiver
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -28,54 +37,95 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 
 
 @dataclass
-class DiskInitInfo(WeightTransferInitInfo):
-    """Nothing is needed beyond the manifests."""
+class InitInfo(WeightTransferInitInfo):
+    """`receiver` is `asdict` of a `megatron_rl.weights.transports.ReceiverInfo`."""
+
+    receiver: dict[str, Any]
 
 
 @dataclass
-class DiskUpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """One version; `manifest` is the JSON of a `megatron_rl.messages.Manifest`."""
 
     manifest: str
 
 
 def update_info(manifest: Manifest) -> dict[str, str]:
-    """What `AsyncLLM.update_weights` carries to the workers."""
+    """What `AsyncLLM.update_weights` and `begin_weights` carry to the workers."""
     return {"manifest": json.dumps(msgspec.to_builtins(manifest))}
 
 
-class DiskWeightTransferEngine(WeightTransferEngine):
-    """Loads a version from its buckets; each bucket's checksum is compared before it is used.
+def _manifest(text: str) -> Manifest:
+    return msgspec.json.decode(text, type=Manifest)
 
-    The names and shapes of the whole version were compared with the model's by the generator
-    before the engine was paused. An error raised here leaves the engine between two versions: the
-    generator reports it and ends, it never goes on decoding.
+
+class ReceivedWeights(WeightTransferEngine):
+    """Loads a version that a receiver of any transport holds.
+
+    Names, shapes and dtypes of the whole version were compared with the model's by the generator
+    before any worker heard of it. An error raised from `receive_weights` on leaves the engine
+    between two versions: the generator reports it and ends, it never goes on decoding.
     """
 
-    init_info_cls = DiskInitInfo
-    update_info_cls = DiskUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    receiver: Receiver | None = None
 
-    def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
-        """No connection is needed."""
-        logging.getLogger(initialize_layerwise_reload.__module__).addFilter(_is_worth_a_line)
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open this worker's end; a second call puts another one in its place."""
+        if self.receiver is not None:
+            self.receiver.close()
+        info = ReceiverInfo(**init_info.receiver)
+        self.receiver = open_receiver(info, self.parallel_config.rank)
+        logger = logging.getLogger(initialize_layerwise_reload.__module__)
+        if _is_worth_a_line not in logger.filters:
+            logger.addFilter(_is_worth_a_line)
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: DiskUpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load every tensor of the version.
 
         Raises:
-            WeightsError: a bucket is missing, torn, or holds other tensors than announced.
+            WeightsError: it cannot be loaded whole.
         """
-        manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
-        self.model.load_weights(read_buckets(manifest))
+        self.open_receiver.load(_manifest(update_info.manifest), self.model.load_weights)
 
     def finish_weight_update(self) -> None:
         """Process what waits for the last tensor (attention layers)."""
         finalize_layerwise_reload(self.model, self.model_config)
-        vllm_cpu.pack_tied_head_again(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Give up the receiver."""
+        if self.receiver is not None:
+            self.receiver.close()
+
+    @property
+    def open_receiver(self) -> Receiver:
+        """The receiver.
+
+        Raises:
+            RuntimeError: `init_weight_transfer_engine` was not called.
+        """
+        if self.receiver is None:
+            raise RuntimeError("init_weight_transfer_engine comes before the first version")
+        return self.receiver
+
+
+class StagedWeights:
+    """Part of a generator's `worker_extension_cls`: calls that come before the update."""
+
+    weight_transfer_engine: ReceivedWeights
+
+    def begin_weights(self, manifest: str) -> None:
+        """Start to receive the version of this manifest (JSON); returns at once."""
+        self.weight_transfer_engine.open_receiver.begin(_manifest(manifest))
+
+    def weights_ready(self) -> tuple[bool, str]:
+        """(whether the version can be loaded, why it was refused or "")."""
+        try:
+            return self.weight_transfer_engine.open_receiver.poll(), ""
+        except RuntimeError as e:  # WeightsError, and what gloo, NCCL or the store raise
+            return False, f"{e}"

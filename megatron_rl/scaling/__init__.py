@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .fitting import Interval as Interval
     from .fitting import Prediction as Prediction
     from .fitting import fit as fit
+    from .forecasting import forecast as forecast
     from .io import read as read
-    from .planning import plan as plan
     from .series import Series as Series
 
 _HOME = {
@@ -31,9 +31,9 @@ _HOME = {
     "Series": "series",
     "compare": "comparison",
     "fit": "fitting",
+    "forecast": "forecasting",
     "linear_sigmoid": "curve",
     "log_sigmoid": "curve",
-    "plan": "planning",
     "power_law": "curve",
     "read": "io",
 }

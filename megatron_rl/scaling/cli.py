@@ -1,4 +1,4 @@
-"""`megatron-rl fit`, `compare` and `plan`.
+"""`megatron-rl fit`, `compare` and `forecast`.
 
 Exit codes: 0 well, 2 bad input or options, 3 ill-conditioned under --strict.
 """
@@ -188,9 +188,9 @@ def compare_command(
     _finish(strict, fits, failed)
 
 
-@app.command("plan")
+@app.command("forecast")
 @_reports
-def plan_command(
+def forecast_command(
     files: Files,
     target: Annotated[
         list[float] | None, typer.Option(help="Pass rate to reach (fraction); may be repeated")
@@ -216,15 +216,15 @@ def plan_command(
 ) -> None:
     """Say what more compute buys: compute for a target, gain per unit, and when to stop."""
     from . import report
-    from .planning import plan
+    from .forecasting import forecast
 
     fits, failed = _fits(**_options(locals()))
-    plans = [plan(f, tuple(target or ()), budget) for f in fits]
+    forecasts = [forecast(f, tuple(target or ()), budget) for f in fits]
     if str(json_path) != "-":
-        for p in plans:
-            report.print_plan(p)
-    made = [report.plan_to_dict(p) for p in plans]
-    together = {"schema": "megatron_rl.plans/1", "plans": made}
+        for p in forecasts:
+            report.print_forecast(p)
+    made = [report.forecast_to_dict(p) for p in forecasts]
+    together = {"schema": "megatron_rl.forecasts/1", "forecasts": made}
     _write_json(json_path, made[0] if len(made) == 1 else together)
     _finish(strict, fits, failed)
 

@@ -45,6 +45,26 @@ def save_plot(f: "Fit", path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def save_panels(fits: Sequence["Fit"], path: str | Path) -> None:
+    """Draw fits beside each other on logarithmic compute, one panel and title each.
+
+    Raises:
+        DataError: the ending is none of .png, .svg, .pdf.
+        MissingExtra: matplotlib is not installed.
+    """
+    figure = _figure(path, (6 * len(fits), 4.8))
+    axes = figure.subplots(1, len(fits), squeeze=False)[0]
+    for axis, f in zip(axes, fits, strict=True):
+        _draw(axis, f, True)
+        axis.set_title(title(f), fontsize=9, color=INK)
+    axes[0].set_ylabel("pass rate")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False
+    )
+    figure.savefig(path, dpi=150)
+
+
 def save_comparison(c: Comparison, path: str | Path) -> None:
     """Draw the curves of all runs, and the leave-one-out transform beside them.
 

@@ -10,12 +10,12 @@ from .errors import MissingExtra
 if TYPE_CHECKING:
     from .comparison import Comparison
     from .fitting import Fit, Interval
-    from .planning import Plan
+    from .forecasting import Forecast
 
 SCHEMA_FIT = "megatron_rl.fit/1"
 SCHEMA_FITS = "megatron_rl.fits/1"
 SCHEMA_COMPARISON = "megatron_rl.comparison/1"
-SCHEMA_PLAN = "megatron_rl.plan/1"
+SCHEMA_FORECAST = "megatron_rl.forecast/1"
 
 
 def number(x: float | None) -> float | None:
@@ -123,10 +123,10 @@ def comparison_to_dict(c: "Comparison") -> dict[str, Any]:
     return {**head, "runs": runs, "pairs": pairs}
 
 
-def plan_to_dict(p: "Plan") -> dict[str, Any]:
-    """Schema `megatron_rl.plan/1`; an infinite compute is null."""
+def forecast_to_dict(p: "Forecast") -> dict[str, Any]:
+    """Schema `megatron_rl.forecast/1`; an infinite compute is null."""
     return {
-        "schema": SCHEMA_PLAN,
+        "schema": SCHEMA_FORECAST,
         "fit": fit_to_dict(p.fit),
         "now": p.now,
         "slope": interval(p.slope),
@@ -243,7 +243,7 @@ def print_comparison(c: "Comparison") -> None:
         console.print(line)
 
 
-def print_plan(p: "Plan") -> None:
+def print_forecast(p: "Forecast") -> None:
     """Targets and gains."""
     f = p.fit
     console, table = _table("compute", "gain", f"gain per {f.unit}")

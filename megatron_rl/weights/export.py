@@ -1,10 +1,12 @@
-"""Megatron shards -> a stream of (Hugging Face name, CPU tensor) on trainer rank 0.
+"""Megatron shards -> a stream of (Hugging Face name, tensor) on the ranks that publish it.
 
-Every trainer rank calls `export`; only rank 0's stream has entries. The plan (which rank holds
-which shard, what travels together) is made once per model and kept, because it depends on the
-layout alone. Then each version costs one message per sending rank and bucket: a rank flattens its
-shards of the bucket into bytes, and rank 0 cuts them up, pastes the tensor-parallel shards
-together and renames. Replicas send nothing: of the ranks that hold a shard, the lowest does.
+Every trainer rank calls `export`; only rank 0's stream has entries or, spread, that of one rank per
+pipeline stage and expert group. The plan (which rank holds which shard, what travels together) is
+made once per model and kept, because it depends on the layout alone: tensor, pipeline, virtual
+pipeline, expert, expert-tensor and data parallel. Then each version costs one message per sending
+rank and bucket: a rank flattens its shards of the bucket into bytes, and the destination cuts them
+up, pastes the tensor-parallel shards together and renames. Replicas send nothing: of the ranks that
+hold a shard, the lowest does.
 
 The names are exactly those of the checkpoint that the model was loaded from, at every version and
 bucket size: a Hugging Face tensor that several parameters make up (fused experts) never leaves its
@@ -22,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
+from megatron_rl.weights.wire import WireFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,28 @@ class _Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What travels together to one rank."""
+
+    destination: int
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True, slots=True)
 class ExportPlan:
     """What travels, bucket by bucket; the same on every rank."""
 
     weights: list[Weight]
-    buckets: list[list[_Shard]]
+    buckets: list[_Bucket]
+
+    @property
+    def destinations(self) -> list[int]:
+        """Ranks whose stream has entries, in ascending order."""
+        return sorted({bucket.destination for bucket in self.buckets})
+
+
+PlanKey = tuple[int, torch.dtype | None, bool]
+"""(bucket bytes, number format, spread): what a plan depends on beside the model."""
 
 
 class ShardedModel(Protocol):
@@ -57,28 +78,37 @@ class ShardedModel(Protocol):
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]
     """This rank's parameters by `Weight.megatron`."""
-    export_plans: dict[int, ExportPlan]
-    """Plans by bucket size; filled here."""
+    export_plans: dict[PlanKey, ExportPlan]
+    """Filled here."""
 
     def split_rank(self, weight: Weight) -> tuple[int, int]:
         """(rank, size) of the tensor-parallel group that shards the weight."""
 
 
-def make_plan(policy: ShardedModel, bucket_bytes: int) -> ExportPlan:
-    """Agrees on who sends what; collective over the trainer ranks.
+def make_plan(
+    policy: ShardedModel,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    *,
+    spread: bool = False,
+) -> ExportPlan:
+    """Agrees on who sends what to whom; collective over the trainer ranks.
 
     Args:
         policy: the sharded model.
         bucket_bytes: a bucket holds this much at most, or one Hugging Face tensor.
+        dtype: number format to travel in; None: the parameters' own.
+        spread: a tensor is put together on the lowest rank that holds a part of it (one rank per
+            pipeline stage and expert group), instead of all on rank 0.
 
     Raises:
-        RuntimeError: a shard that no rank holds.
+        RuntimeError: a shard that no rank holds, or that has not the architecture's shape.
     """
     weights = [w for w in policy.architecture.weights() if w.exported]
     held = {
         (i, policy.split_rank(w)[0] if w.split.sharded else 0): (
             tuple(p.shape),
-            p.dtype,
+            dtype or p.dtype,
             policy.split_rank(w)[1],
         )
         for i, w in enumerate(weights)
@@ -90,26 +120,45 @@ def make_plan(policy: ShardedModel, bucket_bytes: int) -> ExportPlan:
     owners: list[dict[int, _Shard]] = [{} for _ in weights]
     sizes = [1] * len(weights)
     for rank, theirs in enumerate(everywhere):
-        for (i, part), (shape, dtype, parts) in theirs.items():
-            owners[i].setdefault(part, _Shard(i, part, rank, shape, dtype))
+        for (i, part), (shape, kind, parts) in theirs.items():
+            owners[i].setdefault(part, _Shard(i, part, rank, shape, kind))
             sizes[i] = parts if weights[i].split.sharded else 1
     for weight, found, size in zip(weights, owners, sizes, strict=True):
-        if sorted(found) != list(range(size)):
+        _check(weight, found, size)
+    units = [
+        [owners[i][part] for i in unit for part in range(sizes[i])] for unit in _units(weights)
+    ]
+    return ExportPlan(weights, _fill(units, bucket_bytes, spread=spread))
+
+
+def _check(weight: Weight, found: dict[int, _Shard], size: int) -> None:
+    if sorted(found) != list(range(size)):
+        raise RuntimeError(
+            f"shards {sorted(found)} of {size} of {weight.megatron} are on trainer ranks: the"
+            " export needs all of them"
+        )
+    for shard in found.values():
+        if shard.shape != weight.shard_shape(size):
             raise RuntimeError(
-                f"shards {sorted(found)} of {size} of {weight.megatron} are on trainer ranks: the"
-                " export needs all of them"
+                f"{weight.megatron} has shape {list(shard.shape)} on trainer rank {shard.sender}:"
+                f" a part of {size} of it has shape {list(weight.shard_shape(size))}"
             )
-    buckets: list[list[_Shard]] = []
-    filled = 0
-    for unit in _units(weights):
-        own = [owners[i][part] for i in unit for part in range(sizes[i])]
-        size = sum(shard.num_bytes for shard in own)
-        if not buckets or filled + size > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1] += own
-        filled += size
-    return ExportPlan(weights, buckets)
+
+
+def _fill(units: list[list[_Shard]], bucket_bytes: int, *, spread: bool) -> list[_Bucket]:
+    """Buckets in the order of their first unit, each open until it is full."""
+    buckets: list[_Bucket] = []
+    open_buckets: dict[int, tuple[_Bucket, int]] = {}
+    for unit in units:
+        destination = min(shard.sender for shard in unit) if spread else 0
+        size = sum(shard.num_bytes for shard in unit)
+        bucket, filled = open_buckets.get(destination, (None, 0))
+        if bucket is None or filled + size > bucket_bytes:
+            bucket, filled = _Bucket(destination, []), 0
+            buckets.append(bucket)
+        bucket.shards.extend(unit)
+        open_buckets[destination] = (bucket, filled + size)
+    return buckets
 
 
 def _units(weights: list[Weight]) -> list[list[int]]:
@@ -120,59 +169,90 @@ def _units(weights: list[Weight]) -> list[list[int]]:
     return list(units.values())
 
 
-def export(policy: ShardedModel, bucket_bytes: int = 256 * 2**20) -> Iterator[tuple[str, Tensor]]:
+def export(
+    policy: ShardedModel,
+    bucket_bytes: int = 256 * 2**20,
+    dtype: torch.dtype | None = None,
+    *,
+    spread: bool = False,
+    on_cpu: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
     """The current weights under their Hugging Face names; collective over the trainer ranks.
 
     Args:
         policy: the sharded model; its plan is kept in `policy.export_plans`.
         bucket_bytes: bytes gathered at a time.
+        dtype: number format to travel in; None: the parameters' own.
+        spread: as in `make_plan`.
+        on_cpu: the tensors are moved to the CPU, bucket by bucket.
 
     Returns:
-        On trainer rank 0 the stream of (name, CPU tensor of its own); it must be read to its end.
-        On other ranks an exhausted one: they have sent their shards when this returns.
+        On trainer rank 0 (with `spread`, on each of the plan's destinations) the stream of (name,
+        tensor of its own); it must be read to its end. On other ranks an exhausted one: they have
+        sent their shards when this returns.
     """
-    plan = policy.export_plans.get(bucket_bytes)
+    key = (bucket_bytes, dtype, spread)
+    plan = policy.export_plans.get(key)
     if plan is None:
-        plan = policy.export_plans[bucket_bytes] = make_plan(policy, bucket_bytes)
-    if dist.get_rank() == 0:
-        return _receive(policy, plan)
+        plan = policy.export_plans[key] = make_plan(policy, bucket_bytes, dtype, spread=spread)
+    stream = _exchange(policy, plan, on_cpu)
+    if dist.get_rank() in plan.destinations:
+        return stream
+    return iter(list(stream))  # empty: it sends everything now
+
+
+def export_for_generators(config: RunConfig, policy: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """The current weights as they travel by the run's transport; collective as `export`."""
+    wire = WireFormat.of(config)
+    return wire.stream(
+        export(
+            policy,
+            config.weights.bucket_bytes,
+            wire.dtype,
+            spread=config.weights.transport == "nccl",
+            on_cpu=False,
+        )
+    )
+
+
+def _exchange(policy: ShardedModel, plan: ExportPlan, on_cpu: bool) -> Iterator[tuple[str, Tensor]]:
+    # Every rank goes through the buckets in one order, so that no two wait for each other.
+    rank = dist.get_rank()
     for bucket in plan.buckets:
-        _send(policy, plan, bucket)
-    return iter(())
+        if bucket.destination == rank:
+            yield from _receive(policy, plan, bucket.shards, on_cpu)
+        elif own := [shard for shard in bucket.shards if shard.sender == rank]:
+            dist.send(_bytes_of(policy, plan, own), dst=bucket.destination)
 
 
 def _bytes_of(policy: ShardedModel, plan: ExportPlan, shards: list[_Shard]) -> Tensor:
-    parts = [policy.parameters[plan.weights[s.weight].megatron].detach() for s in shards]
+    parts = [
+        policy.parameters[plan.weights[s.weight].megatron].detach().to(s.dtype) for s in shards
+    ]
     return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
-def _send(policy: ShardedModel, plan: ExportPlan, bucket: list[_Shard]) -> None:
-    own = [shard for shard in bucket if shard.sender == dist.get_rank()]
-    if own:
-        dist.send(_bytes_of(policy, plan, own), dst=0)
-
-
-def _receive(policy: ShardedModel, plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
-    for bucket in plan.buckets:
-        by_sender: dict[int, list[_Shard]] = {}
-        for shard in bucket:
-            by_sender.setdefault(shard.sender, []).append(shard)
-        found: dict[tuple[int, int], Tensor] = {}
-        for sender, shards in by_sender.items():
-            if sender == 0:
-                flat = _bytes_of(policy, plan, shards)
-            else:
-                size = sum(shard.num_bytes for shard in shards)
-                device = next(iter(policy.parameters.values())).device
-                flat = torch.empty(size, dtype=torch.uint8, device=device)
-                dist.recv(flat, src=sender)
-            for shard, part in zip(
-                shards, flat.cpu().split([shard.num_bytes for shard in shards]), strict=True
-            ):
-                # A copy, because the bytes of a slice need not be aligned to their dtype.
-                tensor = part.clone().view(shard.dtype).view(shard.shape)
-                found[shard.weight, shard.split_rank] = tensor
-        yield from _renamed(plan, found)
+def _receive(
+    policy: ShardedModel, plan: ExportPlan, shards: list[_Shard], on_cpu: bool
+) -> Iterator[tuple[str, Tensor]]:
+    rank = dist.get_rank()
+    by_sender: dict[int, list[_Shard]] = {}
+    for shard in shards:
+        by_sender.setdefault(shard.sender, []).append(shard)
+    found: dict[tuple[int, int], Tensor] = {}
+    for sender, sent in by_sender.items():
+        sizes = [shard.num_bytes for shard in sent]
+        if sender == rank:
+            flat = _bytes_of(policy, plan, sent)
+        else:
+            device = next(iter(policy.parameters.values())).device
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            dist.recv(flat, src=sender)
+        for shard, part in zip(sent, (flat.cpu() if on_cpu else flat).split(sizes), strict=True):
+            # A copy, because the bytes of a slice need not be aligned to their dtype.
+            tensor = part.clone().view(shard.dtype).view(shard.shape)
+            found[shard.weight, shard.split_rank] = tensor
+    yield from _renamed(plan, found)
 
 
 def _renamed(

@@ -73,20 +73,21 @@ def read_manifest(folder: Path) -> Manifest:
         raise WeightsError(f"{path}: not a manifest ({e}); publish the version again") from None
 
 
-def check_names_and_shapes(
-    tensors: tuple[TensorInfo, ...], expected: Mapping[str, tuple[int, ...]], version: int
+def check_tensors(
+    tensors: tuple[TensorInfo, ...], expected: Mapping[str, TensorInfo], version: int
 ) -> None:
-    """Refuse a version whose tensors are not exactly those of the model.
+    """Refuse a version whose tensors are not exactly those that the engine takes.
 
     Args:
         tensors: what the manifest announces.
-        expected: shape by Hugging Face name, of the checkpoint that the engine started from.
+        expected: by name: the trained tensors of the checkpoint that the engine started from, in
+            the form in which they travel (`wire.WireFormat.expected`).
         version: for the message.
 
     Raises:
-        WeightsError: a name that is missing, unexpected or doubled, or another shape.
+        WeightsError: a name that is missing, unexpected or doubled, another shape or dtype.
     """
-    got = {t.name: tuple(t.shape) for t in tensors}
+    got = {t.name: t for t in tensors}
     missing = sorted(expected.keys() - got.keys())
     extra = sorted(got.keys() - expected.keys())
     if missing or extra or len(got) != len(tensors):
@@ -96,9 +97,17 @@ def check_names_and_shapes(
             f" {len(missing)} missing {missing[:4]}, {len(extra)} unexpected {extra[:4]},"
             f" {doubled} doubled; the exporter must write the checkpoint's own names, each once"
         )
-    for name, shape in got.items():
-        if shape != tuple(expected[name]):
+    for name, found in got.items():
+        wanted = expected[name]
+        if tuple(found.shape) != tuple(wanted.shape):
             raise WeightsError(
-                f"weights version {version}: {name} has shape {list(shape)}, the start checkpoint"
-                f" has {list(expected[name])}; the trainer exports another model than the engine's"
+                f"weights version {version}: {name} has shape {list(found.shape)}, the start"
+                f" checkpoint has {list(wanted.shape)}; the trainer exports another model than the"
+                " engine's"
+            )
+        if found.dtype != wanted.dtype:
+            raise WeightsError(
+                f"weights version {version}: {name} is {found.dtype}, the engine holds"
+                f" {wanted.dtype}; give trainer and generators one configuration"
+                " (precision.params, weights.dtype, weights.quantization)"
             )

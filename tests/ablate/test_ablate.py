@@ -119,13 +119,13 @@ def test_every_recipe_runs_with_every_seed_from_one_start(tmp_path: Path) -> Non
         assert call[call.index("--start_checkpoint") + 1] == str(
             tmp_path / "start/start/tiny_scout"
         )
-        assert call[call.index("--task.seed") + 1] == "1234"
+        assert call[call.index("--tasks.arithmetic.seed") + 1] == "1234"
     assert [run.done() for run in over] == ["steps"] * 4
 
 
 def test_problems_and_split_are_the_same_for_all_seeds(tmp_path: Path) -> None:
     configs = [run.load() for run in plan(tmp_path).runs()]
-    assert {c.task_seed for c in configs} == {1234}
+    assert {c.seed_of("arithmetic") for c in configs} == {1234}
     assert {c.seed for c in configs} == {1, 2}
     assert {c.algorithm.loss.kind for c in configs} == {"cispo", "ppo_clip"}
 

@@ -1,14 +1,13 @@
 """One of four gloo processes that compute the gradients of many algorithms in many layouts.
 
-Run by `test_layouts.py` as `python -m tests.algorithm.layout_worker RANK FOLDER`. All losses, all
-aggregations, the KL term (whose reference is a pass of its own) and the entropy term: the same
-batch on one rank, over 2 and 4 data-parallel ranks, 2 tensor-parallel ranks and 2 pipeline stages,
-in several micro-batch splits and in another order of its groups. Rank 0 writes what it saw.
+Started by `test_layouts.py`. All losses, all aggregations, the KL term (whose reference is a pass
+of its own) and the entropy term: the same batch on one rank, over 2 and 4 data-parallel ranks, 2
+tensor-parallel or context-parallel ranks and 2 pipeline stages, packed and padded, in several
+micro-batch splits and in another order of its groups. Rank 0 writes what it saw.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,21 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
-from tests.policy.cases import ODD_VOCABULARY, gradients, run_config
+from tests.policy.cases import ODD_VOCABULARY, distances, gradients, run_config
 
 PLAIN = {"parallel__distributed_optimizer": False}
+PADDED = {"schedule__packing": False}
+SP = {**PLAIN, "parallel__tensor": 2, "parallel__sequence_parallel": True}
+CP = {**PLAIN, "parallel__context": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2": (2, PLAIN),
     "TP2": (2, {**PLAIN, "parallel__tensor": 2}),
     "PP2": (2, {**PLAIN, "parallel__pipeline": 2}),
+    "CP2": (2, CP),
     "DP4": (4, PLAIN),
+    "DP4, padded": (4, {**PLAIN, **PADDED}),
+    "DP2 CP2, padded": (4, {**CP, **PADDED}),
+    "TP2 SP CP2": (4, {**SP, "parallel__context": 2}),
 }
 """Name -> (ranks, options)."""
 PPO = {"loss": {"kind": "ppo_clip"}, "old_policy": "trainer"}
@@ -56,12 +62,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FEW = "cispo, prompt mean"
 """Also with three sequences in the whole batch: of four data-parallel ranks, one has none."""
-ALONE, SOME, ALL = 1, 60, 10**6
-"""Padded tokens of a micro-batch: one sequence each with no padding, some, all of them."""
+ALONE, SOME, ALL = 1, 90, 10**6
+"""Tokens of a micro-batch: one sequence each, some, all of them."""
+SPLITS: dict[str, tuple[int, dict[str, Any], list[int] | None]] = {
+    "some": (SOME, {}, None),
+    "all": (ALL, {}, None),
+    "another order": (SOME, {}, [3, 1, 4, 0, 2]),
+    "some, padded": (SOME, PADDED, None),
+    "all, padded": (ALL, PADDED, None),
+}
+"""Name -> (tokens of a micro-batch, options, order of the groups)."""
 
 
 def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[int]]]:
     """Five groups of four completions; group 4 is dropped, completions differ in every way.
+
+    Right and wrong completions are of other tokens, so that there is something to learn: the
+    gradients of random ones would cancel each other.
 
     Args:
         order: of the groups in the batch.
@@ -73,19 +90,20 @@ def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[
         group = Group(number, number, 4, "generator-0")
         for i in range(4):
             n = int(rng.integers(2, 14))
+            right = number != 4 and (number + i) % 3 == 0
+            own = (0, 4) if right else (4, ODD_VOCABULARY)
             group.samples[i] = m.Sample(
                 group=number,
                 index=i,
                 prompt_id=number,
                 evaluation=-1,
-                token_ids=rng.integers(0, ODD_VOCABULARY, n).tolist(),
+                token_ids=rng.integers(*own, n).tolist(),
                 logprobs=rng.normal(-3.43, 0.2, n).tolist(),
                 forced=(1, 2) if i == 1 else (0, 0),
                 spans=[m.VersionSpan(0, 0, n)],
                 started_version=0,
                 finish_reason="length" if (number, i) == (1, 3) else "stop",
             )
-            right = number != 4 and (number + i) % 3 == 0
             verdict = Outcome.CORRECT if right else Outcome.WRONG
             group.verdicts[i] = Verdict(verdict, "")
         made.append(group)
@@ -109,13 +127,6 @@ def gradient(policy: Any, config: RunConfig, order: list[int] | None = None) -> 
     policy.apply = keep
     trainer.train_step(batch, 0)
     return found
-
-
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """|a - b| / |b| over all parameters together."""
-    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-    difference = sum(float((a[n].double() - b[n].double()).square().sum()) for n in b)
-    return float((difference / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5)
 
 
 def config_of(folder: Path, ranks: int, name: str, split: int, **options: Any) -> RunConfig:
@@ -146,7 +157,7 @@ def main(rank: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     alone: dict[str, dict[str, Tensor]] = {}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, Any] = {}
     if rank == 0:
         first = config_of(folder, 1, "cispo, prompt mean", ALONE)
         init_world(first, 0, 1, dist.HashStore())
@@ -154,14 +165,10 @@ def main(rank: int, folder: Path) -> None:
         for name in ALGORITHMS:
             alone[name] = gradient(policy, config_of(folder, 1, name, ALONE))
         found["norms"] = {n: float(sum(g.square().sum() for g in alone[n].values())) for n in alone}
-        for where, split, order in (
-            ("some", SOME, None),
-            ("all", ALL, None),
-            ("order", SOME, [3, 1, 4, 0, 2]),
-        ):
+        for where, (split, options, order) in SPLITS.items():
+            configs = {n: config_of(folder, 1, n, split, **options) for n in ALGORITHMS}
             found[where] = {
-                n: distance(gradient(policy, config_of(folder, 1, n, split), order), alone[n])
-                for n in ALGORITHMS
+                n: distances(gradient(policy, configs[n], order), alone[n]) for n in ALGORITHMS
             }
         few = gradient(policy, config_of(folder, 1, FEW, SOME), order=[1])
         destroy_world()
@@ -177,11 +184,7 @@ def main(rank: int, folder: Path) -> None:
         seen_few = gradient(policy, config_of(folder, ranks, FEW, SOME, **options), order=[1])
         destroy_world()
         if rank == 0:
-            found[layout] = {n: distance(seen[n], alone[n]) for n in ALGORITHMS}
-            found["few"] = {**found.get("few", {}), layout: distance(seen_few, few)}
+            found[layout] = {n: distances(seen[n], alone[n]) for n in ALGORITHMS}
+            found["few"] = {**found.get("few", {}), layout: distances(seen_few, few)}
     if rank == 0:
         torch.save(found, folder / "found.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

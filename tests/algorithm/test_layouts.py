@@ -1,67 +1,49 @@
 """The gradient of a batch is the same in any split, order and parallel layout, for all algorithms.
 
-Not exercised: GPUs, expert parallelism and sequence parallelism (`tests/policy` has the latter two
-for CISPO), and context parallelism, which the trainer refuses.
+The measure is |g - g'| / |g'| of every parameter tensor by itself, against one process that takes
+one sequence at a time. 1e-6 leaves fp32 little room: seen are .1e-6 to .65e-6, of which products
+of matrices make the most (in float64 they would leave .5e-6: each result is rounded to fp32). The
+model's matrices have the standard deviation of its `initializer_range`; five times larger ones
+amplify the same rounding to 2.7e-6 (tensor parallelism), of which 1.4e-6 are the single process's
+own distance from float64.
+
+Not exercised: GPUs and expert parallelism (`tests/policy` has the latter, for CISPO).
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.algorithm.layout_worker import ALGORITHMS, LAYOUTS
+from tests.algorithm.layout_worker import ALGORITHMS, LAYOUTS, SPLITS
 from tests.policy.cases import ODD_VOCABULARY, write_model
+from tests.workers import run_ranks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 RANKS = 4
-TOLERANCE = 2e-6
-"""Of the whole gradient, relative to its norm. What is seen is .4e-6 to 1.5e-6: sums of fp32 in
-another order, in a gradient whose sequences cancel each other."""
-
-
-def start(rank: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.algorithm.layout_worker", str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+TOLERANCE = 1e-6
+INITIAL = 0.2
+"""Scale of the matrices: a standard deviation of 0.02."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Distances from the gradient of one process with one sequence in each micro-batch."""
     folder = tmp_path_factory.mktemp("layouts")
-    write_model(folder / "model", "tiny_dense", vocab_size=ODD_VOCABULARY)
-    write_model(folder / "moved", "tiny_dense", scale=1.1, vocab_size=ODD_VOCABULARY)
-    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
-    workers = [start(rank, folder, log) for rank, log in enumerate(logs)]
-    try:
-        until = time.monotonic() + 280
-        while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
-            assert time.monotonic() < until, [log.read_text()[-2000:] for log in logs]
-            time.sleep(0.2)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode == 0, log.read_text()[-6000:]
+    write_model(folder / "model", "tiny_dense", INITIAL, vocab_size=ODD_VOCABULARY)
+    write_model(folder / "moved", "tiny_dense", 1.1 * INITIAL, vocab_size=ODD_VOCABULARY)
+    run_ranks("tests.algorithm.layout_worker", RANKS, folder, seconds=550)
     return torch.load(folder / "found.pt")
 
 
-@pytest.mark.parametrize("where", ["some", "all", "order", *LAYOUTS])
+@pytest.mark.parametrize("where", [*SPLITS, *LAYOUTS])
 def test_gradients_are_the_same(found: Any, where: str) -> None:
     assert set(found[where]) == set(ALGORITHMS)
-    for name, distance in found[where].items():
-        assert distance <= TOLERANCE, (name, distance)
+    for name, distances in found[where].items():
+        worst = max(distances, key=distances.__getitem__)
+        assert distances[worst] <= TOLERANCE, (name, worst, distances[worst])
 
 
 def test_every_algorithm_has_a_gradient_of_its_own(found: Any) -> None:
@@ -72,4 +54,5 @@ def test_every_algorithm_has_a_gradient_of_its_own(found: Any) -> None:
 
 def test_a_rank_with_an_empty_share_stays_in_step(found: Any) -> None:
     assert set(found["few"]) == set(LAYOUTS)
-    assert max(found["few"].values()) <= TOLERANCE, found["few"]
+    for layout, distances in found["few"].items():
+        assert max(distances.values()) <= TOLERANCE, (layout, distances)

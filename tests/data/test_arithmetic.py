@@ -1,53 +1,55 @@
-import re
 from collections import Counter
 from itertools import islice
 
-from megatron_rl.config import RunConfig, TaskConfig
+import pytest
+
+from megatron_rl.config import ArithmeticTask, RunConfig
 from megatron_rl.data import load_prompts
-from megatron_rl.data.arithmetic import Problem, demonstrations, make_split, prompt_text
+from megatron_rl.data.arithmetic import Problem, demonstrations, make_split
+from megatron_rl.data.prompt_format import TINY
 from megatron_rl.data.tiny_tokenizer import TOKENS, save_tiny_tokenizer
 from megatron_rl.rewards import Outcome, verify_exact
 
-TASK = TaskConfig(train_prompts=500, heldout_prompts=100)
+TASK = ArithmeticTask(train_prompts=500, heldout_prompts=100)
 
 
 def test_precedence_is_respected():
     problem = Problem((5, 7, 5, 8), ("+", "+", "*"))
-    assert prompt_text(problem) == "<bos>5+7+5*8=?<think>"
+    assert problem.question == "5+7+5*8=?"
+    assert TINY(problem.question) == "<bos>5+7+5*8=?<think>"
     assert problem.answer == 52
 
 
 def test_answers_equal_pythons_own():
-    for problem in make_split(TASK, 3).train:
-        expression = re.search(r"<bos>(.*)=\?", prompt_text(problem)).group(1)
-        assert problem.answer == eval(expression)
+    for problem in make_split(TASK, 3)[0]:
+        assert problem.answer == eval(problem.question.removesuffix("=?"))
 
 
 def test_heldout_problems_are_unique_and_in_neither_stage():
-    split = make_split(TASK, 3)
-    heldout = {prompt_text(p) for p in split.heldout}
+    train, held = make_split(TASK, 3)
+    heldout = {TINY(p.question) for p in held}
     assert len(heldout) == 100
-    assert not heldout & {prompt_text(p) for p in split.train}
+    assert not heldout & {TINY(p.question) for p in train}
     assert not heldout & {prompt for prompt, _ in demonstrations(TASK, 3, 500, 2, 28)}
 
 
 def test_both_lists_have_the_same_shares_of_lengths():
-    split = make_split(TaskConfig(train_prompts=4000, heldout_prompts=100), 3)
-    assert Counter(len(p.operands) for p in split.heldout) == {2: 20, 3: 40, 4: 40}
-    train = Counter(len(p.operands) for p in split.train)
+    pool, heldout = make_split(ArithmeticTask(train_prompts=4000, heldout_prompts=100), 3)
+    assert Counter(len(p.operands) for p in heldout) == {2: 20, 3: 40, 4: 40}
+    train = Counter(len(p.operands) for p in pool)
     for operands, share in {2: 0.2, 3: 0.4, 4: 0.4}.items():
         assert abs(train[operands] / 4000 - share) < 0.03
 
 
 def test_the_split_depends_on_the_seed_alone():
     assert make_split(TASK, 3) == make_split(TASK, 3)
-    assert make_split(TASK, 3).heldout != make_split(TASK, 4).heldout
+    assert make_split(TASK, 3)[1] != make_split(TASK, 4)[1]
 
 
 def test_demonstrations_are_noisy_and_often_right():
     outcomes = Counter(
         verify_exact(completion, str(eval(prompt[len("<bos>") : -len("=?<think>")]))).verdict
-        for prompt, completion in islice(demonstrations(TaskConfig(), 3, 3000, 2, 28), 6000)
+        for prompt, completion in islice(demonstrations(ArithmeticTask(), 3, 3000, 2, 28), 6000)
     )
     assert set(outcomes) == {Outcome.CORRECT, Outcome.WRONG}
     assert 0.2 < outcomes[Outcome.CORRECT] / outcomes.total() < 0.6
@@ -76,3 +78,13 @@ def test_prompts_end_with_the_token_that_opens_thinking(tmp_path):
     prompts = load_prompts(RunConfig(task=TASK, schedule={"prompts_per_step": 4}), tokenizer)
     assert {p.token_ids[-1] for p in prompts.train} == {tokenizer.token_to_id("<think>")}
     assert [p.id for p in prompts.train] == list(range(500))
+
+
+@pytest.mark.parametrize(("products", "counts"), [("some", {0, 1}), ("none", {0}), ("one", {1})])
+def test_expressions_have_the_products_that_are_asked_for(products, counts):
+    task = ArithmeticTask(train_prompts=300, heldout_prompts=60, products=products)
+    train, heldout = make_split(task, 3)
+    assert {p.operators.count("*") for p in (*train, *heldout)} == counts
+    assert {len(p.operands) for p in train} == {2, 3, 4}
+    shown = {prompt.count("*") for prompt, _ in demonstrations(task, 3, 200, 1, 28)}
+    assert shown == counts

@@ -106,3 +106,47 @@ def test_livecodebench_carries_the_tests_and_the_functions_name(tmp_path: Path) 
 def test_an_unknown_benchmark_names_the_known_ones() -> None:
     with pytest.raises(DataError, match=r"'aime1999' is unknown: use one of aime2024"):
         load_benchmark("aime1999")
+
+
+def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "lcb.jsonl",
+        {
+            "question_content": "Count the even ones.",
+            "private_test_cases": "[]",
+            "starter_code": "class Solution:\n    def count(self, nums):\n        ",
+            "question_id": "1",
+            "difficulty": "easy",
+            "metadata": '{"func_name": "count"}',
+        },
+        {
+            "question_content": "Read a number.",
+            "private_test_cases": "[]",
+            "starter_code": "",
+            "question_id": "2",
+            "difficulty": "easy",
+            "metadata": "{}",
+        },
+    )
+    called, read = load_benchmark("livecodebench", path)
+    assert "```python\nclass Solution:\n    def count(self, nums):\n```" in called.prompt
+    assert called.prompt.startswith("Count the even ones.")
+    assert called.meta == {"metadata": '{"func_name": "count"}'}
+    assert read.prompt.startswith("Read a number.\nAnswer with one complete Python program")
+    assert "complete this code" not in read.prompt
+
+
+def test_a_prompt_may_be_one_users_turn_and_no_other_structure(tmp_path: Path) -> None:
+    turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    (question,) = read_jsonl(write(tmp_path / "a.jsonl", {"prompt": turn, "answer": "2"}))
+    assert question.prompt == "1+1?"
+    path = write(tmp_path / "b.jsonl", {"prompt": {"text": "1+1?"}, "answer": "2"})
+    with pytest.raises(DataError, match="row 0: the prompt is neither a text nor one user's turn"):
+        read_jsonl(path)
+
+
+def test_an_evaluation_set_can_be_read_without_what_is_asked_of_the_form(tmp_path: Path) -> None:
+    path = write(tmp_path / "e.jsonl", {"prompt": "1+1?", "answer": "2"})
+    assert load_benchmark(str(path), plain=True)[0].prompt == "1+1?"
+    assert load_benchmark(str(path), kind="exact")[0].prompt == "1+1?"
+    assert load_benchmark(str(path))[0].prompt.endswith("\\boxed{}.")

@@ -70,10 +70,11 @@ def steps_done(output: Path) -> int:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    """An uninterrupted run of the dense model, started by the shell."""
+    """An uninterrupted run of the dense model, started by the shell; weights travel by gloo."""
     output = tmp_path_factory.mktemp("dense")
     log = output / "log.txt"
     command = ["bash", EXAMPLE, "--model", "tiny_dense", "--output_dir", str(output), *SMALL]
+    command += ["--weights.transport", "gloo", "--weights.bucket_bytes", "200000"]
     finish(start(command, log), log)
     return output
 
@@ -140,6 +141,11 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run, request)
     assert summary["steps"] == STEPS and not summary["run"]["interrupted"]
     assert {"rl", "evaluation"} <= set(summary["wall_seconds"])
     assert summary["pass_rate"]["last"]["step"] == STEPS
+    # Two tasks, two curves.
+    assert set(summary["tasks"]) == {"sums", "products"}
+    for task in summary["tasks"].values():
+        assert task["pass_rate"]["last"]["step"] == STEPS
+        assert task["fit"]["points"] == len(evaluated)
     assert (output / "final" / "model.safetensors").stat().st_size > 0
     assert (output / "final" / "tokenizer.json").exists()
 
@@ -174,3 +180,24 @@ def test_the_end_is_a_model_that_transformers_loads(scout):
     model, info = AutoModelForCausalLM.from_pretrained(scout / "final", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config.model_type == "llama4_text"
+
+
+def test_evaluate_reproduces_the_runs_last_evaluation_from_its_checkpoint(dense, tmp_path):
+    result, rows_file, points = (tmp_path / n for n in ("o.json", "o.jsonl", "points.jsonl"))
+    command = [sys.executable, "-m", "megatron_rl.cli", "evaluate", str(dense), "--samples", "16"]
+    command += ["--json", str(result), "--jsonl", str(rows_file), "--fit", str(points)]
+    log = tmp_path / "log.txt"
+    finish(start(command, log), log)
+    found = json.loads(result.read_text())
+    last = rows(dense, "eval")[-1]
+    assert found["step"] == last["step"] == STEPS
+    assert found["compute"]["compute_tokens"] == last["compute_tokens"]
+    parts = last.get("tasks") or {"": last}
+    assert sum(s["num_prompts"] for s in found["sets"]) == last["num_prompts"]
+    assert len(found["sets"]) == len(parts)
+    for own in found["sets"]:
+        # Two independent samples of the same model: within 4 of their common standard errors.
+        assert abs(own["run_evaluation"]["difference_in_standard_errors"]) < 4
+    completions = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    assert len(completions) == 16 * last["num_prompts"]
+    assert len(points.read_text().splitlines()) == len(parts)

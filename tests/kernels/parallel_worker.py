@@ -1,9 +1,7 @@
-"""Ranks of test_parallel.py: TP on gloo, against float64 of the whole. Forked after one import."""
+"""Ranks of test_parallel.py: TP on gloo, against float64 of the whole."""
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from megatron_rl.kernels.fused import linear_logprobs, linear_loss
 from tests.kernels.cases import largest, linear_case, relative
 from tests.kernels.test_other_losses import clipped, gspo, in_float64
 
+RANKS = 4
+
 
 def shard(weight_VH: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """This rank's rows of a head padded to a multiple of the ranks, with rubbish in the padding."""
@@ -24,11 +24,20 @@ def shard(weight_VH: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return padded[rank * width : (rank + 1) * width].clone().requires_grad_()
 
 
-def check(group: Any, dtype: torch.dtype, T: int, H: int, V: int, temperature: float) -> None:
+def check(
+    group: Any,
+    dtype: torch.dtype,
+    T: int,
+    H: int,
+    V: int,
+    temperature: float,
+    *,
+    cispo_alone: bool = False,
+) -> None:
     rank, size = group.rank(), group.size()
     case = linear_case(T, H, V, dtype, temperature=temperature)
     exact = dtype == torch.float32
-    for loss in (case.loss, clipped(case), "sequence"):
+    for loss in (case.loss,) if cispo_alone else (case.loss, clipped(case), "sequence"):
         hidden_TH = case.hidden_TH.clone().requires_grad_()
         weight_VH: Any = shard(case.weight_VH, rank, size)
         rows = slice(rank * len(weight_VH), (rank + 1) * len(weight_VH))
@@ -73,13 +82,13 @@ def check(group: Any, dtype: torch.dtype, T: int, H: int, V: int, temperature: f
         assert torch.equal(same, hidden_TH.grad), "ranks disagree on the hidden gradient"
 
 
-def run_rank(rank: int, world_size: int, file: str) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(file, world_size),
+        store=dist.FileStore(str(folder / "store"), RANKS),
         rank=rank,
-        world_size=world_size,
+        world_size=RANKS,
         timeout=timedelta(seconds=120),
     )
     everyone = dist.group.WORLD
@@ -87,23 +96,6 @@ def run_rank(rank: int, world_size: int, file: str) -> None:
     check(everyone, torch.float32, 37, 33, 1003, 0.8)
     check(everyone, torch.bfloat16, 50, 64, 7, 1.0)
     check(pairs[rank // 2], torch.bfloat16, 41, 64, 3001, 1.0)
-    Path(f"{file}.{rank}").touch()
+    check(everyone, torch.bfloat16, 33, 48, 202048, 1.0, cispo_alone=True)
+    (folder / f"done.{rank}").touch()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    world_size, file = int(sys.argv[1]), sys.argv[2]
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, world_size, file))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
-
-
-if __name__ == "__main__":
-    main()

@@ -146,6 +146,19 @@ def test_only_wanted_gradients_are_made(hidden_only: bool) -> None:
     assert relative(wanted.grad, truth) < 5e-3  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_pass_without_gradients_leaves_main_grad_alone(native: bool) -> None:
+    case = linear_case(20, 32, 67)
+    hidden_TH, weight_VH = leaves(case, main_grad=True)
+    weight: Any = weight_VH
+    loss: Any = case.loss if native else lambda logprobs_C, place: -logprobs_C
+    with torch.no_grad():
+        got = linear_loss(hidden_TH, weight_VH, case.targets_T, loss, loss_scale=1.0)
+    assert not got.loss.requires_grad
+    assert (weight.main_grad == 0).all()
+    assert not weight.grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_gradients_only_the_logits_are_multiplied(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

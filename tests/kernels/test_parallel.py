@@ -5,22 +5,15 @@ It does not exercise NCCL, nor the overlap of communication with products.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+from tests.kernels.parallel_worker import RANKS
+from tests.workers import run_ranks
 
 
+@pytest.mark.timeout(600)
 def test_shards_of_4_and_2_ranks_equal_the_whole_head(tmp_path: Path) -> None:
-    file = tmp_path / "store"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.parallel_worker", "4", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert all((tmp_path / f"store.{rank}").exists() for rank in range(4))
+    run_ranks("tests.kernels.parallel_worker", RANKS, tmp_path, 550)
+    assert all((tmp_path / f"done.{rank}").exists() for rank in range(RANKS))

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl import launch
 from megatron_rl.config import ConfigError
+from megatron_rl.launch import ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 YAML = EXAMPLES / "scalerl_tiny.yaml"
@@ -26,6 +27,7 @@ def torchrun(monkeypatch):
         raise Replaced
 
     monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(ranks, "gpu_count", lambda: 0)
     for name in launch.TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return seen

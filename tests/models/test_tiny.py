@@ -72,12 +72,17 @@ def test_creating_a_model_imports_neither_megatron_nor_transformers() -> None:
 
 def test_what_is_not_implemented_is_refused_by_name() -> None:
     scout, dense = tiny.CONFIGS["tiny_scout"], tiny.CONFIGS["tiny_dense"]
+    qwen, qwen_moe = tiny.CONFIGS["tiny_qwen3"], tiny.CONFIGS["tiny_qwen3_moe"]
     for config, what in (
         ({**dense, "model_type": "gpt2"}, "model_type 'gpt2'"),
         ({**dense, "attention_bias": True}, "attention_bias = True"),
         ({**dense, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({**scout, "num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
         ({**scout, "no_rope_layers": [1, 0]}, "2 no_rope_layers for 3 layers"),
+        ({"model_type": "llama4", "vision_config": {}}, "no text_config"),
+        ({**qwen, "use_sliding_window": True}, "use_sliding_window = True"),
+        ({**qwen_moe, "num_experts_per_tok": 5}, "5 of 4 experts"),
+        ({**qwen_moe, "num_experts_per_tok": 1}, "norm_topk_prob = true"),
     ):
         with pytest.raises(ValueError, match=what):
             architecture(config)

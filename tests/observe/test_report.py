@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,72 @@ def test_the_table_shows_the_curve_the_lag_and_the_seconds(tmp_path: Path) -> No
     text = out.getvalue()
     for part in ("A (pass rate", "Cmid [tokens]", "50.0% of completions", "set-up 20", "total 350"):
         assert part in text
+
+
+# ---------------------------------------------------------------- several tasks
+
+
+def mixture(folder: Path) -> Path:
+    """Evaluations of two tasks: the known sigmoid, and one that ends higher and later."""
+    path = folder / "metrics.jsonl"
+    noise = np.random.default_rng(1).normal(0, 0.003, (2, 13))
+    with MetricsWriter(path, strict=True) as w:
+        for i, tokens in enumerate([0.0, *np.geomspace(4e3, 4e5, 12)]):
+            late = 0.1 if tokens == 0 else 0.1 + 0.85 / (1 + (80_000 / tokens) ** 1.2)
+            rates = {"sums": pass_rate(tokens) + noise[0, i], "lists": late + noise[1, i]}
+            w.eval(
+                {
+                    "step": i,
+                    "compute_tokens": tokens,
+                    "pass_rate": sum(rates.values()) / 2,
+                    "pass_rate_stderr": 0.003,
+                    "tasks": {
+                        task: {"pass_rate": rate, "pass_rate_stderr": 0.003}
+                        for task, rate in rates.items()
+                    },
+                }
+            )
+    return path
+
+
+def test_each_task_has_its_own_curve_and_fit(tmp_path: Path) -> None:
+    summary = report(tmp_path, mixture(tmp_path))
+    assert list(summary["tasks"]) == ["sums", "lists"]
+    for task, (a, cmid) in {"sums": (A, CMID), "lists": (0.95, 80_000)}.items():
+        fit = summary["tasks"][task]["fit"]
+        assert fit["points"] == 13
+        assert fit["A"]["low"] <= a <= fit["A"]["high"], task
+        assert fit["Cmid"]["low"] <= cmid <= fit["Cmid"]["high"], task
+        assert summary["tasks"][task]["pass_rate"]["last"]["step"] == 12
+    assert summary["fit"]["points"] == 13
+    assert (tmp_path / "out" / "fit_tasks.png").read_bytes().startswith(b"\x89PNG")
+    text = dict(report_lines(summary))
+    assert re.match(r"A 0\.\d+  \[.*, B .*, Cmid ", text["sums: fit"])
+    assert "→" in text["lists: pass rate"]
+
+
+def test_a_run_of_one_task_has_no_curves_of_tasks(tmp_path: Path) -> None:
+    summary = report(tmp_path, run(tmp_path))
+    assert summary["tasks"] == {}
+    assert not (tmp_path / "out" / "fit_tasks.png").exists()
+
+
+def test_the_fitter_reads_the_tasks_of_the_file_as_series(tmp_path: Path) -> None:
+    from megatron_rl.scaling import read
+
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    series = {s.name: s for s in read(mixture(folder))}
+    assert list(series) == ["demo", "demo:sums", "demo:lists"]
+    assert all(s.stderr is not None and len(s) == 13 for s in series.values())
+
+
+def test_a_task_with_too_few_points_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as w:
+        for step in range(2):
+            tasks = {t: {"pass_rate": 0.5} for t in ("a", "b")}
+            w.eval({"step": step, "compute_tokens": step, "pass_rate": 0.5, "tasks": tasks})
+    summary = report(tmp_path, path)
+    assert "error" in summary["tasks"]["a"]["fit"]
+    assert dict(report_lines(summary))["a: fit"].startswith("none, 2 evaluations")

@@ -36,9 +36,16 @@ class Rows:
         pass
 
 
-def small_config(**schedule) -> RunConfig:
+ONE_TASK = {"task": {"train_prompts": 40, "heldout_prompts": 6}}
+TWO_TASKS = {
+    "task": {"train_prompts": 40, "heldout_prompts": 4},
+    "tasks": {"arithmetic": {"weight": 2.0}, "sums": {"kind": "arithmetic"}},
+}
+
+
+def small_config(tasks=ONE_TASK, **schedule) -> RunConfig:
     return RunConfig(
-        task={"train_prompts": 40, "heldout_prompts": 6},
+        **tasks,
         schedule={
             "steps": 12,
             "prompts_per_step": 3,
@@ -53,19 +60,65 @@ def small_config(**schedule) -> RunConfig:
     )
 
 
-def prompt_set(config: RunConfig) -> PromptSet:
-    def some(n, base):
-        return [Prompt(i, f"p{base + i}", [1, base + i, 3], str(i)) for i in range(n)]
+def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
+    def some(size, base):
+        named = [name for name, task in config.tasks.items() for _ in range(getattr(task, size))]
+        return [
+            Prompt(i, f"p{base + i}", [1, base + i, 3], str(i), name, kind)
+            for i, name in enumerate(named)
+        ]
 
-    return PromptSet(
-        some(config.task.train_prompts, 100), some(config.task.heldout_prompts, 900), "fingerprint"
-    )
+    return PromptSet(some("train_prompts", 100), some("heldout_prompts", 900), "fingerprint")
 
 
 def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
     """A completion is right when its first token is even."""
     right = sample.token_ids[0] % 2 == 0
     return Verdict(Outcome.CORRECT if right else Outcome.WRONG, "first token")
+
+
+class AtOnce:
+    """A verifier that has its verdict at once."""
+
+    pool, full, waiting = None, False, 0
+
+    def __init__(self, verify):
+        self.start = verify
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+
+class Late(AtOnce):
+    """A verifier whose verdicts come late and in any order; `limit` of them may be under way."""
+
+    def __init__(self, verify, seconds=0.01, limit=10**6, seed=0):
+        self.verify, self.seconds, self.limit = verify, seconds, limit
+        self.rng, self.running, self.most = random.Random(seed), set(), 0
+
+    async def __aexit__(self, *_):
+        for task in self.running:
+            task.cancel()
+
+    @property
+    def full(self):
+        return len(self.running) >= self.limit
+
+    def start(self, prompt, sample):
+        seconds = self.rng.random() * self.seconds
+
+        async def judge():
+            await asyncio.sleep(seconds)
+            return self.verify(prompt, sample)
+
+        task = asyncio.create_task(judge())
+        self.running.add(task)
+        self.most = max(self.most, len(self.running))
+        task.add_done_callback(self.running.discard)
+        return task
 
 
 class Generator:
@@ -209,10 +262,17 @@ def run(
     resume=False,
     slowness=0.002,
     fail_after=None,
-    verifier=verify,
+    verification=None,
+    kind="exact",
+    beside=None,
+    evaluated=None,
     **trainer,
 ):
-    """A run to its end; returns the rows and the peers."""
+    """A run to its end; returns the rows and the peers.
+
+    `beside(verification)` runs as a task beside it.
+    """
+    verification = verification or AtOnce(verify)
 
     async def go():
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -225,7 +285,7 @@ def run(
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
         rows = Rows()
         orchestrator = Orchestrator(
-            config, prompt_set(config), verifier, Meter(rows, 4), socket, state
+            config, prompt_set(config, kind), verification, Meter(rows, 4, evaluated), socket, state
         )
         generators = [
             Generator(endpoint, i, 10 * seed + i, slowness, fail_after)
@@ -234,7 +294,10 @@ def run(
         peer = Trainer(endpoint, start=state.step if state else 0, directory=directory, **trainer)
         tasks = [asyncio.create_task(p.run()) for p in (*generators, peer)]
         try:
-            await asyncio.wait_for(orchestrator.run(), 30)
+            async with verification:
+                if beside is not None:
+                    tasks.append(asyncio.create_task(beside(verification)))
+                await asyncio.wait_for(orchestrator.run(), 60)
         finally:
             await orchestrator.stop_engines()
             await asyncio.wait(tasks, timeout=2)

@@ -3,7 +3,13 @@ import pytest
 
 from megatron_rl.config import Evaluation
 from megatron_rl.messages import Sample, VersionSpan
-from megatron_rl.orchestrator.evaluation import EvaluationRun, evaluation_steps, sampling_stderr
+from megatron_rl.orchestrator.evaluation import (
+    EvaluationRun,
+    evaluation_steps,
+    sampling_stderr,
+    steps_left,
+)
+from megatron_rl.rewards import Outcome
 
 
 def test_steps_are_even_in_the_logarithm_and_include_both_ends():
@@ -25,10 +31,12 @@ def completion(index, version=7):
 
 
 def test_mean_at_n_and_its_row():
-    run = EvaluationRun(7, 2, 4, {"compute_tokens": 5.0})
-    for prompt, passed in ((0, [1, 1, 0, 0]), (1, [1, 0, 0, 0])):
-        for i, ok in enumerate(passed):
-            run.add(prompt, completion(i), bool(ok))
+    run = EvaluationRun(7, ["a", "a"], 4, {"compute_tokens": 5.0})
+    for prompt, passed in ((0, "ccwn"), (1, "cwtu")):
+        for i, letter in enumerate(passed):
+            assert not run.complete
+            run.add(prompt, completion(i))
+            run.judged(prompt, i, next(o for o in Outcome if o.value[0] == letter))
     assert run.complete
     row = run.row(1.5)
     assert row["pass_rate"] == pytest.approx((2 / 4 + 1 / 4) / 2)
@@ -36,12 +44,48 @@ def test_mean_at_n_and_its_row():
     assert row["compute_tokens"] == 5.0
     # variances 1/3 and 1/4 over n = 4, two prompts: sqrt(1/12 + 1/16) / 2
     assert row["pass_rate_stderr"] == pytest.approx(np.sqrt(1 / 12 + 1 / 16) / 2)
+    # only a correct answer passes; what was not is counted by kind
+    assert row["verdicts"] == {
+        "correct": 3, "no_answer": 1, "timed_out": 1, "unparsable": 1, "wrong": 2
+    }  # fmt: skip
+    assert row["eval_completion_tokens_mean"] == 2 and row["eval_truncated_fraction"] == 0
+    assert "tasks" not in row
+
+
+def test_each_task_of_several_has_its_own_part_of_the_row():
+    run = EvaluationRun(7, ["a", "b", "a"], 2, {})
+    right = {0: [1, 0], 1: [1, 1], 2: [0, 0]}
+    for prompt, passed in right.items():
+        for i, ok in enumerate(passed):
+            run.add(prompt, completion(i))
+            run.judged(prompt, i, Outcome.CORRECT if ok else Outcome.WRONG)
+    row = run.row(0.0)
+    assert row["pass_rate"] == pytest.approx(1 / 2)
+    tasks = row["tasks"]
+    assert {name: part["pass_rate"] for name, part in tasks.items()} == {"a": 0.25, "b": 1.0}
+    assert {name: part["num_prompts"] for name, part in tasks.items()} == {"a": 2, "b": 1}
+    # two samples of variance 1/2 on one of the two prompts of a
+    assert tasks["a"]["pass_rate_stderr"] == pytest.approx(np.sqrt(1 / 2 / 2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "first", "left"),
+    [
+        (set(), 0, {0, 8, 20}),
+        ({0, 8}, 10, {20}),
+        ({0}, 10, {10, 20}),  # the one at 8 was under way when the run ended
+        ({0, 8, 20}, 20, set()),
+        ({0, 8}, 20, {20}),
+    ],
+)
+def test_an_evaluation_that_a_run_did_not_finish_is_made_where_it_goes_on(evaluated, first, left):
+    assert steps_left([0, 8, 20], evaluated, first) == left
 
 
 def test_a_completion_of_another_version_is_refused():
-    run = EvaluationRun(7, 1, 1, {})
+    run = EvaluationRun(7, ["a"], 1, {})
     with pytest.raises(ValueError, match=r"step 7.*versions \[8\]"):
-        run.add(0, completion(0, version=8), True)
+        run.add(0, completion(0, version=8))
 
 
 def test_the_standard_error_matches_repeated_draws():

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import RunConfig
-from megatron_rl.orchestrator.server import RunError
+from megatron_rl.orchestrator.errors import RunError
 from megatron_rl.orchestrator.state import load_state
-from tests.orchestrator.peers import run, small_config
+from megatron_rl.rewards import Outcome, Verdict
+from tests.orchestrator.peers import AtOnce, run, small_config
 
 
 def changed(config: RunConfig, **sections) -> RunConfig:
@@ -114,14 +115,12 @@ def test_prompts_that_teach_nothing_end_the_run_with_what_to_do():
     config = changed(small_config(), algorithm={"refill": True, "refill_max_ratio": 2.0})
 
     def always_right(prompt, sample):
-        from megatron_rl.rewards import Outcome, Verdict
-
         return Verdict(Outcome.CORRECT, "")
 
     with pytest.raises(
         RunError, match=r"step 0: \d+ prompts were drawn.*algorithm.refill_max_ratio"
     ):
-        run(config, verifier=always_right)
+        run(config, verification=AtOnce(always_right))
 
 
 # ---------------------------------------------------------------- temperature

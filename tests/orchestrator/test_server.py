@@ -3,8 +3,8 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import ConfigError
+from megatron_rl.orchestrator.errors import RunError
 from megatron_rl.orchestrator.meter import Meter
-from megatron_rl.orchestrator.server import RunError
 from megatron_rl.orchestrator.state import FILE, load_state
 from tests.orchestrator.peers import Rows, run, small_config
 

@@ -81,6 +81,38 @@ def write_model(directory: Path, name: str, scale: float = 1.0, **changes: Any) 
     return directory
 
 
+TINY_VISION = {
+    "hidden_size": 32,
+    "image_size": 28,
+    "intermediate_size": 128,  # pixel shuffle makes four patches one
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 14,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "vision_output_dim": 32,
+}
+
+
+def write_multimodal(directory: Path, **changes: Any) -> Path:
+    """`tiny_scout` with a vision tower beside it, as transformers saves the two.
+
+    Args:
+        directory: written.
+        changes: keys of the text part's configuration.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = {**tiny.CONFIGS["tiny_scout"], **changes}
+    config = AutoConfig.for_model("llama4", text_config=text, vision_config=TINY_VISION)
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1) if p.dim() > 1 else torch.nn.init.uniform_(p, 0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
 def _from_transformers(config: dict[str, Any]) -> dict[str, Tensor]:
     """Names and shapes of the checkpoint that transformers saves for this configuration."""
     import tempfile
@@ -130,6 +162,12 @@ def batch(step: int = 0, sequences: int = 7, seed: int = 0, **changes: Any) -> m
         "probe": [0, sequences - 1],
     }
     return messages.Batch(step=step, **{**fields, **changes})
+
+
+def distances(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
+    """|a - b| / |b| of each tensor, in Euclidean norms."""
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return {n: float((a[n].double() - b[n].double()).norm() / b[n].double().norm()) for n in b}
 
 
 def gradients(policy: Any) -> dict[str, Tensor]:

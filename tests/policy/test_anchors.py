@@ -12,7 +12,7 @@ import torch
 from megatron_rl.policy.anchors import FOLDER, Anchors, newest_before
 from megatron_rl.policy.frozen import FrozenWeights
 from megatron_rl.policy.logprobs import vocabulary_parallel_logprobs
-from megatron_rl.policy.microbatch import Sequences, micro_batches
+from megatron_rl.policy.microbatch import Division, Sequences, micro_batches
 from megatron_rl.policy.model import Policy
 from megatron_rl.policy.trainer import Trainer
 from tests.policy.cases import batch, run_config, world_of_one, write_model
@@ -41,7 +41,7 @@ def world(directory: Path) -> Iterator[None]:
 
 def own_batches(step: int) -> tuple[list[Any], int]:
     sequences = Sequences.of_batch(batch(step))
-    return micro_batches(sequences, 0, 1, 40), len(sequences.token_ids)
+    return micro_batches(sequences, Division(max_tokens=40)), len(sequences.token_ids)
 
 
 def logprobs(policy: Policy, step: int) -> torch.Tensor:

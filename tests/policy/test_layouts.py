@@ -1,54 +1,36 @@
-"""Losses, gradients, weights and files are the same in every parallel layout, to 1e-5 in fp32."""
+"""Losses, gradients, weights and files are the same in every parallel layout, in fp32.
+
+Gradients to 1e-6: |g - g'| / |g'| of every parameter tensor by itself, against one process
+(`tests/algorithm/test_layouts.py` says what makes the difference). Not exercised: GPUs.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.policy.cases import ODD_VOCABULARY, write_model
-from tests.policy.layout_worker import CHECKPOINTED, LAYOUTS
+from tests.policy.cases import write_model
+from tests.policy.layout_worker import CHECKPOINTED, LAYOUTS, MODELS
+from tests.workers import run_ranks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-6
 ADAM_TOLERANCE = 2e-4
 """Adam turns a gradient of 1e-9 into a step of the size of the learning rate (1e-3) of any sign."""
+INITIAL = 0.2
+"""Scale of the matrices: a standard deviation of 0.02."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two processes saw in all layouts."""
     folder = tmp_path_factory.mktemp("layouts")
-    write_model(folder / "tiny_dense", "tiny_dense", vocab_size=ODD_VOCABULARY)
-    write_model(folder / "tiny_scout", "tiny_scout")
-    command = [sys.executable, "-m", "tests.policy.layout_worker"]
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            worker = subprocess.Popen(
-                [*command, str(rank), str(folder)],
-                cwd=Path(__file__).parents[2],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        workers.append(worker)
-    try:
-        until = time.monotonic() + 500
-        while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
-            assert time.monotonic() < until, [log.read_text()[-2000:] for log in logs]
-            time.sleep(0.2)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode in (0, -9), log.read_text()[-6000:]
+    for name, (tiny, changes) in MODELS.items():
+        write_model(folder / name, tiny, INITIAL, **changes)
+    run_ranks("tests.policy.layout_worker", 2, folder, seconds=550)
     return torch.load(folder / "found.pt")
 
 
@@ -76,7 +58,8 @@ def test_later_steps_stay_as_close_as_adam_lets_them(layout: Any) -> None:
 
 
 def test_gradients_agree_with_one_process(layout: Any) -> None:
-    assert layout["gradients"] <= TOLERANCE
+    worst = max(layout["gradients"], key=layout["gradients"].__getitem__)
+    assert layout["gradients"][worst] <= GRADIENT_TOLERANCE, (worst, layout["gradients"][worst])
 
 
 def test_three_successive_exports_agree_with_one_process(layout: Any) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_rl import messages
-from megatron_rl.policy.microbatch import Sequences, micro_batches
+from megatron_rl.policy.microbatch import Division, Sequences, micro_batches
 from megatron_rl.policy.model import Policy
-from megatron_rl.policy.trainer import Trainer, learning_rate, same_version_tokens
+from megatron_rl.policy.step import same_version_tokens
+from megatron_rl.policy.trainer import Trainer, learning_rate
 from tests.policy.cases import batch, gradients, run_config, world_of_one, write_model
 
 EMPTY = np.zeros(0, dtype="<f4").tobytes()
@@ -154,23 +155,19 @@ def test_padding_never_leaks_into_a_shorter_sequence(world: None, directory: Pat
     short = ([5, 6, 7], [0, 2, 8])  # pad and eos inside are tokens like others
     seen = []
     for other in (([3], [4]), ([3] * 9, [4] * 30)):
-        own = micro_batches(Sequences.of_examples([short, other]), 0, 1, 10**6)
-        (found,) = policy.forward_backward(
-            own, lambda logprobs, entropy, micro: logprobs.sum(), forward_only=True
-        )
+        own = micro_batches(Sequences.of_examples([short, other]), Division(max_tokens=10**6))
+        (found,) = policy.forward_backward(own, None)
         row = own[0].source_T < 6
         seen.append(found[0][row])
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-6)
 
 
 def test_temperature_divides_the_logits(world: None, directory: Path) -> None:
-    own = micro_batches(Sequences.of_examples([([5, 6, 7], [8, 9])]), 0, 1, 100)
+    own = micro_batches(Sequences.of_examples([([5, 6, 7], [8, 9])]), Division())
     policy = Policy(run_config(directory, generation__temperature=0.5), directory)
 
     def logprobs(**kwargs: Any) -> torch.Tensor:
-        return policy.forward_backward(own, lambda x, *_: x.sum(), forward_only=True, **kwargs)[0][
-            0
-        ]
+        return policy.forward_backward(own, None, **kwargs)[0][0]
 
     module = policy.module(own[0].tokens_BS, torch.arange(5)[None], None)[0]
     for temperature, found in ((0.5, logprobs()), (1.0, logprobs(temperature=1.0))):
@@ -178,7 +175,7 @@ def test_temperature_divides_the_logits(world: None, directory: Path) -> None:
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("logits", ["fp32", "params"])
+@pytest.mark.parametrize("logits", ["fp32", "bf16"])
 def test_bf16_parameters_train_near_fp32(world: None, directory: Path, logits: str) -> None:
     options = {"precision__params": "bf16", "precision__logits": logits}
     done, found, policy = trained(directory, batch(), **options)
@@ -215,6 +212,14 @@ def test_layouts_that_cannot_divide_the_model_are_refused(world: None, directory
     for options, what in (
         ({"parallel__tensor": 4, "roles__trainer_ranks": 4}, "parallel.tensor is 4"),
         ({"parallel__pipeline": 4, "roles__trainer_ranks": 4}, "parallel.pipeline is 4"),
+        (
+            {
+                "parallel__pipeline": 2,
+                "parallel__virtual_pipeline": 2,
+                "roles__trainer_ranks": 2,
+            },
+            "parallel.virtual_pipeline is 2: 3 layers",
+        ),
     ):
         with pytest.raises(ValueError, match=what):
             Policy(run_config(directory, **options), directory)

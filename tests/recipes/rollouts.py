@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
-from megatron_rl.config import TaskConfig
+from megatron_rl.config import ArithmeticTask
 from megatron_rl.data import arithmetic
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.policy.microbatch import Sequences, micro_batches
+from megatron_rl.policy.microbatch import Division, Sequences, micro_batches
 from megatron_rl.rewards import Verdict, verify_exact
 
 ENGINE_NOISE = 1e-4
@@ -40,7 +40,7 @@ class Rollouts:
         self._rng = random.Random(5)
         self.size = size
         texts: dict[str, list[str]] = {}
-        pool = arithmetic.demonstrations(TaskConfig(heldout_prompts=4), 3, prompts, size, 60)
+        pool = arithmetic.demonstrations(ArithmeticTask(heldout_prompts=4), 3, prompts, size, 60)
         for prompt, completion in pool:
             texts.setdefault(prompt, []).append(completion)
         chosen = [(p, c[:size]) for p, c in texts.items() if len(c) >= size]
@@ -99,11 +99,9 @@ class Rollouts:
     def _logprobs(self, policy: Any, prompt_ids: list[int]) -> list[list[float]]:
         """Under the policy, of every completion of these prompts, in order."""
         examples = [(self.prompts[p], c) for p in prompt_ids for c in self._completions[p]]
-        own = micro_batches(Sequences.of_examples(examples), 0, 1, 10**6)
+        own = micro_batches(Sequences.of_examples(examples), Division(max_tokens=10**6))
         with torch.no_grad():
-            ((found, _),) = policy.forward_backward(
-                own, lambda logprobs, *_: logprobs.sum(), forward_only=True
-            )
+            ((found, _),) = policy.forward_backward(own, None)
         lengths = [len(p) + len(c) for p, c in examples]
         flat = torch.zeros(sum(lengths))
         flat[own[0].source_T] = found.float()

@@ -58,7 +58,7 @@ class Served:
         return tiny_models.checkpoint(self.folder)
 
 
-@pytest.fixture(scope="session", params=["llama", "llama4"])
+@pytest.fixture(scope="session", params=["llama", "llama4", "qwen3", "qwen3_moe"])
 def served(request, tmp_path_factory) -> Iterator[Served]:
     environment = dict(os.environ)
     folder = tmp_path_factory.mktemp(request.param)

@@ -35,7 +35,7 @@ class FakeEngine:
     fails_to_start = False
     stopped = 0
 
-    def __init__(self, config, index, model_dir, version=0):
+    def __init__(self, config, index, model_dir, version, rendezvous):
         if FakeEngine.fails_to_start:
             raise RuntimeError("Engine core initialization failed")
         self.version, self.aborted = version, 0

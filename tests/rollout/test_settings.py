@@ -32,8 +32,12 @@ def test_the_head_is_fp32_where_parameters_are_bf16(model_dir):
     bf16 = engine_args(with_precision(config, params="bf16"), 0, str(model_dir))
     assert bf16.dtype == "bfloat16"
     assert bf16.hf_overrides["head_dtype"] == "float32"
-    plain = engine_args(with_precision(config, params="bf16", logits="params"), 0, str(model_dir))
+    tf32 = engine_args(with_precision(config, params="bf16", logits="tf32"), 0, str(model_dir))
+    assert tf32.hf_overrides["head_dtype"] == "float32"
+    plain = engine_args(with_precision(config, params="bf16", logits="bf16"), 0, str(model_dir))
     assert "head_dtype" not in plain.hf_overrides
+    rounded = engine_args(with_precision(config, params="fp32", logits="bf16"), 0, str(model_dir))
+    assert rounded.hf_overrides["head_dtype"] == "bfloat16"
 
 
 def test_log_probs_are_those_of_the_sampling_temperature(model_dir):

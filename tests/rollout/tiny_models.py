@@ -32,7 +32,13 @@ def tokenizer() -> Any:
 
 
 def build(kind: str, seed: int) -> Any:
-    """A random `llama` (tied embeddings) or `llama4` in fp32; distributions are not flat."""
+    """A random model in fp32 whose distributions are not flat.
+
+    Args:
+        kind: `llama` (tied embeddings), `llama4`, `qwen3` (tied) or `qwen3_moe`.
+        seed: of the weights.
+    """
+    tied = kind in ("llama", "qwen3")
     common: dict[str, Any] = {
         "vocab_size": 32,
         "hidden_size": 64,
@@ -44,13 +50,29 @@ def build(kind: str, seed: int) -> Any:
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": EOS,
-        "tie_word_embeddings": kind == "llama",
+        "tie_word_embeddings": tied,
         "rms_norm_eps": 1e-5,
     }
     if kind == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(LlamaConfig(intermediate_size=192, **common))
+    elif kind == "qwen3":
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=192, **common))
+    elif kind == "qwen3_moe":
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        qwen = Qwen3MoeConfig(
+            intermediate_size=192,
+            moe_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            **common,
+        )
+        model = Qwen3MoeForCausalLM(qwen)
     else:
         from transformers import Llama4ForCausalLM, Llama4TextConfig
 

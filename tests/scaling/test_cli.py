@@ -89,10 +89,10 @@ def test_compare_ranks_and_draws(tmp_path):
     assert picture.stat().st_size > 20_000
 
 
-def test_plan_says_stop(tmp_path):
+def test_forecast_says_stop(tmp_path):
     out = tmp_path / "p.json"
     result = call(
-        "plan", PATH, "--series", "baseline_dapo_pipelinerl8", "--r0", 0.395, "--skip", 1400,
+        "forecast", PATH, "--series", "baseline_dapo_pipelinerl8", "--r0", 0.395, "--skip", 1400,
         "--target", 0.6, "--target", 0.5, "--budget", 8000, "--json", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output

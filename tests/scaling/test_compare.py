@@ -1,9 +1,9 @@
-"""Ranking of runs, shared asymptotes, crossings, and plans for further compute."""
+"""Ranking of runs, shared asymptotes, crossings, and forecasts of further compute."""
 
 import numpy as np
 import pytest
 
-from megatron_rl.scaling import DataError, Series, compare, fit, log_sigmoid, plan
+from megatron_rl.scaling import DataError, Series, compare, fit, forecast, log_sigmoid
 from megatron_rl.scaling.comparison import transform
 from tests.scaling.points import R0, SKIP, published
 
@@ -91,7 +91,7 @@ def test_units_that_differ_are_not_compared():
 def test_compute_for_a_target_covers_the_truth():
     f = made(0.6, 2, 1000, "run", end=4)
     # R = .5 of a curve from .2 to .6 is 3/4 of the gain: C = Cmid * 3^(1/2).
-    p = plan(f, (0.5, 0.7), budget=10_000)
+    p = forecast(f, (0.5, 0.7), budget=10_000)
     near, far = p.targets
     assert near.compute.low <= 1000 * np.sqrt(3) <= near.compute.high
     assert near.compute.value == pytest.approx(1000 * np.sqrt(3), rel=0.03)
@@ -103,7 +103,7 @@ def test_compute_for_a_target_covers_the_truth():
 
 def test_gain_per_further_unit_covers_the_truth_and_falls():
     f = made(0.6, 2, 1000, "run", end=4)
-    p = plan(f)
+    p = forecast(f)
     h = 1.0
     truth = (log_sigmoid(4000 + h, 0.6, 2, 1000, 0.2) - log_sigmoid(4000, 0.6, 2, 1000, 0.2)) / h
     assert p.slope.low <= truth <= p.slope.high
@@ -111,12 +111,12 @@ def test_gain_per_further_unit_covers_the_truth_and_falls():
     assert rates == sorted(rates, reverse=True)
 
 
-def test_run_margin_makes_a_plan_less_sure():
+def test_run_margin_makes_a_forecast_less_sure():
     f = made(0.6, 2, 1000, "run", end=6)
-    sure, unsure = plan(f, (0.59,)), plan(f, (0.59,), run_margin=0.02)
+    sure, unsure = forecast(f, (0.59,)), forecast(f, (0.59,), run_margin=0.02)
     assert unsure.targets[0].probability < sure.targets[0].probability
 
 
 def test_spent_budget_is_refused():
     with pytest.raises(DataError, match="already spent"):
-        plan(made(0.6, 2, 1000, "run"), (0.5,), budget=10)
+        forecast(made(0.6, 2, 1000, "run"), (0.5,), budget=10)

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
+from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import (
     WeightsError,
-    check_names_and_shapes,
+    check_tensors,
     read_manifest,
     version_folder,
 )
@@ -119,17 +120,21 @@ def test_a_bucket_with_other_tensors_than_announced_is_refused(publisher):
 
 
 def test_names_and_shapes_other_than_the_checkpoints_are_refused(publisher):
-    expected = {name: tuple(t.shape) for name, t in tensors().items()}
+    expected = {name: tensor_info(name, t) for name, t in tensors().items()}
     weights = tensors()
     weights["model.layers.0.bias"] = weights.pop("model.layers.0.weight")
     manifest = publisher.publish(1, iter(weights.items()), 2**20)
     with pytest.raises(WeightsError, match=r"1 missing \['model.layers.0.weight'\], 1 unexpected"):
-        check_names_and_shapes(manifest.tensors, expected, 1)
+        check_tensors(manifest.tensors, expected, 1)
     weights = tensors()
     weights["model.norm.weight"] = torch.ones(32)
     manifest = publisher.publish(2, iter(weights.items()), 2**20)
     with pytest.raises(WeightsError, match=r"model.norm.weight has shape \[32\]"):
-        check_names_and_shapes(manifest.tensors, expected, 2)
+        check_tensors(manifest.tensors, expected, 2)
+    weights["model.norm.weight"] = torch.ones(64)
+    manifest = publisher.publish(3, iter(weights.items()), 2**20)
+    with pytest.raises(WeightsError, match="norm.weight is float32, the engine holds bfloat16"):
+        check_tensors(manifest.tensors, expected, 3)
 
 
 def test_a_name_that_comes_twice_is_refused(publisher):

@@ -9,6 +9,7 @@ section, imports without torch.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -22,7 +23,8 @@ Against = Literal["generator", "old", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Completion tokens of one micro-batch, all [T]; sequences are never split over micro-batches.
+    """Completion tokens of one micro-batch, all [T]; sequences are never split over micro-batches,
+    but may be over ranks (context parallelism).
 
     Example: two completions of 2 and 1 tokens have `sequences_T = [0, 0, 1]`.
     """
@@ -44,6 +46,11 @@ class Tokens:
     """Entropy of the trained distribution, with gradient where the objective needs it [nats]."""
     reference_logprobs_T: Tensor | None = None
     """Under the frozen reference policy."""
+    complete: bool = True
+    """Whether all of the micro-batch's tokens are here, not a chunk of them."""
+    add_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sum of a tensor over the ranks that hold other tokens of these sequences; None: nobody does.
+    All of them call it the same number of times."""
 
     @property
     def trained_T(self) -> Tensor:
@@ -51,11 +58,25 @@ class Tokens:
         return self.loss_weights_T > 0
 
     def mean_by_sequence(self, values_T: Tensor) -> Tensor:
-        """Mean of a sequence's trained tokens, at each of its tokens [T]; 0 where it has none."""
+        """Mean of a sequence's trained tokens, at each of its tokens [T]; 0 where it has none.
+
+        Values have no gradient: it would not reach the other ranks.
+
+        Raises:
+            RuntimeError: these are a chunk's tokens alone.
+        """
+        if not self.complete:
+            raise RuntimeError(
+                "a mean over a sequence was asked of some of its tokens: its loss or correction"
+                " must say `per_token = False`"
+            )
         trained_T = self.trained_T.to(values_T.dtype)
-        zeros_S = values_T.new_zeros(self.sequences)
-        total_S = zeros_S.index_add(0, self.sequences_T, values_T * trained_T)
-        count_S = zeros_S.index_add(0, self.sequences_T, trained_T)
+        zeros_2S = values_T.new_zeros(2 * self.sequences)
+        sums_2S = zeros_2S.index_add(0, self.sequences_T, values_T * trained_T)
+        sums_2S = sums_2S.index_add(0, self.sequences_T + self.sequences, trained_T)
+        if self.add_over_ranks is not None:
+            sums_2S = self.add_over_ranks(sums_2S)
+        total_S, count_S = sums_2S.chunk(2)
         return (total_S / count_S.clamp(min=1.0)).index_select(0, self.sequences_T)
 
 
@@ -74,6 +95,8 @@ class Loss(Section):
     against: ClassVar[Against]
     """Whose log-probs the ratio is taken against: the generator's own by definition of the loss,
     the old policy's (`algorithm.old_policy` says which that is), or there is no ratio."""
+    per_token: ClassVar[bool] = True
+    """Whether a token's term follows from its own log-prob alone (no sums over a sequence)."""
     kind: str
     """Name of the loss."""
 

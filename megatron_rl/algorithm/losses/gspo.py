@@ -23,6 +23,7 @@ class Gspo(Loss):
     """GSPO, the clipped ratio of sequences."""
 
     against: ClassVar[Against] = "old"
+    per_token: ClassVar[bool] = False
     kind: Literal["gspo"] = "gspo"
     """Policy loss."""
     min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.996

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.rewards.math.node import MAX_CHARACTERS
+from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# A run of escapes is one step.
+_BRACE = re.compile(r"(?:\\.)+|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
 _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", re.DOTALL)
 _SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 MAX_NESTED_BOXES = 10
+MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
+"""Of one box. No formula that can be read has as many."""
 
 
 class NoAnswer(ValueError):
@@ -41,6 +44,7 @@ def last_box(text: str) -> str | None:
 
     Raises:
         NoAnswer: the last box is not closed, or empty.
+        OverLimit: a box with too many braces.
     """
     content, position = None, 0
     while (match := _BOX.search(text, position)) is not None:
@@ -82,9 +86,23 @@ def unbox(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one at `start`; escaped braces don't count."""
+    """Index of the brace that closes the one at `start`; escaped braces don't count.
+
+    Raises:
+        OverLimit: too many braces, or nested too deep.
+    """
+    first = text.find("}", start)
+    if first < 0:
+        return None
+    # Without a brace or an escape between them (a number of any length) there is nothing to scan.
+    if text.find("{", start + 1, first) < 0 and text.find("\\", start, first) < 0:
+        return first
     depth = 0
-    for match in _BRACE.finditer(text, start):
+    for count, match in enumerate(_BRACE.finditer(text, start)):
+        if count > MAX_BRACES or depth > MAX_BRACE_DEPTH:
+            raise OverLimit(
+                f"a box with over {MAX_BRACES} braces, or nested over {MAX_BRACE_DEPTH} deep"
+            )
         if match[0] == "{":
             depth += 1
         elif match[0] == "}":

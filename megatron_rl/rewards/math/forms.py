@@ -92,6 +92,8 @@ _STATEMENT = re.compile(
     r"|Leftrightarrow|rightarrow|perp|parallel|triangle|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
     r"|\\begin\{(?:cases|aligned|array|align)"
 )
+# The arrow under a limit states nothing.
+_UNDER_LIMIT = re.compile(r"\\lim\s*_\s*\{(?:[^{}]|\{[^{}]*\})*\}")
 _MATRIX = re.compile(r"^\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}$", re.DOTALL)
 _RELATION = re.compile(r"\\(le|ge|ne|in|approx)(?![A-Za-z])|([=<>])")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
@@ -123,7 +125,7 @@ def read_form(text: str) -> Form:
         text = whole[1].strip()
     if (matrix := _MATRIX.match(text)) is not None:
         return _matrix(matrix[2])
-    if _STATEMENT.search(text):
+    if _STATEMENT.search(_UNDER_LIMIT.sub("", text)):
         return Statement(text_form(text))
     if (words := as_words(untext(text).strip(), written_as_text=whole is not None)) is not None:
         return words
@@ -237,6 +239,8 @@ def _relation(text: str) -> Relation | None:
     found = [m for m in _RELATION.finditer(text) if depths.get(m.start(), 1) == 0]
     if not found:
         return None
+    if len(found) > MAX_ITEMS:
+        raise OverLimit(f"a chain of {len(found)} relations: over the limit of {MAX_ITEMS}")
     edges = [0, *(e for m in found for e in m.span()), len(text)]
     texts = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
     if not all(texts):

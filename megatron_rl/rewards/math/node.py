@@ -8,6 +8,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 4096
 """Longest text that is read as a formula; longer ones are only compared as texts."""
+MAX_TOKENS = 1200
 MAX_DEPTH = 60
 MAX_DIGITS = 40_000
 """Longest integer literal."""
@@ -70,7 +71,7 @@ def tokenize(text: str) -> list[str]:
 
     Raises:
         Unreadable: a character that no formula has.
-        OverLimit: a text or an integer literal that is too long.
+        OverLimit: a text, or an integer literal, that is too long, or too many tokens.
     """
     if len(text) > MAX_CHARACTERS and not text.strip().isdigit():
         raise OverLimit(
@@ -85,6 +86,8 @@ def tokenize(text: str) -> list[str]:
         if len(token) > MAX_DIGITS:
             raise OverLimit(f"an integer of {len(token)} digits: over the limit of {MAX_DIGITS}")
         tokens.append(token)
+        if len(tokens) > MAX_TOKENS:
+            raise OverLimit(f"a formula of over {MAX_TOKENS} tokens")
         position = match.end()
     return tokens
 

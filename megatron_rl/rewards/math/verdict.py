@@ -14,7 +14,13 @@ from megatron_rl.rewards.math.compare import same
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, read_form
-from megatron_rl.rewards.math.node import MAX_CHARACTERS, Node, OverLimit, Unreadable
+from megatron_rl.rewards.math.node import (
+    MAX_CHARACTERS,
+    MAX_DIGITS,
+    Node,
+    OverLimit,
+    Unreadable,
+)
 from megatron_rl.rewards.math.normalize import clean, plain_to_latex, text_form, untext
 from megatron_rl.rewards.math.units import Unit, split_unit
 
@@ -65,10 +71,13 @@ def judge(
         answer = extract_answer(text, think_end, boxed=boxed, ended_thinking=ended_thinking)
     except NoAnswer as e:
         return Verdict(Outcome.NO_ANSWER, str(e))
+    except OverLimit as e:
+        return Verdict(Outcome.TIMED_OUT, str(e))
     try:
         gold = strip_math_delimiters(unbox(gold))
-    except NoAnswer:
-        return Verdict(Outcome.UNPARSABLE, f"gold answer {shown(gold)}: a box is not closed")
+    except (NoAnswer, OverLimit):
+        reason = f"gold answer {shown(gold)}: a box is not closed, or too large"
+        return Verdict(Outcome.UNPARSABLE, reason)
     try:
         return _judge(answer, gold)
     except OverLimit as e:
@@ -86,13 +95,15 @@ def shown(text: str) -> str:
 def _judge(answer: str, gold: str) -> Verdict:
     right = Verdict(Outcome.CORRECT, f"{shown(answer)} is {shown(gold)}")
     wrong = Verdict(Outcome.WRONG, f"{shown(answer)} is not {shown(gold)}")
+    if answer == gold:
+        return right
+    if len(answer) > MAX_DIGITS + 1:
+        raise OverLimit(f"an answer of {len(answer)} characters: over the limit of {MAX_DIGITS}")
     integers = [_INTEGER.match(t) for t in (answer, gold)]
     if integers[0] is not None and integers[1] is not None:
         # Digit by digit: the length of an integer doesn't matter.
         signs = [m[1].replace("+", "") if m[2] != "0" else "" for m in integers if m is not None]
         return right if integers[0][2] == integers[1][2] and signs[0] == signs[1] else wrong
-    if answer == gold:
-        return right
     if len(answer) > MAX_CHARACTERS:
         raise OverLimit(
             f"an answer of {len(answer)} characters: over the limit of {MAX_CHARACTERS}"
@@ -131,6 +142,18 @@ def _judge_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> V
         which = shown(answer if golds.found else gold)
         return Verdict(Outcome.UNPARSABLE, f"{whose} {which}: {error}")
     return Verdict(Outcome.WRONG, f"{wrong.reason} ({undefined})") if undefined else wrong
+
+
+def is_readable(gold: str) -> bool:
+    """Whether an answer can be right by more than its text: it can be read, or math-verify asked."""
+    try:
+        text = strip_math_delimiters(unbox(gold))
+    except (NoAnswer, OverLimit):
+        return False
+    if not 0 < len(text) <= MAX_CHARACTERS:
+        return False
+    text = normal(text)
+    return bool(readings(text, is_gold=True).found) or stock.is_asked(text)
 
 
 def has_value(form: Form) -> bool:

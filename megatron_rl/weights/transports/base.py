@@ -1,23 +1,43 @@
-"""What every weight transport offers to the trainer."""
+"""What every weight transport offers: a publisher on the trainer, a receiver at each worker.
+
+    trainer                                             generator
+    publish(v) -> manifest  --- orchestrator --->  begin(manifest)    decoding goes on
+                                                   poll() -> checked
+                                                   load(manifest)     decoding is paused
+
+Whatever is wrong with a version is found before `load`, where the transport can hold a version
+beside the weights in use; `nccl` cannot, and checks each bucket before a tensor of it is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 
 from megatron_rl.messages import Manifest
+from megatron_rl.weights.manifest import WeightsError
 
 WeightStream = Iterator[tuple[str, torch.Tensor]]
 """Full tensors by Hugging Face name, in an order that is the same for every version."""
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""Puts named tensors into the model; `load_weights` of a vLLM model."""
 
 
 class Publisher(Protocol):
     """The trainer's end: makes versions that generators can take."""
 
-    def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
-        """Send or store a version; returns when it is complete."""
+    def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest | None:
+        """Store a version, for generators to take; returns when it is complete.
+
+        Returns:
+            The manifest; None on trainer ranks other than 0, where a transport has them take part.
+
+        Raises:
+            WeightsError: a version that is not newer, or an earlier one did not reach a generator.
+        """
         ...
 
     def release(self, version: int) -> None:
@@ -27,3 +47,83 @@ class Publisher(Protocol):
     def close(self) -> None:
         """Remove everything that was published."""
         ...
+
+
+class Receiver(Protocol):
+    """A worker's end, in a process of the generator's engine."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """Start to receive and check a version; returns at once."""
+        ...
+
+    def poll(self) -> bool:
+        """Whether the version that was begun can be loaded now.
+
+        Raises:
+            WeightsError: it was refused; the model's weights are as they were.
+        """
+        ...
+
+    def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
+        """Put the version into the model.
+
+        Raises:
+            WeightsError: it cannot be loaded whole; the model is between two versions then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what is held."""
+        ...
+
+
+class Shelf:
+    """Which published versions must stay.
+
+    The newest `keep` always do. Older ones stay until `release` says that no generator needs
+    them, so a slow generator never loses its version.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least the newest version must stay (keep >= 1)")
+        self._keep = keep
+        self._versions: list[int] = []
+        self._released = -1
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions that are kept, oldest first."""
+        return tuple(self._versions)
+
+    def check_newer(self, version: int) -> None:
+        """Refuse a version that is not newer than all before.
+
+        Raises:
+            WeightsError: it is not.
+        """
+        if self._versions and version <= self._versions[-1]:
+            raise WeightsError(
+                f"weights version {version} was published after version {self._versions[-1]}:"
+                " versions only grow"
+            )
+
+    def add(self, version: int) -> list[int]:
+        """A version was published; returns those that go."""
+        self._versions.append(version)
+        return self._unneeded()
+
+    def release(self, version: int) -> list[int]:
+        """Nobody needs `version` or an older one; returns those that go."""
+        self._released = max(self._released, version)
+        return self._unneeded()
+
+    def clear(self) -> list[int]:
+        """Nothing is kept any more; returns what was."""
+        gone, self._versions = self._versions, []
+        return gone
+
+    def _unneeded(self) -> list[int]:
+        gone = [v for v in self._versions[: -self._keep] if v <= self._released]
+        self._versions = [v for v in self._versions if v not in gone]
+        return gone

@@ -19,33 +19,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from megatron_rl.messages import Manifest, TensorInfo
+from megatron_rl.weights.buckets import cut, dtype_name, tensor_bytes, tensor_info
 from megatron_rl.weights.manifest import (
     WeightsError,
     checksum,
     version_folder,
     write_manifest,
 )
-from megatron_rl.weights.transports.base import WeightStream
+from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
 
 _HIDDEN = ".writing-"
 
 
 class DiskPublisher:
-    """Writes versions into `directory` and deletes those that nobody needs.
-
-    The newest `keep` versions always stay. Older ones stay until `release` says that no generator
-    needs them, so a slow reader never loses its version; call it, or the directory grows.
+    """Writes versions into `directory` and deletes those that nobody needs (`base.Shelf`).
 
     Example: `DiskPublisher(Path("/dev/shm/run"), keep=2).publish(21, stream, 256 * 2**20)`.
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: at least the newest version must stay (keep >= 1)")
+        self._shelf = Shelf(keep)
         self.directory = directory
-        self.keep = keep
-        self._versions: list[int] = []
-        self._released = -1
         directory.mkdir(parents=True, exist_ok=True)
         for left_behind in directory.glob(f"{_HIDDEN}*"):
             shutil.rmtree(left_behind)
@@ -53,7 +47,7 @@ class DiskPublisher:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of this publisher that are on disk, oldest first."""
-        return tuple(self._versions)
+        return self._shelf.versions
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
         """Write `version`; its folder appears when its last byte is in place.
@@ -66,11 +60,7 @@ class DiskPublisher:
         Raises:
             WeightsError: a version that is not newer, a doubled name, or a full disk.
         """
-        if self._versions and version <= self._versions[-1]:
-            raise WeightsError(
-                f"weights version {version} was published after version {self._versions[-1]}:"
-                " versions only grow"
-            )
+        self._shelf.check_newer(version)
         folder = version_folder(self.directory, version)
         hidden = self.directory / f"{_HIDDEN}{version:06d}"
         hidden.mkdir()
@@ -85,33 +75,45 @@ class DiskPublisher:
                 raise
             raise WeightsError(
                 f"weights version {version}: {self.directory} is full ({e.strerror}) with versions"
-                f" {list(self._versions)} on it; set weights.directory to a larger file system"
+                f" {list(self.versions)} on it; set weights.directory to a larger file system"
             ) from e
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        self._versions.append(version)
-        self._delete_unneeded()
+        self._delete(self._shelf.add(version))
         return manifest
 
     def release(self, version: int) -> None:
         """No generator needs `version` or an older one any more."""
-        self._released = max(self._released, version)
-        self._delete_unneeded()
+        self._delete(self._shelf.release(version))
 
     def close(self) -> None:
         """Delete every version of this publisher, and the directory if nothing else is in it."""
-        for version in self._versions:
-            shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
-        self._versions.clear()
+        self._delete(self._shelf.clear())
         if self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
-    def _delete_unneeded(self) -> None:
-        for version in self._versions[: -self.keep]:
-            if version <= self._released:
-                shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
-                self._versions.remove(version)
+    def _delete(self, versions: list[int]) -> None:
+        for version in versions:
+            shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
+
+
+class DiskReceiver:
+    """Reads a version bucket by bucket; the generator compared all checksums before (`check`)."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """Nothing travels: the files are there."""
+
+    def poll(self) -> bool:
+        """Always."""
+        return True
+
+    def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
+        """Load from the files; each bucket's checksum is compared once more before it is used."""
+        load_weights(read_buckets(manifest))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _write(
@@ -119,53 +121,26 @@ def _write(
 ) -> Manifest:
     buckets: list[str] = []
     checksums: list[str] = []
+    counts: list[int] = []
     infos: list[TensorInfo] = []
-    seen: set[str] = set()
-    bucket: dict[str, torch.Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal bucket, size
+    for bucket in cut(stream, bucket_bytes, version):
         data = save(bucket)
         buckets.append(f"{len(buckets):05d}.safetensors")
         checksums.append(checksum(data))
+        counts.append(len(bucket))
+        infos += [tensor_info(name, tensor) for name, tensor in bucket.items()]
         (hidden / buckets[-1]).write_bytes(data)
-        bucket, size = {}, 0
-
-    for name, tensor in stream:
-        if name in seen:
-            raise WeightsError(
-                f"weights version {version}: the stream yielded {name} twice; the exporter must"
-                " write each name once"
-            )
-        seen.add(name)
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            flush()
-        # A copy: the exporter may reuse its buffer for the next tensor.
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        bucket[name] = copied.copy_(tensor.detach())
-        size += tensor.nbytes
-        total += tensor.nbytes
-        infos.append(
-            TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-        )
-    if bucket:
-        flush()
     manifest = Manifest(
         version=version,
         path=str(folder),
         buckets=tuple(buckets),
         checksums=tuple(checksums),
         tensors=tuple(infos),
-        num_bytes=total,
+        num_bytes=sum(tensor_bytes(info) for info in infos),
+        bucket_tensors=tuple(counts),
     )
     write_manifest(hidden, manifest)
     return manifest
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the module: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_buckets(manifest: Manifest) -> None:

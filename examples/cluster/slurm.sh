@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=megatron_rl
+#SBATCH --nodes=10
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@600
+#SBATCH --output=%x-%j.log
+# One torchrun per node, one rendezvous, restarts from the newest checkpoint.
+#
+#   sbatch examples/cluster/slurm.sh my_run.yaml                     # needs GPUs
+#   sbatch --nodes=5 examples/cluster/slurm.sh my_run.yaml           # needs GPUs
+#   DRY_RUN=1 bash examples/cluster/slurm.sh my_run.yaml --seed 7    # prints the command of a node
+#
+# my_run.yaml: roles.trainer_ranks + roles.generator_ranks = nodes x 8, and weights.directory on a
+# file system that all nodes share, as OUTPUT_DIR (runs/JOB) must be. Further arguments are keys of
+# the configuration. IMAGE (a container, with pyxis) or an activated environment brings megatron_rl.
+#
+# A failed rank: torchrun starts all ranks again, up to MAX_RESTARTS times, and they go on from the
+# newest checkpoint. A lost node: the others wait REJOIN_SECONDS for it or a replacement, then the
+# job ends and SLURM requeues it; ten minutes before the time limit it is asked for a checkpoint.
+set -euo pipefail
+if [ $# -lt 1 ]; then
+  echo "usage: sbatch $0 CONFIG [--key value ...]" >&2
+  exit 2
+fi
+config=$1
+shift
+
+nodes=${SLURM_JOB_NUM_NODES:-1}
+gpus=${SLURM_GPUS_ON_NODE:-8}
+port=${RENDEZVOUS_PORT:-29500}
+head=localhost
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+fi
+output=${OUTPUT_DIR:-runs/${SLURM_JOB_ID:-local}}
+# A requeued job, or a new one on the folder of an old one, goes on where that stopped.
+resume=()
+if [ -e "$output/checkpoints/latest.json" ]; then resume=(--resume); fi
+
+command=(
+  torchrun
+  "--nnodes=$nodes" "--nproc-per-node=$gpus"
+  --rdzv-backend=c10d "--rdzv-endpoint=$head:$port" "--rdzv-id=${SLURM_JOB_ID:-0}"
+  "--rdzv-conf=join_timeout=${REJOIN_SECONDS:-900}" "--max-restarts=${MAX_RESTARTS:-3}"
+  -m megatron_rl.cli train --config "$config"
+  --output_dir "$output" "${resume[@]}" "$@"
+)
+if [ "${DRY_RUN:-0}" = 1 ]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit 0
+fi
+
+container=()
+if [ -n "${IMAGE:-}" ]; then
+  container=(--container-image="$IMAGE" --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
+fi
+srun --kill-on-bad-exit=1 "${container[@]}" megatron-rl doctor --config "$config" --port "$port"
+# SLURM signals this shell; the step must get it too, and time to write its checkpoint.
+srun --kill-on-bad-exit=1 "${container[@]}" "${command[@]}" &
+step=$!
+trap 'kill -TERM "$step"' TERM
+while kill -0 "$step" 2>/dev/null; do wait "$step" && status=0 || status=$?; done
+exit "$status"

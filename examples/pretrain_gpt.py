@@ -1,0 +1,120 @@
+"""Pretraining and supervised fine-tuning of a GPT by Megatron-LM: a script as its users have one.
+
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --examples train.jsonl ... (Megatron's)
+
+`--examples` is a JSONL file of {"prompt": ..., "completion": ...}; the loss is over completions, so
+plain text is a completion without a prompt. `extend_pretraining.py` is this script with
+reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+
+
+def extra_args(parser: Any) -> Any:
+    group = parser.add_argument_group("examples")
+    group.add_argument("--examples", type=Path, help="JSONL of prompt and completion.")
+    return parser
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.num_experts:
+        spec: Any = get_gpt_decoder_block_spec(
+            config, use_te, normalization=args.normalization, vp_stage=vp_stage
+        )
+    elif use_te:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
+    return GPTModel(
+        config,
+        spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of `seq_length` tokens; what comes after an example is padding without a loss."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.rows = [json.loads(line) for line in path.read_text().splitlines()]
+        self.size = size or len(self.rows)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row, tokenizer = self.rows[index % len(self.rows)], get_tokenizer()
+        length = get_args().seq_length
+        prompt = tokenizer.tokenize(row["prompt"])
+        ids = torch.tensor((prompt + tokenizer.tokenize(row["completion"]))[: length + 1])
+        tokens = torch.zeros(length + 1, dtype=torch.int64)
+        tokens[: len(ids)] = ids
+        learned = torch.zeros(length)
+        learned[max(len(prompt) - 1, 0) : len(ids) - 1] = 1.0
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": learned}
+
+
+def datasets_provider(sizes: list[int], vp_stage: int | None = None) -> list[Examples]:
+    return [Examples(get_args().examples, size) for size in sizes]
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    batch = {k: v.to(next(model.parameters()).device) for k, v in next(data_iterator).items()}
+    tokens = batch["tokens"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    losses = model(tokens, positions, None, labels=batch["labels"])
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        total, count = (losses.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+        return total, count.int(), {"lm loss": torch.stack([total.detach(), count])}
+
+    return losses, loss
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(extra_args_provider=extra_args)
+    pretrain(
+        pretrain_cfg_container_from_args(args),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        model_provider=model_provider,
+    )

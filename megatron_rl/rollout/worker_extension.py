@@ -1,0 +1,13 @@
+"""What a generator's engine calls in its workers beyond vLLM's own: one class, named in one place.
+
+The parts have methods of different names, also from those of vLLM's worker.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.rollout.held_weights import HeldWeights
+from megatron_rl.rollout.weight_transfer import StagedWeights
+
+
+class WorkerExtension(HeldWeights, StagedWeights):
+    """`worker_extension_cls` of a generator."""

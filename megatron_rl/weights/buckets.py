@@ -1,0 +1,111 @@
+"""Buckets: how a stream of tensors is cut by bytes, and one bucket as flat bytes.
+
+Layout of flat bytes: the tensors' bytes in their order, each beginning at a multiple of
+`ALIGNMENT`, zeros between. Both ends compute the places from names, dtypes and shapes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.messages import TensorInfo
+from megatron_rl.weights.manifest import WeightsError
+
+ALIGNMENT = 16
+"""Bytes; the largest element that any dtype has."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without the module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
+    """What a manifest says of a tensor."""
+    return TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    """Bytes of a tensor."""
+    return math.prod(info.shape) * int(getattr(torch, info.dtype).itemsize)
+
+
+def each_once(stream: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    """The stream, with a name that comes a second time refused.
+
+    Raises:
+        WeightsError: a doubled name.
+    """
+    seen: set[str] = set()
+    for name, tensor in stream:
+        if name in seen:
+            raise WeightsError(
+                f"weights version {version}: the stream yielded {name} twice; the exporter must"
+                " write each name once"
+            )
+        seen.add(name)
+        yield name, tensor
+
+
+def cut(
+    stream: Iterator[tuple[str, Tensor]], bucket_bytes: int, version: int
+) -> Iterator[dict[str, Tensor]]:
+    """CPU copies of the tensors, bucket by bucket.
+
+    Args:
+        stream: full tensors by name; a buffer may be reused for the next one.
+        bucket_bytes: tensors are gathered up to this size; a larger one is its own bucket.
+        version: for the message.
+
+    Raises:
+        WeightsError: a doubled name.
+    """
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in each_once(stream, version):
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        bucket[name] = copied.copy_(tensor.detach())
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def places(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
+    """First byte of each tensor in the flat bucket, and the bucket's size."""
+    starts, end = [], 0
+    for info in infos:
+        starts.append(end)
+        end += -(-tensor_bytes(info) // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def flatten(
+    tensors: dict[str, Tensor], empty: Callable[[int], Tensor] | None = None
+) -> tuple[list[TensorInfo], Tensor]:
+    """The bucket as flat bytes [size] (uint8), and what is in it.
+
+    Args:
+        tensors: on CPU.
+        empty: allocates the bytes; default: zeros in pageable memory.
+    """
+    infos = [tensor_info(name, tensor) for name, tensor in tensors.items()]
+    starts, size = places(infos)
+    flat = torch.zeros(size, dtype=torch.uint8) if empty is None else empty(size).zero_()
+    for tensor, start in zip(tensors.values(), starts, strict=True):
+        flat[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    return infos, flat
+
+
+def parts(infos: Sequence[TensorInfo], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a flat bucket, as views of it."""
+    starts, _ = places(infos)
+    for info, start in zip(infos, starts, strict=True):
+        part = flat[start : start + tensor_bytes(info)]
+        yield info.name, part.view(getattr(torch, info.dtype)).view(info.shape)

@@ -1,0 +1,273 @@
+"""Transport `gloo`: flat buckets in host memory, broadcast to an engine's workers on request.
+
+The trainer keeps the newest versions in memory (`base.Shelf`). Each transfer has a process group
+of its own (sender: rank 0, worker w: rank w + 1): a few milliseconds, and what is left of a failed
+one cannot reach the next. A worker receives into host memory and compares every checksum
+(blake2b-128 of the flat bucket) while its engine goes on decoding; only then is anything loaded.
+Memory of each worker: the whole version, besides the weights in use.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.messages import Manifest, TensorInfo
+from megatron_rl.weights.buckets import cut, flatten, parts, places, tensor_bytes
+from megatron_rl.weights.manifest import WeightsError, checksum
+from megatron_rl.weights.rendezvous import Rendezvous
+from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
+from megatron_rl.weights.transports.requests import Background, Request, Requests, Service
+
+SENDER = 0
+"""Trainer rank that sends."""
+
+
+class GlooPublisher:
+    """Holds versions in host memory and serves each engine from a thread of its own.
+
+    Args:
+        rendezvous: the run's store.
+        engines: number of engines.
+        workers: worker processes of one engine.
+        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+        keep: newest versions that stay in memory in any case.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, engines: int, workers: int, seconds: float, keep: int = 2
+    ) -> None:
+        self._rendezvous, self._workers = rendezvous, workers
+        self._shelf = Shelf(keep)
+        self._held: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+        self._services = [
+            Service(rendezvous, SENDER, engine, workers, seconds, self._offer, self._send)
+            for engine in range(engines)
+        ]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions in memory, oldest first."""
+        return self._shelf.versions
+
+    def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
+        """Take the version into memory, ready to be asked for.
+
+        Raises:
+            WeightsError: a version that is not newer, a doubled name, or an earlier version did
+                not reach an engine.
+        """
+        self.raise_if_failed()
+        self._shelf.check_newer(version)
+        flats: list[Tensor] = []
+        infos: list[TensorInfo] = []
+        counts: list[int] = []
+        for bucket in cut(stream, bucket_bytes, version):
+            found, flat = flatten(bucket)
+            flats.append(flat)
+            infos += found
+            counts.append(len(found))
+        manifest = Manifest(
+            version=version,
+            path="",
+            buckets=tuple(f"{i:05d}" for i in range(len(flats))),
+            checksums=tuple(checksum(flat.numpy()) for flat in flats),
+            tensors=tuple(infos),
+            num_bytes=sum(tensor_bytes(info) for info in infos),
+            transport="gloo",
+            bucket_tensors=tuple(counts),
+        )
+        with self._lock:
+            self._held[version] = flats
+        self._drop(self._shelf.add(version))
+        return manifest
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong in a transfer since the last call.
+
+        Raises:
+            WeightsError: version, engine and cause.
+        """
+        for service in self._services:
+            service.raise_if_failed()
+
+    def release(self, version: int) -> None:
+        """No generator needs `version` or an older one any more."""
+        self._drop(self._shelf.release(version))
+
+    def close(self) -> None:
+        """End the service."""
+        for service in self._services:
+            service.close()
+        self._drop(self._shelf.clear())
+
+    def _drop(self, versions: list[int]) -> None:
+        with self._lock:
+            for version in versions:
+                del self._held[version]
+
+    def _offer(self, version: int) -> dict[str, Any]:
+        return {"sizes": [flat.numel() for flat in self._flats(version)]}
+
+    def _send(self, request: Request) -> None:
+        flats = self._flats(request.version)
+        group = _join(request, self._rendezvous, 0, 1 + self._workers)
+        for flat in flats:
+            _broadcast(group, flat)
+
+    def _flats(self, version: int) -> list[Tensor]:
+        with self._lock:
+            found = self._held.get(version)
+        if found is None:
+            raise WeightsError(f"only versions {list(self.versions)} are held")
+        return found
+
+
+class GlooReceiver:
+    """A worker's end.
+
+    Args:
+        rendezvous: the run's store.
+        engine: number of the engine.
+        worker: number of this worker in the engine.
+        workers: worker processes of the engine.
+        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, engine: int, worker: int, workers: int, seconds: float
+    ) -> None:
+        self._rendezvous, self._worker, self._workers = rendezvous, worker, workers
+        self._requests = Requests(rendezvous, SENDER, engine, worker, seconds)
+        self._work: Background | None = None
+        self._checked: tuple[Manifest, list[Tensor]] | None = None
+
+    def begin(self, manifest: Manifest) -> None:
+        """Ask for the version and receive it in the background.
+
+        Raises:
+            WeightsError: an earlier one is still under way.
+        """
+        if self._work is not None and not self._work.ended:
+            raise WeightsError(
+                f"weights version {manifest.version}: an earlier transfer is still under way; a"
+                " generator takes one version at a time"
+            )
+        self._checked = None
+        self._work = Background(lambda: self._receive(manifest), f"weights {manifest.version}")
+
+    def poll(self) -> bool:
+        """Whether every byte is here and checked.
+
+        Raises:
+            WeightsError: the version was refused, or did not come in time.
+        """
+        return self._work is not None and self._work.done()
+
+    def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
+        """Load the version that was received.
+
+        Raises:
+            WeightsError: it is not the one that was received.
+        """
+        if self._checked is None or self._checked[0].version != manifest.version:
+            raise WeightsError(
+                f"weights version {manifest.version} was not received before it is loaded"
+            )
+        (received, flats), self._checked = self._checked, None
+        load_weights(_named(received, flats))
+
+    def close(self) -> None:
+        """Give up what was received."""
+        self._checked = None
+
+    def _receive(self, manifest: Manifest) -> None:
+        sizes = [places(infos)[1] for infos in _infos_by_bucket(manifest)]
+
+        def agree(answer: dict[str, Any]) -> None:
+            if answer["sizes"] != sizes:
+                raise WeightsError(
+                    f"weights version {manifest.version}: the trainer sends buckets of"
+                    f" {answer['sizes'][:8]} bytes, the manifest announces {sizes[:8]}: truncated;"
+                    " publish the version again"
+                )
+
+        def receive(request: Request) -> None:
+            flats = self._take(manifest.version, request, sizes)
+            _compare(manifest, flats)
+            self._checked = (manifest, flats)
+
+        self._requests.take(manifest.version, agree, receive)
+
+    def _take(self, version: int, request: Request, sizes: list[int]) -> list[Tensor]:
+        flats: list[Tensor] = []
+        try:
+            group = _join(request, self._rendezvous, 1 + self._worker, 1 + self._workers)
+            for size in sizes:
+                flat = torch.empty(size, dtype=torch.uint8)
+                _broadcast(group, flat)
+                flats.append(flat)
+        except RuntimeError as e:
+            raise WeightsError(
+                f"weights version {version}: the transfer broke off after {len(flats)} of"
+                f" {len(sizes)} buckets, or took longer than timeouts.transfer_seconds ({e})"
+            ) from e
+        return flats
+
+
+def _compare(manifest: Manifest, flats: list[Tensor]) -> None:
+    for name, flat, expected in zip(manifest.buckets, flats, manifest.checksums, strict=True):
+        found = checksum(flat.numpy())
+        if found != expected:
+            raise WeightsError(
+                f"weights version {manifest.version}, bucket {name}: checksum {found}, the"
+                f" manifest says {expected}; the bytes were changed on the way: publish the"
+                " version again"
+            )
+
+
+def _infos_by_bucket(manifest: Manifest) -> Iterator[tuple[TensorInfo, ...]]:
+    start = 0
+    for count in manifest.bucket_tensors:
+        yield manifest.tensors[start : start + count]
+        start += count
+
+
+def _named(manifest: Manifest, flats: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for infos, flat in zip(_infos_by_bucket(manifest), flats, strict=True):
+        yield from parts(infos, flat)
+
+
+def _join(request: Request, rendezvous: Rendezvous, rank: int, size: int) -> Any:
+    """The process group of one transfer; every collective of it has the request's time-out."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=request.seconds_left)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
+    store = dist.PrefixStore(f"{request.base}group/{request.number}", request.store)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(rendezvous: Rendezvous) -> str:
+    """The address by which this host reaches the store: the others reach it by that one."""
+    family, kind, _, _, address = socket.getaddrinfo(
+        rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        found = probe.getsockname()[0]
+    return str(ipaddress.ip_address(found.partition("%")[0]))
+
+
+def _broadcast(group: Any, flat: Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([flat], options).wait()

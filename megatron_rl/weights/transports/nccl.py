@@ -1,0 +1,321 @@
+"""Transport `nccl`: from GPU to GPU, by vLLM's packed broadcast.
+
+Senders: one trainer rank per pipeline stage and expert group, each with the tensors that it put
+together (`export(spread=True)`), so that no rank gathers the whole model. Each holds its part of
+the newest versions in pinned host memory and serves an engine on request (`requests`); training
+goes on. Sender and workers of an engine have a communicator of their own:
+
+    NCCL rank 0: the sender        NCCL rank 1 + w: worker w of the engine
+
+It is made at the first request, from an id that the sender mints. The bytes are packed by vLLM's
+rule (`nccl_plan.chunk_counts`), so a bucket of the manifest is a chunk, and its checksum
+(`device_checksum`) is compared on the GPU before a tensor of it is loaded. A worker cannot hold a
+second copy of a large model, so a wrong bucket is found between two versions: the generator then
+ends with the error.
+NCCL has no time-outs: at the end of `timeouts.transfer_seconds` the communicator is aborted.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.messages import Manifest
+from megatron_rl.weights.buckets import each_once, tensor_bytes, tensor_info
+from megatron_rl.weights.device_checksum import device_checksum, word_sum
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.rendezvous import Rendezvous
+from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
+from megatron_rl.weights.transports.nccl_communicator import bounded, connect, new_unique_id
+from megatron_rl.weights.transports.nccl_plan import (
+    CheckedLoad,
+    Part,
+    chunk_counts,
+    join_parts,
+    split_parts,
+)
+from megatron_rl.weights.transports.requests import Request, Requests, Service
+
+BUFFERS = 2
+"""Chunks under way at once, on streams of their own."""
+
+
+class NcclPublisher:
+    """One trainer rank's end; every trainer rank has one, and publishing is collective.
+
+    Args:
+        rendezvous: the run's store.
+        rank: trainer rank.
+        engines: number of engines.
+        workers: worker processes of one engine.
+        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+        keep: newest versions that stay in host memory in any case.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        engines: int,
+        workers: int,
+        seconds: float,
+        keep: int = 2,
+    ) -> None:
+        self._rendezvous, self._rank, self._engines = rendezvous, rank, engines
+        self._workers, self._seconds = workers, seconds
+        self._shelf = Shelf(keep)
+        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._lock = threading.Lock()
+        self._links: list[_SenderLink] = []
+        self._services: list[Service] = []
+        self._released = -1
+        self._bucket_bytes = 0
+
+    def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest | None:
+        """Copy this rank's tensors into pinned memory; returns the manifest on rank 0.
+
+        Raises:
+            WeightsError: a version that is not newer, a doubled name, or an earlier version did
+                not reach an engine.
+        """
+        for service in self._services:
+            service.raise_if_failed()
+        self._shelf.check_newer(version)
+        self._bucket_bytes = bucket_bytes
+        held: list[tuple[str, Tensor]] = []
+        sums: list[Tensor] = []
+        for name, tensor in each_once(stream, version):
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            held.append((name, pinned.copy_(tensor.detach())))
+            sums.append(word_sum(tensor))
+        part = self._part(held, sums, bucket_bytes)
+        with self._lock:
+            self._held[version] = held
+        self._drop(self._shelf.add(version))
+        if held and not self._services:
+            self._serve()
+        parts = self._gather(part)
+        return None if parts is None else join_parts(version, [p for p in parts if p.tensors])
+
+    def release(self, version: int) -> None:
+        """No generator needs `version` or an older one; the other ranks hear it on publishing."""
+        self._released = max(self._released, version)
+
+    def close(self) -> None:
+        """End the service."""
+        for service in self._services:
+            service.close()
+        for link in self._links:
+            link.abort()
+        self._drop(self._shelf.clear())
+
+    def _part(self, held: list[tuple[str, Tensor]], sums: list[Tensor], bucket_bytes: int) -> Part:
+        infos = tuple(tensor_info(name, tensor) for name, tensor in held)
+        numbers: list[int] = torch.stack(sums).tolist() if sums else []
+        counts = chunk_counts([tensor_bytes(info) for info in infos], bucket_bytes)
+        checksums, start = [], 0
+        for count in counts:
+            chunk = slice(start, start + count)
+            checksums.append(device_checksum(infos[chunk], numbers[chunk]))
+            start += count
+        return Part(self._rank, infos, tuple(counts), tuple(checksums))
+
+    def _gather(self, part: Part) -> list[Part] | None:
+        """All parts on rank 0; the others hear from it what nobody needs any more."""
+        said = [self._released]
+        dist.broadcast_object_list(said, src=0)
+        self._drop(self._shelf.release(said[0]))
+        parts: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
+        dist.gather_object(part, parts, dst=0)
+        return parts
+
+    def _serve(self) -> None:
+        device = torch.cuda.current_device()
+        for engine in range(self._engines):
+            link = _SenderLink(self, 1 + self._workers, device)
+            self._links.append(link)
+            self._services.append(
+                Service(
+                    self._rendezvous,
+                    self._rank,
+                    engine,
+                    self._workers,
+                    self._seconds,
+                    link.offer,
+                    link.send,
+                )
+            )
+
+    def tensors(self, version: int) -> list[tuple[str, Tensor]]:
+        """This rank's tensors of a version.
+
+        Raises:
+            WeightsError: it is not held any more.
+        """
+        with self._lock:
+            found = self._held.get(version)
+        if found is None:
+            raise WeightsError(f"only versions {list(self._shelf.versions)} are held")
+        return found
+
+    @property
+    def bucket_bytes(self) -> int:
+        """A chunk ends with the tensor that takes it over this."""
+        return self._bucket_bytes
+
+    def _drop(self, versions: list[int]) -> None:
+        with self._lock:
+            for version in versions:
+                del self._held[version]
+
+
+class _SenderLink:
+    """The communicator between this rank and the workers of one engine, used by one thread."""
+
+    def __init__(self, publisher: NcclPublisher, size: int, device: int) -> None:
+        self._publisher, self._size, self._device = publisher, size, device
+        self._unique_id: bytes | None = None
+        self._communicator: Any = None
+
+    def offer(self, version: int) -> dict[str, Any]:
+        """The answer to a request; a new id tells the workers to make a new communicator."""
+        tensors = self._publisher.tensors(version)
+        if self._unique_id is None:
+            self._unique_id = new_unique_id()
+        text = base64.b64encode(self._unique_id).decode()
+        return {
+            "unique_id": text,
+            "tensors": len(tensors),
+            "bucket_bytes": self._publisher.bucket_bytes,
+        }
+
+    def send(self, request: Request) -> None:
+        """Send the version to all workers."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        torch.cuda.set_device(self._device)
+        assert self._unique_id is not None
+        try:
+            if self._communicator is None:
+                self._communicator = connect(self._unique_id, 0, self._size, request)
+            with bounded(self._communicator, request):
+                packed_nccl_broadcast_producer(
+                    (
+                        (name, tensor.to(f"cuda:{self._device}", non_blocking=True))
+                        for name, tensor in self._publisher.tensors(request.version)
+                    ),
+                    self._communicator,
+                    src=0,
+                    post_iter_func=lambda named: named[1],
+                    buffer_size_bytes=self._publisher.bucket_bytes,
+                    num_buffers=BUFFERS,
+                )
+        except RuntimeError:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Give the communicator up; the next request makes another."""
+        if self._communicator is not None:
+            self._communicator.destroy()
+        self._communicator = self._unique_id = None
+
+
+class NcclReceiver:
+    """A worker's end.
+
+    Args:
+        rendezvous: the run's store.
+        engine: number of the engine.
+        worker: number of this worker in the engine.
+        workers: worker processes of the engine.
+        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, engine: int, worker: int, workers: int, seconds: float
+    ) -> None:
+        self._rendezvous, self._engine = rendezvous, engine
+        self._rank, self._size, self._seconds = 1 + worker, 1 + workers, seconds
+        self._requests: dict[int, Requests] = {}
+        self._communicators: dict[int, tuple[bytes, Any]] = {}
+
+    def begin(self, manifest: Manifest) -> None:
+        """Nothing is received ahead: there is no room for it."""
+
+    def poll(self) -> bool:
+        """Always."""
+        return True
+
+    def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
+        """Receive from one sender after the other; each chunk is checked, then loaded.
+
+        Raises:
+            WeightsError: a sender refused, a chunk is wrong, or `timeouts.transfer_seconds` went
+                by.
+        """
+        for part in split_parts(manifest):
+            self._load_part(manifest.version, part, load_weights)
+
+    def close(self) -> None:
+        """Give the communicators up."""
+        for _, communicator in self._communicators.values():
+            communicator.destroy()
+        self._communicators.clear()
+
+    def _load_part(self, version: int, part: Part, load_weights: LoadWeights) -> None:
+        answers: list[dict[str, Any]] = []
+
+        def agree(answer: dict[str, Any]) -> None:
+            sizes = [tensor_bytes(info) for info in part.tensors]
+            counts = chunk_counts(sizes, answer["bucket_bytes"])
+            if answer["tensors"] != len(part.tensors) or tuple(counts) != part.counts:
+                raise WeightsError(
+                    f"weights version {version}: trainer rank {part.sender} sends"
+                    f" {answer['tensors']} tensors in chunks of {answer['bucket_bytes']} bytes, the"
+                    f" manifest announces {len(part.tensors)} in chunks of {part.counts[:8]}"
+                    " tensors; give every role one configuration"
+                )
+            answers.append(answer)
+
+        def receive(request: Request) -> None:
+            from vllm.distributed.weight_transfer.packed_tensor import (
+                packed_nccl_broadcast_consumer,
+            )
+
+            communicator = self._communicator(part.sender, answers[-1]["unique_id"], request)
+            with bounded(communicator, request):
+                packed_nccl_broadcast_consumer(
+                    (
+                        (info.name, (list(info.shape), getattr(torch, info.dtype)))
+                        for info in part.tensors
+                    ),
+                    communicator,
+                    src=0,
+                    post_unpack_func=CheckedLoad(version, part, load_weights),
+                    buffer_size_bytes=answers[-1]["bucket_bytes"],
+                    num_buffers=BUFFERS,
+                    device=f"cuda:{torch.cuda.current_device()}",
+                )
+
+        requests = self._requests.get(part.sender)
+        if requests is None:
+            requests = self._requests[part.sender] = Requests(
+                self._rendezvous, part.sender, self._engine, self._rank - 1, self._seconds
+            )
+        requests.take(version, agree, receive)
+
+    def _communicator(self, sender: int, unique_id: str, request: Request) -> Any:
+        wanted = base64.b64decode(unique_id)
+        held, communicator = self._communicators.get(sender, (b"", None))
+        if held != wanted:
+            if communicator is not None:
+                communicator.destroy()
+            communicator = connect(wanted, self._rank, self._size, request)
+            self._communicators[sender] = (wanted, communicator)
+        return communicator

@@ -1,0 +1,72 @@
+"""vLLM's NCCL communicator with the time-outs that NCCL lacks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.transports.requests import Background, Request
+
+
+def new_unique_id() -> bytes:
+    """The id of a communicator that is going to be made."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def connect(unique_id: bytes, rank: int, size: int, request: Request) -> Any:
+    """The communicator of this id, which every member makes at the same time.
+
+    Raises:
+        WeightsError: a member did not come until the request's deadline.
+    """
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    device = torch.cuda.current_device()
+    made: list[Any] = []
+
+    def make() -> None:
+        torch.cuda.set_device(device)
+        made.append(uid_init_process_group(unique_id, rank, size, device))
+
+    work = Background(make, "NCCL communicator")
+    work.join(request.seconds_left)
+    if not work.done():
+        raise WeightsError(
+            f"weights version {request.version}: no NCCL communicator between the {size} members"
+            " within timeouts.transfer_seconds"
+        )
+    return made[0]
+
+
+@contextmanager
+def bounded(communicator: Any, request: Request) -> Iterator[None]:
+    """What is done inside is aborted at the request's deadline.
+
+    Raises:
+        WeightsError: it was.
+    """
+    late = threading.Event()
+
+    def abort() -> None:
+        late.set()
+        communicator.destroy()
+
+    timer = threading.Timer(request.seconds_left, abort)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if late.is_set():
+            raise WeightsError(
+                f"weights version {request.version}: the transfer by NCCL took longer than"
+                " timeouts.transfer_seconds and was aborted"
+            )

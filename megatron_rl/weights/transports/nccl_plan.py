@@ -1,0 +1,110 @@
+"""What the senders of the transport `nccl` send, in which chunks, and how a chunk is checked.
+
+Nothing here needs a GPU: the transport (`nccl`) is built of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_rl.messages import Manifest, TensorInfo
+from megatron_rl.weights.buckets import tensor_bytes
+from megatron_rl.weights.device_checksum import checksum_of
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.transports.base import LoadWeights
+
+
+def chunk_counts(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
+    """Tensors of each chunk, for tensors of these sizes in bytes."""
+    counts, count, filled = [], 0, 0
+    for size in sizes:
+        count, filled = count + 1, filled + size
+        if filled > bucket_bytes:
+            counts.append(count)
+            count = filled = 0
+    return [*counts, count] if count else counts
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one sender has of a version, without the bytes."""
+
+    sender: int
+    """Trainer rank."""
+    tensors: tuple[TensorInfo, ...]
+    counts: tuple[int, ...]
+    """Tensors of each chunk."""
+    checksums: tuple[str, ...]
+    """Of each chunk."""
+
+    def chunks(self) -> Iterator[tuple[tuple[TensorInfo, ...], str]]:
+        """(tensors, checksum) of each chunk."""
+        start = 0
+        for count, checksum in zip(self.counts, self.checksums, strict=True):
+            yield self.tensors[start : start + count], checksum
+            start += count
+
+
+def join_parts(version: int, parts: Iterable[Part]) -> Manifest:
+    """The manifest of a version that several ranks send."""
+    ordered = sorted(parts, key=lambda part: part.sender)
+    tensors = tuple(info for part in ordered for info in part.tensors)
+    return Manifest(
+        version=version,
+        path="",
+        buckets=tuple(f"{p.sender}/{i:05d}" for p in ordered for i in range(len(p.counts))),
+        checksums=tuple(checksum for part in ordered for checksum in part.checksums),
+        tensors=tensors,
+        num_bytes=sum(tensor_bytes(info) for info in tensors),
+        transport="nccl",
+        bucket_tensors=tuple(count for part in ordered for count in part.counts),
+        senders=tuple(part.sender for part in ordered for _ in part.counts),
+    )
+
+
+def split_parts(manifest: Manifest) -> list[Part]:
+    """The parts that `join_parts` joined."""
+    found: dict[int, list[tuple[tuple[TensorInfo, ...], int, str]]] = {}
+    start = 0
+    for sender, count, checksum in zip(
+        manifest.senders, manifest.bucket_tensors, manifest.checksums, strict=True
+    ):
+        chunk = (manifest.tensors[start : start + count], count, checksum)
+        found.setdefault(sender, []).append(chunk)
+        start += count
+    return [
+        Part(
+            sender,
+            tuple(info for infos, _, _ in chunks for info in infos),
+            tuple(count for _, count, _ in chunks),
+            tuple(checksum for _, _, checksum in chunks),
+        )
+        for sender, chunks in sorted(found.items())
+    ]
+
+
+class CheckedLoad:
+    """Takes the chunks of a part in their order: compares the checksum, then loads."""
+
+    def __init__(self, version: int, part: Part, load_weights: LoadWeights) -> None:
+        self._version, self._sender, self._load = version, part.sender, load_weights
+        self._chunks = enumerate(part.chunks())
+
+    def __call__(self, named: list[tuple[str, Tensor]]) -> None:
+        """One chunk.
+
+        Raises:
+            WeightsError: other bytes than the manifest announces.
+        """
+        number, (infos, expected) = next(self._chunks)
+        found = checksum_of(infos, [tensor for _, tensor in named])
+        if found != expected:
+            raise WeightsError(
+                f"weights version {self._version}, bucket {self._sender}/{number:05d}: checksum"
+                f" {found}, the manifest says {expected}; the bytes were changed on the way: the"
+                " engine is between two versions, start the generator again"
+            )
+        self._load(named)

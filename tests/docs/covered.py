@@ -1,0 +1,35 @@
+"""Commands that are not run as they stand, and the test that runs the same thing.
+
+Key: the command, or its beginning followed by `*`. Value: `file::test`.
+"""
+
+E2E = "tests/e2e/test_examples.py"
+
+COVERED: dict[str, str] = {
+    # Set-up and suites: this test is inside of what they run.
+    "make demo": f"{E2E}::test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model",
+    "make setup*": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
+    "make test": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
+    "make lint": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
+    "source .venv/bin/activate": (
+        "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there"
+    ),
+    # Whole runs; the end-to-end tests start the same commands with fewer steps.
+    "bash examples/scalerl_tiny.sh*": (
+        f"{E2E}::test_every_step_is_trained_once_within_the_lag_bound_and_nothing_is_aborted"
+    ),
+    "torchrun --nproc-per-node 3 examples/scalerl_tiny.sh": (
+        f"{E2E}::test_every_step_is_trained_once_within_the_lag_bound_and_nothing_is_aborted"
+    ),
+    "torchrun examples/scalerl_tiny.sh": (
+        f"{E2E}::test_every_step_is_trained_once_within_the_lag_bound_and_nothing_is_aborted"
+    ),
+    "megatron-rl train --config examples/scalerl_tiny.yaml --schedule.steps 40*": (
+        "tests/launch/test_launch.py::"
+        "test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs"
+    ),
+    "megatron-rl ablate *": "tests/ablate/test_ablate.py::*",
+    "megatron-rl train --recipe dapo --config my_sizes.yaml": "tests/recipes/test_training.py::*",
+    # Installation from an index or a wheel.
+    "pip install*": "tests/docker/test_image.py::test_the_steps_run_in_a_plain_environment",
+}

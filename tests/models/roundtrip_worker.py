@@ -1,0 +1,119 @@
+"""One of four gloo processes that take small models of all architectures through every layout.
+
+Started by `test_roundtrip.py`; rank 0 writes what it saw. Only loading and export happen here;
+training in such layouts is in `tests/policy`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.policy.model import Policy
+from megatron_rl.policy.world import destroy_world, init_world
+from megatron_rl.weights.export import export
+from tests.policy.cases import ODD_VOCABULARY, run_config
+
+RANKS = 4
+FOUR = {"num_hidden_layers": 4, "layer_types": None}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+ODD = {"vocab_size": ODD_VOCABULARY}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("tiny_dense", {**FOUR, **GROUPED, **ODD}),
+    "qwen3": ("tiny_qwen3", {**FOUR, **GROUPED, "tie_word_embeddings": True}),
+    "qwen3_moe": ("tiny_qwen3_moe", {**FOUR, **ODD, "mlp_only_layers": [1]}),
+    "llama4": (
+        "tiny_scout",
+        {**FOUR, "no_rope_layers": [1, 1, 1, 0], "moe_layers": [0, 1, 3]},
+    ),
+}
+"""Name -> (tiny model that it starts from, changes in its config.json)."""
+DENSE = ("llama", "qwen3")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKETS = (1, 2**20, 2**40)
+"""One tensor, a mebibyte, everything."""
+VERSIONS = (1.0, -2.0, 0.5)
+"""Each version is the checkpoint times this: exact in every format, another in every element."""
+
+
+def layouts() -> dict[str, dict[str, int]]:
+    """All layouts of four ranks: tensor, pipeline, virtual pipeline, expert, expert tensor."""
+    out = {}
+    for tp, pp, vpp, ep, etp in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2)):
+        if (vpp > 1 and pp == 1) or RANKS % (pp * ep * etp):
+            continue
+        out[f"TP{tp} PP{pp} VPP{vpp} EP{ep} ETP{etp}"] = {
+            "parallel__tensor": tp,
+            "parallel__sequence_parallel": tp > 1,
+            "parallel__pipeline": pp,
+            "parallel__virtual_pipeline": vpp,
+            "parallel__expert": ep,
+            "parallel__expert_tensor": etp,
+        }
+    return out
+
+
+ALL_EXPORTS = ("TP2 PP2 VPP2 EP1 ETP1", "TP2 PP1 VPP1 EP4 ETP1", "TP1 PP2 VPP1 EP2 ETP1")
+"""Layouts in which every bucket size goes through all versions; in others each takes one."""
+
+
+def models_of(layout: dict[str, int]) -> list[str]:
+    """Dense models have no expert ranks to be spread over."""
+    experts = layout["parallel__expert"] * layout["parallel__expert_tensor"]
+    return [name for name in MODELS if experts == 1 or name not in DENSE]
+
+
+def faults(
+    policy: Policy, loaded: dict[str, Tensor], exports: list[tuple[float, int]]
+) -> list[str]:
+    """What is wrong with successive exports of (version's factor, bucket size), on rank 0."""
+    found = []
+    now = 1.0
+    for number, (factor, size) in enumerate(exports):
+        with torch.no_grad():
+            for p in policy.parameters.values():
+                p.mul_(factor / now)
+        now = factor
+        stream = list(export(policy, size))
+        if dist.get_rank() != 0:
+            continue
+        if sorted(name for name, _ in stream) != sorted(loaded):
+            found.append(f"export {number}: other names")
+        found += [
+            f"export {number}: {name}"
+            for name, t in stream
+            if t.dtype != loaded[name].dtype or not torch.equal(t, loaded[name] * factor)
+        ]
+    return found
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    files = {
+        (name, dtype): load_file(folder / dtype / name / "model.safetensors")
+        for name in MODELS
+        for dtype in DTYPES
+    }
+    found: dict[str, dict[str, list[str]]] = {}
+    for i, (layout, options) in enumerate(layouts().items()):
+        run = run_config(folder / "fp32" / "llama", RANKS, **options)
+        init_world(run, rank, RANKS, dist.FileStore(str(folder / f"store{i}"), RANKS))
+        found[layout] = {}
+        exports = list(zip(VERSIONS, BUCKETS, strict=True))
+        if layout in ALL_EXPORTS:
+            exports = list(itertools.product(VERSIONS, BUCKETS))
+        for name, dtype in itertools.product(models_of(options), DTYPES):
+            directory = folder / dtype / name
+            run = run_config(directory, RANKS, precision__params=dtype, **options)
+            policy = Policy(run, directory)
+            found[layout][f"{name} {dtype}"] = faults(policy, files[name, dtype], exports)
+        destroy_world()
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))

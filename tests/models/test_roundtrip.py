@@ -1,0 +1,39 @@
+"""HF -> Megatron -> HF is bit-exact in every layout of four ranks, at every version."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.models.roundtrip_worker import DTYPES, MODELS, RANKS, layouts, models_of
+from tests.policy.cases import write_model
+from tests.workers import run_ranks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What was wrong by layout, and by model and number format."""
+    folder = tmp_path_factory.mktemp("roundtrip")
+    for name, (tiny, changes) in MODELS.items():
+        source = write_model(folder / "fp32" / name, tiny, **changes)
+        tensors = load_file(source / "model.safetensors")
+        copy = folder / "bf16" / name
+        copy.mkdir(parents=True)
+        (copy / "config.json").write_text((source / "config.json").read_text())
+        halves = {n: t.to(DTYPES["bf16"]) for n, t in tensors.items()}
+        save_file(halves, copy / "model.safetensors")
+    run_ranks("tests.models.roundtrip_worker", RANKS, folder, seconds=550)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_names_and_every_bit_of_three_versions_equal_the_checkpoint(
+    found: Any, layout: str
+) -> None:
+    models = models_of(layouts()[layout])
+    assert found[layout] == {f"{name} {dtype}": [] for name in models for dtype in DTYPES}

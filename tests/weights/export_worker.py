@@ -1,0 +1,206 @@
+"""Four gloo processes that export models of every architecture in many layouts.
+
+Run by `test_export.py` as `python -m tests.weights.export_worker FOLDER`. The model is a stand-in:
+the shards that Megatron's ranks would hold, cut from whole tensors; no Megatron is imported. What
+it does not exercise: where Megatron itself puts a parameter (`tests/policy` does).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.models import architecture, tiny
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.mapping import Weight
+from megatron_rl.weights.export import export
+
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes; ranks count tensor first, then data, then pipeline, as Megatron's do."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def uses_experts(self) -> bool:
+        return self.expert * self.expert_tensor > 1
+
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    def stage(self, rank: int) -> int:
+        return rank // (WORLD // self.pipeline)
+
+    def expert_tensor_rank(self, rank: int) -> int:
+        return rank % self.expert_tensor
+
+    def expert_rank(self, rank: int) -> int:
+        return rank % (WORLD // self.pipeline) // self.expert_tensor % self.expert
+
+    def stage_of(self, layer: int, layers: int) -> int:
+        """Layers go round the stages, in as many turns as a stage has chunks."""
+        return layer * self.pipeline * self.chunks // layers % self.pipeline
+
+
+LAYOUTS = {
+    "DP4": Layout(),
+    "TP4": Layout(tensor=4),
+    "TP2 PP2": Layout(tensor=2, pipeline=2),
+    "PP2 VPP2": Layout(pipeline=2, chunks=2),
+    "TP2 PP2 VPP2": Layout(tensor=2, pipeline=2, chunks=2),
+    "EP4": Layout(expert=4),
+    "EP2 DP2": Layout(expert=2),
+    "EP2 ETP2": Layout(expert=2, expert_tensor=2),
+    "TP2 EP2": Layout(tensor=2, expert=2),
+    "TP2 EP2 ETP2": Layout(tensor=2, expert=2, expert_tensor=2),
+    "PP2 EP2": Layout(pipeline=2, expert=2),
+    "PP2 VPP2 EP2": Layout(pipeline=2, chunks=2, expert=2),
+    "PP2 ETP2": Layout(pipeline=2, expert_tensor=2),
+}
+DENSE = ("DP4", "TP4", "TP2 PP2", "PP2 VPP2", "TP2 PP2 VPP2")
+MOE = ("TP2 PP2 VPP2", *(label for label, layout in LAYOUTS.items() if layout.uses_experts))
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 31}
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama tied": ("tiny_dense", {**SIZES, "tie_word_embeddings": True}, DENSE),
+    "qwen3": ("tiny_qwen3", SIZES, ("TP2 PP2 VPP2",)),
+    "qwen3_moe": ("tiny_qwen3_moe", {**SIZES, "num_local_experts": 4}, MOE),
+    "llama4": ("tiny_scout", SIZES, MOE),
+}
+"""Name -> (tiny model, changes of its config.json, layouts)."""
+SMALL, BF16 = 20_000, torch.bfloat16
+EXPORTS: list[tuple[int, int, torch.dtype | None, bool]] = [
+    (0, 1, None, False),
+    (0, 2**30, None, True),
+    (1, SMALL, None, False),
+    (1, SMALL, None, True),
+    (2, SMALL, None, False),
+    (2, SMALL, None, True),
+    (2, SMALL, BF16, True),
+]
+"""(version, bucket bytes, number format, spread), in the order in which they are made."""
+
+
+def whole(weight: Weight, version: int) -> Tensor:
+    """The whole Megatron tensor, the same on every rank; padded rows are cut by `Split`."""
+    seed = zlib.crc32(f"{weight.hf} {weight.megatron} {version}".encode())
+    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Sharded:
+    """What `export` needs of a model."""
+
+    architecture: Architecture
+    layout: Layout
+    rank: int
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    export_plans: dict[Any, Any] = field(default_factory=dict)
+
+    def split_rank(self, weight: Weight) -> tuple[int, int]:
+        if weight.expert is None:
+            return self.layout.tensor_rank(self.rank), self.layout.tensor
+        return self.layout.expert_tensor_rank(self.rank), self.layout.expert_tensor
+
+    def holds(self, weight: Weight) -> bool:
+        last = self.layout.pipeline - 1
+        stage = 0 if weight.megatron.startswith("embedding") else last
+        if weight.layer is not None:
+            stage = self.layout.stage_of(weight.layer, self.architecture.layers)
+        if stage != self.layout.stage(self.rank):
+            return False
+        if weight.expert is None:
+            return True
+        own = self.architecture.experts // self.layout.expert
+        return weight.expert // own == self.layout.expert_rank(self.rank)
+
+    def fill(self, version: int) -> None:
+        for weight in self.architecture.weights():
+            if self.holds(weight):
+                shard = weight.split.cut(whole(weight, version), *self.split_rank(weight))
+                self.parameters[weight.megatron] = torch.nn.Parameter(shard.contiguous())
+
+
+def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
+    """The checkpoint's tensors."""
+    parts: dict[str, list[Tensor]] = {}
+    for weight in kind.weights():
+        if weight.exported:
+            for name, tensor in zip(
+                weight.hf, weight.pack.part(whole(weight, version)), strict=True
+            ):
+                parts.setdefault(name, []).append(tensor)
+    fused = {n for w in kind.weights() if w.index is not None for n in w.hf}
+    return {n: torch.stack(t) if n in fused else t[0] for n, t in parts.items()}
+
+
+def observe(policy: Sharded) -> dict[str, Any]:
+    """What is wrong with the exports, and which ranks send when they are spread."""
+    wrong: list[str] = []
+    senders: list[int] = []
+    for version, bucket_bytes, dtype, spread in EXPORTS:
+        policy.fill(version)
+        wanted = expected(policy.architecture, version)
+        own = dict(export(policy, bucket_bytes, dtype, spread=spread))
+        names: list[Any] = [None] * WORLD
+        bad = [n for n, t in own.items() if not torch.equal(t, wanted[n].to(t.dtype))]
+        bad += [n for n, t in own.items() if t.dtype != (dtype or torch.float32)]
+        dist.all_gather_object(names, (list(own), bad))
+        what = f"version {version}, buckets {bucket_bytes}, {dtype}, spread {spread}"
+        sent = [n for stream, _ in names for n in stream]
+        if sorted(sent) != sorted(wanted):
+            wrong.append(f"{what}: names {sorted(set(sent) ^ wanted.keys())[:3]}")
+        if not spread and names[0][0] != list(policy.architecture.shapes()):
+            wrong.append(f"{what}: order")
+        wrong += [f"{what}: {n}" for _, bad in names for n in bad]
+        if spread:
+            senders = [r for r, (stream, _) in enumerate(names) if stream]
+    return {"wrong": wrong, "senders": senders, "plans": len(policy.export_plans)}
+
+
+def work(rank: int, folder: Path) -> None:
+    """One rank; rank 0 writes what all saw."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD
+    )
+    found: dict[str, Any] = {}
+    for case, (name, changes, layouts) in CASES.items():
+        kind = architecture({**tiny.CONFIGS[name], **changes})
+        for label in layouts:
+            found[f"{case}, {label}"] = observe(Sharded(kind, LAYOUTS[label], rank))
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> int:
+    """Fork the ranks, so that torch is imported once; the sum of their exit codes."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, folder)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
+        time.sleep(0.05)
+    for process in ranks:
+        process.kill() if any(p.exitcode for p in ranks) else process.join()
+    return sum(abs(p.exitcode or 0) for p in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

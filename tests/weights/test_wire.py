@@ -1,0 +1,195 @@
+"""What travels: number formats, experts, FP8 with block scales; and what a generator expects."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.messages import Manifest
+from megatron_rl.weights.buckets import tensor_info
+from megatron_rl.weights.manifest import WeightsError, check_tensors
+from megatron_rl.weights.transports import check_manifest, refuse_contradictions
+from megatron_rl.weights.wire import WireFormat, dequantise, quantise
+
+L, E, H, F = "model.layers.0", 2, 256, 128
+LLAMA4 = {
+    "model.embed_tokens.weight": (64, H),
+    f"{L}.input_layernorm.weight": (H,),
+    f"{L}.self_attn.q_proj.weight": (H, H),
+    f"{L}.feed_forward.router.weight": (E, H),
+    f"{L}.feed_forward.experts.gate_up_proj": (E, H, 2 * F),
+    f"{L}.feed_forward.experts.down_proj": (E, F, H),
+    f"{L}.feed_forward.shared_expert.up_proj.weight": (F, H),
+    "lm_head.weight": (64, H),
+}
+
+
+def checkpoint(shapes=LLAMA4) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(7)
+    return {n: torch.randn(s, generator=rng) * 0.02 for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_quantisation_names_and_shapes_are_the_checkpoints(dtype):
+    wire, tensors = WireFormat(dtype), checkpoint()
+    stream = dict(wire.stream(iter(tensors.items())))
+    assert list(stream) == list(LLAMA4)
+    assert all(torch.equal(t, tensors[n].to(dtype)) for n, t in stream.items())
+    expected = wire.expected(LLAMA4)
+    infos = tuple(tensor_info(n, t) for n, t in stream.items())
+    check_tensors(infos, expected, 1)
+    assert {i.dtype for i in expected.values()} == {str(dtype).removeprefix("torch.")}
+
+
+def test_the_format_of_a_run():
+    run = RunConfig(precision={"params": "fp32"})
+    assert WireFormat.of(run) == WireFormat(torch.float32)
+    run = RunConfig(precision={"params": "fp32"}, weights={"dtype": "bf16"})
+    assert WireFormat.of(run) == WireFormat(torch.bfloat16)
+    assert run.generator_dtype == "bf16"
+    run = RunConfig(weights={"quantization": "fp8"})
+    assert WireFormat.of(run) == WireFormat(torch.bfloat16, fp8=True)
+
+
+def test_fp8_expects_one_matrix_per_expert_and_one_scale_per_block():
+    expected = WireFormat(torch.bfloat16, fp8=True).expected(LLAMA4)
+    experts = [
+        f"{L}.feed_forward.experts.{e}.{p}_proj.weight"
+        for e in range(E)
+        for p in ("gate", "up", "down")
+    ]
+    quantised = {
+        *experts,
+        f"{L}.self_attn.q_proj.weight",
+        f"{L}.feed_forward.shared_expert.up_proj.weight",
+    }
+    assert {n for n, i in expected.items() if i.dtype == "float8_e4m3fn"} == quantised
+    assert {n for n, i in expected.items() if i.dtype == "float32"} == {
+        n + "_scale_inv" for n in quantised
+    }
+    assert expected[experts[0]].shape == (F, H)  # gate [out, in]
+    assert expected[experts[2]].shape == (H, F)  # down
+    assert expected[experts[2] + "_scale_inv"].shape == (2, 1)
+    whole = {n for n in expected if "layers" not in n or "norm" in n or "router" in n}
+    assert {expected[n].dtype for n in whole} == {"bfloat16"}
+
+
+def test_sizes_that_are_no_multiples_of_the_block_are_refused_with_the_name():
+    with pytest.raises(WeightsError, match=rf"{L}.mlp.up_proj.weight is 96 x 128: FP8 with block"):
+        WireFormat(torch.bfloat16, fp8=True).expected({f"{L}.mlp.up_proj.weight": (96, 128)})
+
+
+QUANTISES = """
+import torch
+from megatron_rl.weights.wire import WireFormat, dequantise, quantise
+from megatron_rl.weights.buckets import tensor_info
+from megatron_rl.weights.manifest import check_tensors
+from tests.weights.test_wire import LLAMA4, checkpoint, L, H, F, E
+
+rng = torch.Generator().manual_seed(3)
+w = torch.randn(384, 256, generator=rng)
+w[:128, :128] = 0          # a block of zeros
+w[0, 200] = 1e4            # a block with an outlier
+w[300, 10] = float("1e-30")
+q, scale = quantise("w", w)
+assert q.dtype == torch.float8_e4m3fn and q.shape == w.shape
+assert scale.dtype == torch.float32 and scale.shape == (3, 2)
+back = dequantise(q, scale)
+assert torch.isfinite(back).all() and (back[:128, :128] == 0).all()
+full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+bound = torch.maximum(w.abs() / 16, full * 2**-10) * (1 + 1e-5)  # half a unit in the last place
+assert ((back - w).abs() <= bound).all()
+assert torch.allclose(scale[0, 1], torch.tensor(1e4 / 448))
+largest = back.view(3, 128, 2, 128).abs().amax((1, 3))
+assert torch.allclose(largest, w.view(3, 128, 2, 128).abs().amax((1, 3)))
+r, other = quantise("w", w)
+assert torch.equal(r.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale, other)
+
+wire, tensors = WireFormat(torch.bfloat16, fp8=True), checkpoint()
+stream = dict(wire.stream(iter(tensors.items())))
+expected = wire.expected(LLAMA4)
+assert list(stream) == list(expected)
+check_tensors(tuple(tensor_info(n, t) for n, t in stream.items()), expected, 1)
+name = f"{L}.feed_forward.experts.1."
+fused = tensors[f"{L}.feed_forward.experts.gate_up_proj"][1]
+for part, matrix in (("gate", fused[:, :F].T), ("up", fused[:, F:].T),
+                     ("down", tensors[f"{L}.feed_forward.experts.down_proj"][1].T)):
+    key = f"{name}{part}_proj.weight"
+    found = dequantise(stream[key], stream[key + "_scale_inv"])
+    assert found.shape == matrix.shape
+    assert (found - matrix).abs().max() <= matrix.abs().max() / 16
+print("QUANTISED", float((back - w).abs().div(w.abs().clamp(min=1e-3)).median()))
+"""
+
+
+def test_fp8_by_modelopt_is_within_half_a_unit_and_is_what_a_generator_expects():
+    # In a process of its own: modelopt's import takes seconds and leaves hooks behind.
+    if importlib.util.find_spec("modelopt") is None:
+        pytest.skip("nvidia-modelopt is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", QUANTISES],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert "QUANTISED" in done.stdout, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"transport": "nccl"}, "weights.transport is 'nccl': .* no CUDA"),
+        ({"quantization": "fp8"}, "weights.quantization is 'fp8': .* on CPU"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused_with_the_key(weights, text):
+    config = RunConfig(weights=weights)
+    with pytest.raises(ConfigError, match=text):
+        refuse_contradictions(config, cuda=False)
+    refuse_contradictions(config, cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (
+            {"weights": {"transport": "gloo", "directory": "/dev/shm"}},
+            "weights.directory is '/dev/shm': weights.transport = 'gloo' writes no files",
+        ),
+        (
+            {"weights": {"quantization": "fp8"}, "precision": {"params": "fp32"}},
+            "weights.quantization is 'fp8': precision.params = 'fp32'.*weights.dtype = 'bf16'",
+        ),
+    ],
+)
+def test_contradictions_of_a_configuration_name_both_keys(tree, text):
+    with pytest.raises(ValueError, match=text):
+        RunConfig.model_validate(tree)
+    tree = {k: v | {"dtype": "bf16"} if k == "weights" else v for k, v in tree.items()}
+    if "precision" in tree:
+        assert WireFormat.of(RunConfig.model_validate(tree)).fp8
+
+
+def test_a_version_of_another_transport_is_refused():
+    manifest = Manifest(version=3, path="", buckets=(), checksums=(), tensors=(), num_bytes=0,
+                        transport="gloo")  # fmt: skip
+    with pytest.raises(WeightsError, match="version 3 came by 'gloo', and this generator has"):
+        check_manifest(RunConfig(), manifest)
+
+
+def test_dequantise_is_the_inverse_of_the_stored_form():
+    weight = torch.ones(256, 128).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[2.0], [3.0]])
+    full = dequantise(weight, scale)
+    assert (full[:128] == 2).all()
+    assert (full[128:] == 3).all()
+    quantised, scales = quantise("w", torch.empty(256, 128, device="meta"))
+    assert quantised.dtype == torch.float8_e4m3fn
+    assert scales.shape == (2, 1)
