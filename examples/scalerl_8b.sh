@@ -3,13 +3,15 @@
 """
 # ScaleRL on an 8B dense model (Llama 3.1): 80 GPUs, of which 16 train and 64 generate; or one node.
 #
-#   bash examples/scalerl_8b.sh --dry-run             # no GPU needed: configuration, roles, memory
-#   torchrun --nnodes 20 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 \
-#     examples/scalerl_8b.sh --start_checkpoint /data/8b           # on each node
-#   torchrun examples/scalerl_8b.sh --one-node --start_checkpoint /data/8b   # a node of 8 x 80 GiB
+#   bash examples/scalerl_8b.sh --dry-run              # configuration, roles, memory; starts nothing
+#   bash examples/scalerl_8b.sh --one-node --dry-run   # the same for a node of 8 GPUs with 80 GiB
+#   torchrun examples/scalerl_8b.sh --one-node --start_checkpoint /data/8b   # needs GPUs
 #
-# Other GPUs: `megatron-rl plan examples/scalerl_8b.yaml --world 80 --gpu-gib 80 --gpus-per-node 8`
-# proposes a layout, and its options can follow here.
+# The last lines of the dry run are what to type on each of the nodes. With one rank per node
+# (--nproc-per-node 1) the script starts one for each GPU of the node itself.
+#
+# For other GPUs, megatron-rl plan examples/scalerl_8b.yaml --gpu-gib 80 --gpus-per-node 8 proposes
+# a layout, whose options can follow here.
 import sys
 from pathlib import Path
 

@@ -3,15 +3,15 @@
 """
 # ScaleRL on Llama-4 Scout (17Bx16), text part: 80 GPUs, of which 16 train and 64 generate.
 #
-#   bash examples/scalerl_scout.sh --dry-run          # no GPU needed: configuration, roles, memory
-#   torchrun --nnodes 20 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 \
-#     examples/scalerl_scout.sh --start_checkpoint /data/scout     # on each node
-#   torchrun --nnodes 20 ... examples/scalerl_scout.sh             # one rank: starts the node's GPUs
-#   torchrun examples/scalerl_scout.sh                # one node: says how many nodes it takes
+#   bash examples/scalerl_scout.sh --dry-run       # configuration, roles, memory; starts nothing
+#   torchrun examples/scalerl_scout.sh             # needs GPUs; on one node: says how many it takes
 #
-# Other GPUs: `megatron-rl plan examples/scalerl_scout.yaml --world 80 --gpu-gib 80
-# --gpus-per-node 8` proposes a layout, and its options can follow here. Eight GPUs do not hold
-# Scout with AdamW in any layout; the plan says why.
+# The last lines of the dry run are what to type on each of the nodes. With one rank per node
+# (--nproc-per-node 1) the script starts one for each GPU of the node itself.
+#
+# For other GPUs, megatron-rl plan examples/scalerl_scout.yaml --gpu-gib 80 --gpus-per-node 8
+# proposes a layout, whose options can follow here. No layout trains Scout with AdamW on eight GPUs;
+# the plan says why.
 import sys
 from pathlib import Path
 

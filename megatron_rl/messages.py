@@ -152,7 +152,7 @@ class WeightsUpdated(Message):
     pause_seconds: float
     """Time in which no token moved."""
     transfer_seconds: float
-    """Reading, checking and loading the bytes (part of the pause)."""
+    """Loading (part of the pause); with files, reading and checking them once more as well."""
     requests_in_flight: int
 
 

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes_cli": {"config", "recipes"},
     "ablate": {"config", "recipes", "observe", "scaling"},
     "launch": {"*"},
+    "plugin": {"*"},
     "cli": {"*"},
 }
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
@@ -74,6 +75,9 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
+    # The plug-in starts what `launch` starts, inside Megatron's own process.
+    if f"{module}.".startswith(f"{PACKAGE.name}.policy.plugin."):
+        return "plugin"
     return module.split(".")[1] if "." in module else ""
 
 

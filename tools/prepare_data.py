@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`megatron-rl data prepare` without an installation.
 
-    python tools/prepare_data.py polaris data/polaris --against aime2024 --against math500
+python tools/prepare_data.py polaris data/polaris --against aime2024 --against math500
 """
 
 import sys

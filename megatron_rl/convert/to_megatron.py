@@ -7,7 +7,7 @@
                             untouched-*.safetensors has the tensors that Megatron does not hold
         SHA256SUMS
 
-The tensors are whole in it (in pieces of at most `pieces.PIECE_BYTES` along rows), so that any tensor,
+The tensors are whole in it (in pieces of rows, see `pieces`), so that any tensor,
 pipeline and expert parallel layout reads its own bytes. Where the local spec and Transformer
 Engine's differ in a name, both names are there for the same bytes: either spec loads it.
 Optimizer state is not part of it.
@@ -103,7 +103,7 @@ def _part(made: Job, part: int) -> job.Done:
         make[items[-1].index] = _no_state
     writer = _writer(work)
     empty = [SavePlan([]) for _ in range(part)]
-    plans = writer.prepare_globalmake_plan([*empty, writer.prepare_localmake_plan(SavePlan(items))])
+    plans = writer.prepare_global_plan([*empty, writer.prepare_local_plan(SavePlan(items))])
     results = writer.write_data(plans[part], _Lazy(make)).wait()
     file = {r.storage_data.relative_path for r in results}.pop()
     name = f"{RELEASE}/{file}"

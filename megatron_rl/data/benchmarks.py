@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.data.huggingface import read_huggingface
@@ -79,9 +79,8 @@ def load_benchmark(
         DataError: unknown name, or the set cannot be loaded; with the remedy.
     """
     if str(name).endswith(".jsonl"):
-        return read_jsonl(
-            name, kind=kind, template="{prompt}" if plain else template_for(kind)
-        )
+        found = read_jsonl(name, kind=kind)
+        return found if plain else [_instructed(q) for q in found]
     key = "".join(c for c in str(name).lower() if c.isalnum())
     benchmark = BENCHMARKS.get(key)
     if benchmark is None:
@@ -95,4 +94,14 @@ def load_benchmark(
         kind=benchmark.kind,
         fields=benchmark.fields,
         template="{prompt}" if plain else benchmark.template,
+    )
+
+
+def _instructed(question: Question) -> Question:
+    """The question with what its verifier reads asked for; once, where it is asked for already."""
+    instruction = INSTRUCTIONS.get(question.kind, "")
+    if question.prompt.rstrip().endswith(instruction):
+        return question
+    return replace(
+        question, prompt=template_for(question.kind).replace("{prompt}", question.prompt)
     )

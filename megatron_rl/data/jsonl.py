@@ -97,7 +97,9 @@ def questions(
         question = Question(
             id=str(index if identity is None else identity),
             kind=str(row.get("kind", kind)),
-            prompt=template.replace("{prompt}", _asked(prompt, where) + _starter(row, names.starter)),
+            prompt=template.replace(
+                "{prompt}", _asked(prompt, where) + _starter(row, names.starter)
+            ),
             gold=gold if isinstance(gold, str) else json.dumps(gold),
             meta={**dict(row.get("meta") or {}), **{f: row[f] for f in names.meta if f in row}},
             difficulty=str(_optional(row, names.difficulty, DIFFICULTY_FIELDS) or ""),

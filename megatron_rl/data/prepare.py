@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.benchmarks import load_benchmark, template_for
+from megatron_rl.data.benchmarks import load_benchmark
 from megatron_rl.data.jsonl import questions
+from megatron_rl.data.prepare_check import Check, make_check, prompt_of
 from megatron_rl.data.prepare_overlap import Overlap, words
 from megatron_rl.data.prepare_rows import Row, Rows, open_rows
 from megatron_rl.data.prepare_settings import Settings
@@ -78,7 +79,7 @@ def prepare(settings: Settings, output: Path, say: Callable[[str], None]) -> dic
         DataError: the source or an evaluation set cannot be read, or too little is left.
     """
     sources = _sources(settings)
-    check = _checker(settings)
+    check = make_check(settings)
     entries = [_examined(row, q, problem, check) for row, q, problem in _read(settings, sources)]
     if not entries:
         raise DataError(f"{settings.source}: no rows")
@@ -143,61 +144,6 @@ def _identified(question: Question, identity: str, subset: str | None) -> Questi
     return Question(
         identity, question.kind, question.prompt, question.gold, meta, question.difficulty
     )
-
-
-Check = Callable[[Question], tuple[str, str]]
-"""(reason, detail) for which a question is dropped; two empty texts if it is not."""
-
-
-def _checker(settings: Settings) -> Check:
-    count = _token_counter(settings)
-
-    def check(question: Question) -> tuple[str, str]:
-        kib = len(question.gold.encode()) / 1024
-        if kib > settings.max_answer_kib:
-            return "large", f"{kib:.0f} KiB"
-        problem = "" if settings.keep_unreadable else _unreadable(question)
-        if problem:
-            return "unreadable", problem
-        tokens = count(_prompt(question, settings))
-        return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
-
-    return check
-
-
-def _token_counter(settings: Settings) -> Callable[[str], int]:
-    if settings.tokenizer is None:
-        return lambda text: 0
-    from tokenizers import Tokenizer
-
-    path = Path(settings.tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise DataError(f"--tokenizer: {path}: no such file; give a folder with a tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _unreadable(question: Question) -> str:
-    """Why the verifier of a question could never say `correct`; empty if it could."""
-    if question.kind == "code":
-        from megatron_rl.rewards.code.cases import BadTests, read_cases
-        from megatron_rl.rewards.code.verdict import function_name
-
-        try:
-            read_cases(question.gold, function_name(question.meta))
-        except BadTests as e:
-            return str(e)[:200]
-    if question.kind == "math":
-        from megatron_rl.rewards.math.verdict import is_readable
-
-        return "" if is_readable(question.gold) else f"answer {question.gold[:80]!r}"
-    return ""
-
-
-def _prompt(question: Question, settings: Settings) -> str:
-    template = settings.template or template_for(question.kind)
-    return template.replace("{prompt}", question.prompt)
 
 
 def _examined(row: Row, question: Question | None, problem: str, check: Check) -> _Entry:
@@ -327,7 +273,7 @@ def _prompt_row(question: Question, settings: Settings) -> dict[str, Any]:
     return {
         "id": question.id,
         "kind": question.kind,
-        "prompt": _prompt(question, settings),
+        "prompt": prompt_of(question, settings),
         "answer": question.gold,
         "difficulty": question.difficulty,
         "meta": question.meta,

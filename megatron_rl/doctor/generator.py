@@ -109,7 +109,7 @@ def _patch_line(row: dict[str, str], python: str, unneeded: bool) -> Result:
     check = f"patch {row['name']}"
     if row["state"] == "APPLIED":
         return ok(check, f"applied to {row['detail']}")
-    if row["state"] == "ABSENT":
+    if row["state"] in ("ABSENT", "MENDED"):
         return note(check, f"{row['detail']}: nothing to patch")
     if unneeded:
         return note(check, "not applied, and the faulty code is not used here")

@@ -51,7 +51,7 @@ def _turn(
     status, turn = 0, reverse if backwards else apply
     done, nothing = ("reversed", "is not applied") if backwards else ("applied", "is applied")
     for patch in patches:
-        if all_installed and state_of(patch, site).state is State.ABSENT:
+        if all_installed and state_of(patch, site).state in (State.ABSENT, State.MENDED):
             continue
         try:
             changed = turn(patch, site)

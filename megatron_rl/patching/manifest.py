@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ class State(enum.Enum):
     """The wheel is as upstream shipped it (or an interrupted change left it half-way)."""
     UNKNOWN = "unknown"
     """A version that the patch does not list, or a file that is neither before nor after it."""
+    MENDED = "mended"
+    """A release in which upstream has mended the fault."""
     ABSENT = "not installed"
 
 
@@ -59,6 +62,12 @@ class Patch:
     """Version of the wheel -> the files that the patch changes in it."""
     unless_importable: tuple[str, ...] = ()
     """Packages of which any one makes the patch unnecessary."""
+    mended_in: str = ""
+    """First release in which upstream has mended the fault; empty while there is none."""
+
+    def is_mended_in(self, version: str) -> bool:
+        """Whether a release of the wheel is one in which upstream has mended the fault."""
+        return bool(self.mended_in) and _numbers(version) >= _numbers(self.mended_in)
 
     @property
     def diff(self) -> str:
@@ -69,6 +78,10 @@ class Patch:
     def reproduction(self) -> Path:
         """Script that exits with 1 where the fault is and with 0 where it is not."""
         return FOLDER / "reproduce" / f"{self.name.replace('-', '_')}.py"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3]]
 
 
 @cache

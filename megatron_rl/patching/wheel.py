@@ -50,6 +50,8 @@ def state_of(patch: Patch, site: Sequence[str] | None = None) -> Status:
     if distribution is None:
         return Status(State.ABSENT, f"{patch.distribution} is not installed")
     wheel = f"{patch.distribution} {distribution.version}"
+    if patch.is_mended_in(distribution.version):
+        return Status(State.MENDED, f"{wheel}; the fault was there before {patch.mended_in}")
     changes = _changes(patch, distribution)
     if changes is None:
         return Status(
@@ -79,7 +81,7 @@ def apply(patch: Patch, site: Sequence[str] | None = None) -> bool:
     """Apply a patch; returns whether anything changed (False: it was applied already).
 
     Raises:
-        PatchError: the wheel is not installed, or is not one that the patch knows.
+        PatchError: the wheel is not installed, needs no patch, or is not one that it knows.
     """
     return _turn(patch, site, backwards=False)
 
@@ -115,7 +117,7 @@ def patched_text(patch: Patch, change: Change, text: str, *, backwards: bool = F
 def _turn(patch: Patch, site: Sequence[str] | None, *, backwards: bool) -> bool:
     status = state_of(patch, site)
     distribution = find_distribution(patch.distribution, site)
-    if distribution is None or status.state in (State.ABSENT, State.UNKNOWN):
+    if distribution is None or status.state not in (State.APPLIED, State.NEEDED):
         raise PatchError(f"{patch.name}: {status.detail}")
     new: list[tuple[Path, bytes]] = []
     for change in _changes(patch, distribution) or ():

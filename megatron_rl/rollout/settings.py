@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -14,9 +13,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.messages import TensorInfo
 from megatron_rl.models import architecture
 from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
-from megatron_rl.weights.manifest import WeightsError
-from megatron_rl.weights.transports import refuse_contradictions
-from megatron_rl.weights.wire import BLOCK, WireFormat
+from megatron_rl.weights.wire import BLOCK, WireFormat, is_quantised
 
 BLOCK_TOKENS = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
@@ -60,10 +57,12 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         overrides["attention_chunk_size"] = None
     text_config = checkpoint.get("text_config", checkpoint)
     if config.weights.quantization == "fp8":
-        refuse_contradictions(config, cuda=torch.cuda.is_available())
         overrides["quantization_config"] = _fp8(checkpoint, text_config)
         # The start checkpoint has no scales: the first version that the trainer publishes brings
         # them, before anything is generated.
+        arguments["load_format"] = "dummy"
+    if not any(Path(model_dir).glob("*.safetensors")):
+        # A plug-in's model: the first version that the trainer publishes brings the weights.
         arguments["load_format"] = "dummy"
     if overrides:
         arguments["hf_overrides"] = overrides
@@ -86,9 +85,15 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
     """What tells vLLM's `fp8` loader to expect the tensors of `weights.wire`.
 
     Raises:
-        ValueError: a model whose weights cannot be quantised by blocks.
+        ValueError: a machine or a model that cannot take them.
     """
     model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
+    # vLLM's CPU build multiplies FP8 block scales by AMX alone.
+    if not torch.cuda.is_available() and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            "weights.quantization is 'fp8': vLLM multiplies FP8 weights with block scales on CUDA"
+            " devices and on CPUs with AMX, and this generator has neither; set it to 'none'"
+        )
     if checkpoint is not text_config:
         raise ValueError(
             f"weights.quantization is 'fp8': a checkpoint of model_type"
@@ -101,10 +106,15 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
             f"weights.quantization is 'fp8': heads of {head_dim} rows share blocks of {BLOCK} rows"
             " with one scale, which vLLM's rotary order for Llama 4 takes apart; set it to 'none'"
         )
+    matrices = [n for n, shape in architecture(checkpoint).shapes().items() if len(shape) == 2]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
+        # Routers, which vLLM would quantise where it is not told; embedding and head.
+        "modules_to_not_convert": [
+            name.removesuffix(".weight") for name in matrices if not is_quantised(name)
+        ],
     }
 
 
@@ -112,33 +122,10 @@ def expected_tensors(config: RunConfig, model_dir: str) -> dict[str, TensorInfo]
     """What every weight version of the run must hold, by name.
 
     Raises:
-        WeightsError: `model_dir` holds no safetensors file.
         ValueError: an architecture that is not implemented.
     """
     kind = architecture(json.loads((Path(model_dir) / "config.json").read_text()))
-    shapes = checkpoint_shapes(model_dir)
-    for name in kind.passthrough(shapes):
-        del shapes[name]
-    return WireFormat.of(config).expected(shapes)
-
-
-def checkpoint_shapes(model_dir: str) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a Hugging Face directory, by name.
-
-    Raises:
-        WeightsError: it holds no safetensors file.
-    """
-    files = sorted(Path(model_dir).glob("*.safetensors"))
-    if not files:
-        raise WeightsError(
-            f"{model_dir}: no *.safetensors in it; save the model with `save_pretrained`"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
-    return shapes
+    return WireFormat.of(config).expected(kind.shapes())
 
 
 def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:

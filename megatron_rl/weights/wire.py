@@ -71,7 +71,7 @@ class WireFormat:
             yield name, tensor.to(self.dtype)
             return
         for single, matrix in _experts_one_by_one(name, tensor):
-            if _QUANTISED.fullmatch(single):
+            if is_quantised(single):
                 weight, scale = quantise(single, matrix)
                 yield single, weight
                 yield single + SCALE_SUFFIX, scale
@@ -86,6 +86,11 @@ class WireFormat:
         """
         empty = ((n, torch.empty(s, dtype=self.dtype, device="meta")) for n, s in shapes.items())
         return {name: tensor_info(name, tensor) for name, tensor in self.stream(empty)}
+
+
+def is_quantised(name: str) -> bool:
+    """Whether FP8 quantises the matrix of this name."""
+    return _QUANTISED.fullmatch(name) is not None
 
 
 def quantise(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -149,4 +149,7 @@ def test_an_evaluation_set_can_be_read_without_what_is_asked_of_the_form(tmp_pat
     path = write(tmp_path / "e.jsonl", {"prompt": "1+1?", "answer": "2"})
     assert load_benchmark(str(path), plain=True)[0].prompt == "1+1?"
     assert load_benchmark(str(path), kind="exact")[0].prompt == "1+1?"
-    assert load_benchmark(str(path))[0].prompt.endswith("\\boxed{}.")
+    asked = load_benchmark(str(path))[0].prompt
+    assert asked == "1+1?\nPut the final answer in \\boxed{}."
+    again = write(tmp_path / "again.jsonl", {"prompt": asked, "answer": "2"})
+    assert load_benchmark(str(again))[0].prompt == asked

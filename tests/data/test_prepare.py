@@ -52,8 +52,12 @@ def test_polaris_gives_the_documented_files_and_tells_what_was_dropped(tmp_path:
     assert (report["rows"], report["train"], report["heldout"]) == (38, 25, 4)
     assert report["dropped"] == {
         **dict.fromkeys(REASONS, 0),
-        **{"broken": 3, "unreadable": 1, "long": 1, "duplicate": 1},
-        **{"conflict": 2, "contaminated": 1},
+        "broken": 3,
+        "unreadable": 1,
+        "long": 1,
+        "duplicate": 1,
+        "conflict": 2,
+        "contaminated": 1,
     }
     for name, digest in report["sha256"].items():
         assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
@@ -202,7 +206,9 @@ def test_overlap_finds_a_question_in_other_words_around_it_and_no_other() -> Non
     index.add("short", "Compute 2+2.")
     moved = "Hint: physics. A TRAIN leaves the $station$ at noon, and travels 60 miles each hour!"
     assert index.find(moved) == "a"
-    assert index.find("A train leaves the station at noon, then stops for tea with the queen.") is None
+    assert (
+        index.find("A train leaves the station at noon, then stops for tea with the queen.") is None
+    )
     assert index.find("compute $2+2$") == "short"
     assert index.find("Compute 2+2 and then multiply the result by the number of planets.") is None
     assert index.find("") is None

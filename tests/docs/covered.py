@@ -28,7 +28,13 @@ COVERED: dict[str, str] = {
         "tests/launch/test_launch.py::"
         "test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs"
     ),
+    "torchrun --nproc-per-node 2 -m megatron_rl.compat.megatron_cpu examples/pretrain_gpt.py *": (
+        "tests/e2e/test_pretraining.py::"
+        "test_pretraining_learns_and_the_plugin_takes_no_part"
+    ),
     "megatron-rl ablate *": "tests/ablate/test_ablate.py::*",
+    "megatron-rl convert *": "tests/convert/test_convert.py::*",
+    "python tools/convert_checkpoint.py *": "tests/convert/test_memory.py::*",
     "megatron-rl train --recipe dapo --config my_sizes.yaml": "tests/recipes/test_training.py::*",
     # Installation from an index or a wheel.
     "pip install*": "tests/docker/test_image.py::test_the_steps_run_in_a_plain_environment",

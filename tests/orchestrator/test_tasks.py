@@ -42,7 +42,9 @@ def test_each_task_has_its_share_of_every_few_prompts():
         assert abs(sum(drawn[:n]) - n * 2 / 3) <= 2
     for row in rows:
         parts = row["tasks"]
-        counted = {t: p["prompts_trained"] + p["prompts_dropped_zero_variance"] for t, p in parts.items()}
+        counted = {
+            t: p["prompts_trained"] + p["prompts_dropped_zero_variance"] for t, p in parts.items()
+        }
         first = sum(p < 40 for p in row["prompt_ids"])
         assert counted == {"arithmetic": first, "sums": 3 - first}
 
@@ -79,7 +81,10 @@ def test_a_resumed_mixture_draws_the_same_prompts(tmp_path):
     prompts = [r["prompt_ids"] for r in (*first.rows.steps, *rest.rows.steps)]
     assert prompts == [r["prompt_ids"] for r in whole.rows.steps]
     with pytest.raises(DataError, match="made with the mixture"):
-        other = {**TWO_TASKS, "tasks": {"arithmetic": {"weight": 5.0}, "sums": {"kind": "arithmetic"}}}
+        other = {
+            **TWO_TASKS,
+            "tasks": {"arithmetic": {"weight": 5.0}, "sums": {"kind": "arithmetic"}},
+        }
         run(small_config(other), directory=tmp_path, resume=True)
 
 
@@ -93,9 +98,7 @@ def test_a_state_of_another_format_is_refused(tmp_path):
 
 def test_an_evaluation_that_an_interrupt_cut_off_is_made_up_where_the_run_goes_on(tmp_path):
     # The evaluation at step 3 is slow, and the run is interrupted at step 5 before it is over.
-    first = run(
-        small_config(), directory=tmp_path, save_before=5, stop_before=5, slowness=0.05
-    )
+    first = run(small_config(), directory=tmp_path, save_before=5, stop_before=5, slowness=0.05)
     made = [row["step"] for row in first.rows.evals]
     assert made in ([0], [0, 3])
     rest = run(small_config(), directory=tmp_path, resume=True, evaluated=set(made))

@@ -29,7 +29,8 @@ from megatron_rl.patching.required import ASSUME
 from tests.patching.overlay import installed, texts
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = load_patches()
+ALL = load_patches()
+PATCHES = [patch for patch in ALL if state_of(patch).state is not State.MENDED]
 ADAM = next(p for p in PATCHES if p.name == "megatron-core-torch-adam-checkpoint")
 
 DIFF = """--- a/pkg/m.py
@@ -108,7 +109,7 @@ def test_apply_is_idempotent_and_reverse_is_exact_to_the_byte(patch, tmp_path):
     assert not reverse(patch, where) and contents(site) == before
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", ALL, ids=lambda patch: patch.name)
 def test_a_patch_has_all_that_a_reader_of_upstream_needs(patch):
     files = parse(patch.diff)
     assert patch.releases and patch.fault and patch.upstream and patch.reproduction.is_file()
@@ -211,7 +212,7 @@ def test_the_command_line_says_what_it_did_and_its_exit_status(tmp_path):
     assert "reversed" in tool("reverse", ADAM.name, *where).stdout
     assert "is not applied already" in tool("reverse", ADAM.name, *where).stdout
     listed = tool("list", *where).stdout
-    assert all(patch.name in listed and patch.fault in listed for patch in PATCHES)
+    assert all(patch.name in listed and patch.fault in listed for patch in ALL)
     unknown = tool("apply", "nothing", *where)
     assert unknown.returncode == 2 and ADAM.name in unknown.stderr
 
@@ -258,3 +259,18 @@ def test_two_patches_of_one_file_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "FOLDER", tmp_path / "patches")
     with pytest.raises(ValueError, match="both change"):
         manifest.load_patches.__wrapped__()
+
+
+def test_a_release_in_which_upstream_has_mended_the_fault_is_left_alone(tmp_path):
+    patch = next(p for p in ALL if p.name == "megatron-core-expert-gradients")
+    assert [patch.is_mended_in(v) for v in ("0.18.2", "0.19.0", "0.19.2+cu13", "0.20.0rc1")] == [
+        *(False, True, True, True)
+    ]
+    info = tmp_path / "megatron_core-0.19.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.0\n")
+    assert state_of(patch, [str(tmp_path)]).state is State.MENDED
+    with pytest.raises(PatchError, match=r"before 0\.19\.0"):
+        apply(patch, [str(tmp_path)])
+    said = tool("apply", patch.name, "--site", str(tmp_path))
+    assert said.returncode == 2 and "before 0.19.0" in said.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.patching import Patch, load_patches
+from megatron_rl.patching import Patch, State, load_patches, state_of
 from tests.patching.overlay import overlay, texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +77,18 @@ def test_torch_adam_counts_right_after_a_load(patched, tmp_path):
         assert "fp32 optimizer, 0 steps: right" not in text
         assert "distributed optimizer, 0 steps: right" not in text
         assert "distributed optimizer, 3 steps: right" not in text
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_gradients_of_replicated_experts_are_summed(patched, tmp_path):
+    patch = PATCHES["megatron-core-expert-gradients"]
+    if state_of(patch).state is State.MENDED:
+        if not patched:
+            pytest.skip("the installed Megatron-Core has mended it (make test-other-megatron)")
+    else:
+        overlay(tmp_path, [patch], patched=patched)
+    status, text = run([str(patch.reproduction)], tmp_path)
+    assert status == int(not patched), text[-4000:]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["unpatched", "patched"])

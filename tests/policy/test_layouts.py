@@ -18,6 +18,8 @@ from tests.workers import run_ranks
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-6
+HEAD_NORM_TOLERANCE = 3e-6
+"""Cancellation leaves a ninth of the terms that make up the gradient of a head's norm."""
 ADAM_TOLERANCE = 2e-4
 """Adam turns a gradient of 1e-9 into a step of the size of the learning rate (1e-3) of any sign."""
 INITIAL = 0.2
@@ -58,8 +60,10 @@ def test_later_steps_stay_as_close_as_adam_lets_them(layout: Any) -> None:
 
 
 def test_gradients_agree_with_one_process(layout: Any) -> None:
-    worst = max(layout["gradients"], key=layout["gradients"].__getitem__)
-    assert layout["gradients"][worst] <= GRADIENT_TOLERANCE, (worst, layout["gradients"][worst])
+    for name, difference in layout["gradients"].items():
+        head_norm = name.endswith(("q_norm.weight", "k_norm.weight"))
+        tolerance = HEAD_NORM_TOLERANCE if head_norm else GRADIENT_TOLERANCE
+        assert difference <= tolerance, (name, difference)
 
 
 def test_three_successive_exports_agree_with_one_process(layout: Any) -> None:

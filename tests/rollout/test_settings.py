@@ -9,8 +9,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from megatron_rl.rollout.settings import BLOCK_TOKENS, checkpoint_shapes, engine_args, phrase_tokens
-from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.rollout.settings import (
+    BLOCK_TOKENS,
+    engine_args,
+    expected_tensors,
+    phrase_tokens,
+)
 from tests.rollout import tiny_models
 from tests.rollout.conftest import run_config
 
@@ -85,8 +89,13 @@ def test_a_phrase_that_is_not_what_it_seems_as_tokens_is_refused(model_dir):
         phrase_tokens(two_tokens, tokenizer)
 
 
-def test_shapes_are_read_from_the_checkpoint_and_a_missing_one_is_named(model_dir, tmp_path):
+def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_path):
     expected = {n: tuple(t.shape) for n, t in tiny_models.checkpoint(model_dir).items()}
-    assert checkpoint_shapes(str(model_dir)) == expected
-    with pytest.raises(WeightsError, match=r"no \*.safetensors in it"):
-        checkpoint_shapes(str(tmp_path))
+    for path in model_dir.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    config = run_config(tmp_path)
+    found = expected_tensors(config, str(tmp_path))
+    assert {name: tuple(info.shape) for name, info in found.items()} == expected
+    assert engine_args(config, 0, str(tmp_path)).load_format == "dummy"
+    assert engine_args(run_config(model_dir), 0, str(model_dir)).load_format != "dummy"

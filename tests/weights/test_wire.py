@@ -128,6 +128,7 @@ print("QUANTISED", float((back - w).abs().div(w.abs().clamp(min=1e-3)).median())
 """
 
 
+@pytest.mark.e2e
 def test_fp8_by_modelopt_is_within_half_a_unit_and_is_what_a_generator_expects():
     # In a process of its own: modelopt's import takes seconds and leaves hooks behind.
     if importlib.util.find_spec("modelopt") is None:

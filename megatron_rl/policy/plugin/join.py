@@ -181,13 +181,9 @@ class PretrainingPlugin:
         """
         if self._rollouts is None or self._ended:
             return
-        from megatron.training import get_args
-
-        args, config = get_args(), self._config
-        assert config is not None
-        self._rollouts.publish(args.curr_iteration)
-        interrupted = args.curr_iteration < args.train_iters
-        self._leave(interrupted, config.timeouts.evaluation_seconds)
+        assert self._config is not None
+        self._rollouts.publish(self._rollouts.steps)
+        self._leave(self._config.timeouts.evaluation_seconds)
 
     def _start(self, config: RunConfig, args: Any) -> Rollouts:
         """Orchestrator, transport and model, once Megatron has loaded its checkpoint."""
@@ -216,27 +212,25 @@ class PretrainingPlugin:
         atexit.register(self._leave_early)
         opened = open_publish(config, args.rank, wires.rendezvous, wires.client)
         publish = wires.stack.enter_context(opened)
-        rollouts = Rollouts(config, wires.client, publish, args.iteration, self._whole)
-        rollouts.model = model
-        return rollouts
+        return Rollouts(config, model, wires.client, publish, args.iteration, self._whole)
 
-    def _leave(self, interrupted: bool, seconds: float) -> None:
-        from megatron.training import get_args
-
-        self._ended, wires = True, self._wires
-        assert wires is not None
+    def _leave(self, seconds: float) -> None:
+        self._ended, wires, config = True, self._wires, self._config
+        assert wires is not None and config is not None and self._rollouts is not None
+        steps = self._rollouts.steps
         with wires.stack:
             if wires.client is None or wires.orchestrator is None:
                 return
-            wires.client.done(TrainerDone(step=get_args().curr_iteration, interrupted=interrupted))
+            interrupted = steps < config.schedule.steps
+            wires.client.done(TrainerDone(step=steps, interrupted=interrupted))
             wires.client.close()
             # Generators may still read the last version.
             wires.orchestrator.wait(seconds)
 
     def _leave_early(self) -> None:
         """`pretrain` has left the process (a signal, `--exit-interval`), or failed."""
-        if not self._ended and self._config is not None:
-            self._leave(True, self._config.timeouts.shutdown_seconds)
+        if not self._ended and self._config is not None and self._rollouts is not None:
+            self._leave(self._config.timeouts.shutdown_seconds)
 
     def _whole(self) -> None:
         """Completes the parameters where an all-gather is still to come."""

@@ -52,6 +52,7 @@ class Rollouts:
 
     Args:
         config: the run.
+        model: the script's.
         client: to the orchestrator, on rank 0; None elsewhere.
         publish: this rank's end of the weight transport, if it has one.
         start_step: optimizer steps that Megatron has made.
@@ -61,18 +62,24 @@ class Rollouts:
     def __init__(
         self,
         config: RunConfig,
+        model: PluggedModel,
         client: Client | None,
         publish: Publish | None,
         start_step: int,
         whole: Callable[[], None],
     ) -> None:
-        self._config, self._client, self._publish, self._whole = config, client, publish, whole
-        self.model: PluggedModel | None = None
+        self._config, self._model, self._whole = config, model, whole
+        self._client, self._publish = client, publish
         self._step = start_step - 1
         self._current: _Step | None = None
         self._published = -1
         self._publish_seconds = 0.0
         self._head: Head | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that Megatron has made, or is about to finish."""
+        return self._step + 1
 
     def micro_batch(self, step: int, index: int) -> PluggedMicroBatch:
         """Micro-batch `index` of `step`; the first call of a step is collective.
@@ -83,8 +90,9 @@ class Rollouts:
         """
         if step != self._step:
             self._advance(step)
-        current, model = self._current, self.model
-        assert current is not None and model is not None and self._head is not None
+        current = self._current
+        assert current is not None
+        assert self._head is not None
         own = current.work.own
 
         def keep(rows: HeadRows) -> None:
@@ -100,8 +108,7 @@ class Rollouts:
         )
 
     def _advance(self, step: int) -> None:
-        config, model = self._config, self.model
-        assert model is not None, "the model provider has not run"
+        config, model = self._config, self._model
         if self._head is None:
             self._head = Head.of(config, model.architecture.vocabulary)
         self.publish(step)
@@ -123,19 +130,18 @@ class Rollouts:
         """Offer the weights to the generators, once per version; collective."""
         if version == self._published:
             return
-        assert self.model is not None
         self._whole()
         self._publish_seconds = publish_weights(
-            self._config, self.model, self._client, self._publish, version
+            self._config, self._model, self._client, self._publish, version
         )
         self._published = version
 
     def trained(self) -> None:
         """The gradients of the step are there: report it; collective."""
-        current, model = self._current, self.model
-        if current is None or model is None:
+        current = self._current
+        if current is None:
             return
-        found, probe = current.work.report(current.outputs, model.reports)
+        found, probe = current.work.report(current.outputs, self._model.reports)
         self._current = None
         if self._client is not None:
             self._client.step_done(
@@ -155,7 +161,7 @@ class Rollouts:
         Args:
             directory: where; None on ranks other than 0.
         """
-        step = self._step + 1
+        step = self.steps
         if self._client is not None and directory is not None:
             folder = state_folder(directory, step)
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ QUADRATURE = ((15, 1e-6), (30, 1e-20))
 """(digits, relative error that must be reached) of integrals, coarse to fine."""
 LIMIT_DIGITS = 400
 NEAR, FAR = (20, 30), (0, 1)
-"""A limit is taken at 10^-20 and 10^-30 beside its point, or at 10^20 and 10^30 + 1 (an odd one)."""
+"""A limit is taken at 10^-20 and 10^-30 beside its point, or at 10^20 and 10^30 + 1 (odd)."""
 STEADY = 1e-12
 """Relative difference of a limit's two values."""
 DIFFERENT, SAME = 1e-4, 1e-15

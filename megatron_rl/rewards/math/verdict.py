@@ -145,7 +145,7 @@ def _judge_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> V
 
 
 def is_readable(gold: str) -> bool:
-    """Whether an answer can be right by more than its text: it can be read, or math-verify asked."""
+    """Whether an answer can be right by more than its text: read here, or by math-verify."""
     try:
         text = strip_math_delimiters(unbox(gold))
     except (NoAnswer, OverLimit):

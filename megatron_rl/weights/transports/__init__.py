@@ -31,11 +31,6 @@ def refuse_contradictions(config: RunConfig, *, cuda: bool) -> None:
             "weights.transport is 'nccl': it moves weights between GPUs, and torch finds no CUDA"
             " device here; use 'gloo' or 'disk'"
         )
-    if config.weights.quantization == "fp8" and not cuda:
-        raise ConfigError(
-            "weights.quantization is 'fp8': vLLM has no kernels for FP8 block scales on CPU, and"
-            " torch finds no CUDA device here; set it to 'none'"
-        )
 
 
 def open_publisher(config: RunConfig, rank: int, rendezvous: Rendezvous) -> Publisher | None:
