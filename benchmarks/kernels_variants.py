@@ -119,6 +119,7 @@ def _fused(main_grad: bool, grads: heads.LogitGrads = "auto") -> Variant:
 
 def _fused_of_upcasts() -> Variant:
     """The fused path of a processor without bf16 instructions."""
+    load()
     run = _fused(True)
     head = heads.Upcast(tf32=False, device="cpu")
 

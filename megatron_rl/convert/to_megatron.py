@@ -16,6 +16,7 @@ Optimizer state is not part of it.
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import json
 import os
@@ -86,6 +87,8 @@ class _Lazy(DefaultSavePlanner):
         self._make = make
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        # torch.save leaves the tensor before in a reference cycle, as large as it was.
+        gc.collect(1)
         return self._make[write_item.index]()
 
 

@@ -149,8 +149,8 @@ class _Loss(torch.autograd.Function):
                 f"the gradient of linear_loss is not loss_scale = {ctx.loss_scale}: the head's"
                 " gradient was already added to main_grad with that factor",
             )
-            factor = factor / ctx.loss_scale
-        if hidden_grad_TH is not None:
+            factor = torch.ones_like(factor)  # the gradients have it
+        elif hidden_grad_TH is not None:
             hidden_grad_TH = hidden_grad_TH * factor.to(hidden_grad_TH.dtype)
         if ctx.direct:
             weight_grad_VH = _mark_added(ctx.weight)

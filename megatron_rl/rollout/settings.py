@@ -88,8 +88,14 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
         ValueError: a machine or a model that cannot take them.
     """
     model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
+    cuda = torch.cuda.is_available()
+    if not cuda and model_type == "llama4_text":
+        raise ValueError(
+            "weights.quantization is 'fp8': vLLM's CPU build has no FP8 experts for Llama 4, which"
+            " multiplies the router's weight into their input; set it to 'none'"
+        )
     # vLLM's CPU build multiplies FP8 block scales by AMX alone.
-    if not torch.cuda.is_available() and not torch.cpu._is_amx_tile_supported():
+    if not cuda and not torch.cpu._is_amx_tile_supported():
         raise ValueError(
             "weights.quantization is 'fp8': vLLM multiplies FP8 weights with block scales on CUDA"
             " devices and on CPUs with AMX, and this generator has neither; set it to 'none'"

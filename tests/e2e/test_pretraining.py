@@ -37,7 +37,7 @@ TRAINING = """
   --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
   --expert-tensor-parallel-size 1 --seq-length 64 --micro-batch-size 8 --global-batch-size 32
   --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --log-interval 1
-  --eval-iters 0 --num-workers 0 --calculate-per-token-loss
+  --eval-interval 10 --eval-iters 0 --num-workers 0 --calculate-per-token-loss
 """
 CPU = """
   --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
@@ -108,7 +108,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | Path]:
     reinforcement = [
         *shared,
         *("--rl-config", str(folder / "rl.yaml"), "--train-iters", str(STEPS)),
-        *("--save", str(folder / "trained"), "--save-interval", "5", "--eval-interval", "10"),
+        *("--save", str(folder / "trained"), "--save-interval", "5"),
     ]
     start = ["--load", str(folder / "pretrained"), "--finetune", "--no-load-optim"]
     first = [*reinforcement, *start, "--no-load-rng", "--exit-interval", str(STOP_AT)]

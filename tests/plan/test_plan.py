@@ -21,8 +21,7 @@ from megatron_rl.plan.memory import estimate
 from megatron_rl.plan.search import search
 from megatron_rl.plan.transfer import LINKS, estimate_transfer
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCOUT, DENSE = "llama-4-scout-17b-16e", "llama-3.1-8b"
 OF_192, OF_80 = Assumptions(192.0), Assumptions(80.0)
 
@@ -216,23 +215,43 @@ def test_the_examples_fit_their_hardware_with_the_papers_values(name: str) -> No
     assert roles.world_size == (8 if name.endswith("node") else 80)
 
 
-@pytest.mark.parametrize("name", ["scalerl_8b.sh", "scalerl_scout.sh"])
+@pytest.mark.parametrize("name", ["scalerl_8b", "scalerl_scout"])
 def test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint(
-    tmp_path: Path, name: str
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = EXAMPLES / name
-    compile(script.read_text(), str(script), "exec")
-    done = subprocess.run(
-        ["bash", str(script), "--dry-run"],
-        capture_output=True, text=True, timeout=250, cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    script = EXAMPLES / f"{name}.sh"
+    compile(script.read_text(), str(script), "exec")  # it is shell and Python at once
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
     for text in (
-        "# configuration", "learning_rate: 5.0e-07", "768 completions", "nodes 0-3 (ranks 0-15)",
-        "start_checkpoint: not set", "fits 80 GPUs of 186 GiB", "--nnodes 20 --nproc-per-node 4",
+        "learning_rate: 5.0e-07", "768 completions", "nodes 0-3 (ranks 0-15)",
+        "start_checkpoint: not set", "fits 80 GPUs of 186 GiB",
+        f"--nnodes 20 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}",
     ):  # fmt: skip
-        assert text in done.stdout, text
+        assert text in said, text
+    monkeypatch.setenv("RANK", "1")  # under torchrun one rank says it
+    main_returns = exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"])
+    assert (main_returns, capsys.readouterr().out) == (0, "")
+
+
+@pytest.mark.parametrize("form", ["bash", "python"])
+def test_an_example_passes_its_options_on(tmp_path: Path, form: str) -> None:
+    stub = tmp_path / "megatron_rl"
+    stub.mkdir()
+    (stub / "__init__.py").touch()
+    (stub / "cli.py").write_text("def main(arguments):\n    print(*arguments)\n")
+    done = subprocess.run(
+        [
+            *(["bash"] if form == "bash" else [sys.executable]),
+            *(str(EXAMPLES / "scalerl_8b.sh"), "--one-node", "--seed", "3"),
+        ],
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    yaml = EXAMPLES / "scalerl_8b_node.yaml"
+    assert done.stdout.split() == ["train", "--config", str(yaml), "--seed", "3"], done.stderr
 
 
 def test_paths_are_looked_for_and_launch_lines_repeat_the_options(tmp_path: Path) -> None:

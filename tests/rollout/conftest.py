@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -58,12 +59,10 @@ class Served:
         return tiny_models.checkpoint(self.folder)
 
 
-@pytest.fixture(scope="session", params=["llama", "llama4", "qwen3", "qwen3_moe"])
-def served(request, tmp_path_factory) -> Iterator[Served]:
+@contextlib.contextmanager
+def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, Any]]:
+    """(engine, the loop it lives in), in an environment that is put back afterwards."""
     environment = dict(os.environ)
-    folder = tmp_path_factory.mktemp(request.param)
-    model_dir = tiny_models.save(request.param, 0, folder / "v0")
-    config = run_config(model_dir)
     from megatron_rl.rollout.environment import prepare_environment
 
     prepare_environment(config, str(model_dir))
@@ -77,11 +76,21 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
         return engine
 
     engine = loop.run_until_complete(start())
+    try:
+        yield engine, loop
+    finally:
+        engine.stop()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@pytest.fixture(scope="session", params=["llama", "llama4", "qwen3", "qwen3_moe"])
+def served(request, tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_dir = tiny_models.save(request.param, 0, folder / "v0")
     publisher = DiskPublisher(folder / "weights")
     models = {0: tiny_models.build(request.param, 0)}
-    yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
-    engine.stop()
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    loop.close()
-    os.environ.clear()
-    os.environ.update(environment)
+    with running_engine(run_config(model_dir), model_dir) as (engine, loop):
+        yield Served(engine, request.param, loop, publisher, folder / "scratch", models)

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from megatron_rl.config import RunConfig
 from megatron_rl.rollout.settings import (
     BLOCK_TOKENS,
     engine_args,
     expected_tensors,
     phrase_tokens,
 )
+from megatron_rl.weights.manifest import WeightsError
 from tests.rollout import tiny_models
 from tests.rollout.conftest import run_config
 
@@ -99,3 +102,42 @@ def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_pa
     assert {name: tuple(info.shape) for name, info in found.items()} == expected
     assert engine_args(config, 0, str(tmp_path)).load_format == "dummy"
     assert engine_args(run_config(model_dir), 0, str(model_dir)).load_format != "dummy"
+
+
+def with_fp8(directory: Path):
+    tree = run_config(directory).model_dump(mode="json")
+    tree["weights"] |= {"dtype": "bf16", "quantization": "fp8"}
+    return RunConfig.model_validate(tree)
+
+
+def test_fp8_tells_vllm_the_blocks_and_what_stays_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    directory = tiny_models.save("qwen3_moe_fp8", 0, tmp_path)
+    args = engine_args(with_fp8(directory), 0, str(directory))
+    assert args.load_format == "dummy"
+    assert args.dtype == "bfloat16"
+    quantization = args.hf_overrides["quantization_config"]
+    assert quantization["weight_block_size"] == [128, 128]
+    assert set(quantization["modules_to_not_convert"]) == {
+        "model.embed_tokens",
+        "lm_head",
+        *(f"model.layers.{i}.mlp.gate" for i in range(3)),
+    }
+
+
+def test_fp8_is_refused_where_the_engine_cannot_take_it(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'fp8': vLLM's CPU build has no FP8 experts for Llama 4"):
+        engine_args(with_fp8(model_dir), 0, str(model_dir))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    directory = tiny_models.save("qwen3", 0, tmp_path)
+    with pytest.raises(ValueError, match=r"weights.quantization is 'fp8': .* CPUs with AMX"):
+        engine_args(with_fp8(directory), 0, str(directory))
+    small = expected_tensors_error(directory)
+    assert "layers.0.self_attn.q_proj.weight is 64 x 64: FP8 with block scales" in small
+
+
+def expected_tensors_error(directory: Path) -> str:
+    with pytest.raises(WeightsError) as caught:
+        expected_tensors(with_fp8(directory), str(directory))
+    return str(caught.value)

@@ -35,7 +35,8 @@ def build(kind: str, seed: int) -> Any:
     """A random model in fp32 whose distributions are not flat.
 
     Args:
-        kind: `llama` (tied embeddings), `llama4`, `qwen3` (tied) or `qwen3_moe`.
+        kind: `llama` (tied embeddings), `llama4`, `qwen3` (tied), `qwen3_moe`, or `qwen3_moe_fp8`,
+            whose matrices can be cut into blocks of 128 x 128.
         seed: of the weights.
     """
     tied = kind in ("llama", "qwen3")
@@ -61,12 +62,14 @@ def build(kind: str, seed: int) -> Any:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=192, **common))
-    elif kind == "qwen3_moe":
+    elif kind.startswith("qwen3_moe"):
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+        if kind == "qwen3_moe_fp8":
+            common |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
         qwen = Qwen3MoeConfig(
             intermediate_size=192,
-            moe_intermediate_size=64,
+            moe_intermediate_size=128 if kind == "qwen3_moe_fp8" else 64,
             num_experts=8,
             num_experts_per_tok=2,
             norm_topk_prob=True,

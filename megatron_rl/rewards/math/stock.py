@@ -36,16 +36,9 @@ begin: Callable[[], object] = _unlimited
 _WARM_UP = (
     (r"\sum_{k=1}^{n} k^2", r"\frac{n}{2}"),
     (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
-    (r"\int_0^1 x^2 dx", "5"),
+    (r"\lim_{x\to 0}\frac{\sin x}{\arctan x}", "5"),
 )
-_WARM_UP_READING = (
-    r"\int_0^{\infty} e^{-x^{2}} dx",
-    r"\int_1^2 \frac{\sin(x^{x^x})}{\ln(1+\tan x)} dx",
-    r"\int_0^{2\pi} \sqrt{1+\cos^2 x} dx",
-    r"\lim_{x\to 0}\frac{\sin x}{\arctan x}",
-    r"\sum_{n=1}^{\infty} \frac{(-1)^{n+1}}{n^2}",
-    r"\prod_{k=1}^{n} \left(1+\frac{1}{k}\right)",
-)
+_WARM_UP_READING = r"\int_0^{\infty} \frac{\sin(x^{x^x})}{\ln(1+\sqrt{\tan x})} e^{-x^{2}} dx"
 """The grammar's reader is slow at constructs that it has not met before."""
 
 
@@ -57,8 +50,7 @@ def warm_up() -> None:
     """
     for answer, gold in _WARM_UP:
         verify(answer, gold)
-    for text in _WARM_UP_READING:
-        _parse(text)
+    _parse(_WARM_UP_READING)
 
 
 def is_asked(text: str) -> bool:
