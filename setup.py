@@ -39,6 +39,8 @@ TRAIN = [
     "transformers>=5.0",
     "safetensors>=0.5",
     "psutil>=5.9",
+    # Of `megatron.training`, which names it nowhere.
+    "omegaconf>=2.3",
 ]
 REWARDS = [
     "math-verify[antlr4_13_2]>=0.9,<0.10",
@@ -48,6 +50,7 @@ REWARDS = [
 ]
 DATA = ["datasets>=5,<6"]
 IO = ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"]
+FP8 = ["nvidia-modelopt>=0.47"]
 DEV = [
     "pytest>=9",
     "pytest-timeout>=2.3",
@@ -134,12 +137,13 @@ setup(
             *TRAIN,
             "vllm>=0.32,<0.33",
             "transformer-engine[pytorch]>=2.9",
-            "nvidia-modelopt>=0.47",
+            *FP8,
         ],
+        "fp8": FP8,
         "io": IO,
         "rewards": REWARDS,
         "data": DATA,
-        "dev": [*DEV, *IO, *REWARDS, *DATA],
+        "dev": [*DEV, *IO, *REWARDS, *DATA, *FP8],
     },
     entry_points={
         "console_scripts": ["megatron-rl=megatron_rl.cli:main"],

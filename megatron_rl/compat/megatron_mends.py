@@ -1,4 +1,4 @@
-"""The mends that Megatron-Core 0.18 and 0.19 need on CPU with gloo, one per module; see `megatron_cpu`."""
+"""The mends that Megatron-Core needs on CPU with gloo, one per module; see `megatron_cpu`."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from megatron_rl.convert import job
 from megatron_rl.convert.distributed import Checkpoint, locate
 from megatron_rl.convert.errors import ConvertError
 from megatron_rl.convert.pieces import PIECE_BYTES
+from megatron_rl.convert.release import release
 from megatron_rl.convert.safetensor import DTYPES, INDEX, NAMES, Source, Writer, shard_names
 from megatron_rl.convert.to_megatron import copy_other_files
 from megatron_rl.models import architecture
@@ -175,6 +176,7 @@ def _write(plan: _Plan, writer: Writer, weight: Weight, here: set[str]) -> None:
     whole = not isinstance(weight.pack, Same)
     ranges = [None] if whole else plan.checkpoint.row_ranges(weight, PIECE_BYTES)
     for rows in ranges:
+        release()
         parts = weight.pack.part(plan.checkpoint.read(weight, rows))
         for name, tensor in zip(weight.hf, parts, strict=True):
             if name in here:

@@ -16,7 +16,6 @@ Optimizer state is not part of it.
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import json
 import os
@@ -43,6 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_rl.convert import job
 from megatron_rl.convert.distributed import RELEASE, TRACKER
 from megatron_rl.convert.pieces import Job, Piece, Plan, make_plan
+from megatron_rl.convert.release import release
 from megatron_rl.convert.safetensor import INDEX, Writer
 
 EXTRA_STATES = "extra_states"
@@ -85,11 +85,16 @@ class _Lazy(DefaultSavePlanner):
     def __init__(self, make: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
         super().__init__()
         self._make = make
+        self._written: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        # torch.save leaves the tensor before in a reference cycle, as large as it was.
-        gc.collect(1)
-        return self._make[write_item.index]()
+        if self._written is not None:
+            # The writer keeps the last tensor of every name until the file is complete.
+            self._written.untyped_storage().resize_(0)
+        release()
+        made = self._make[write_item.index]()
+        self._written = made if isinstance(made, Tensor) else None
+        return made
 
 
 def _part(made: Job, part: int) -> job.Done:
@@ -122,7 +127,9 @@ def _tensor(plan: Plan, piece: Piece) -> Tensor:
     assert piece.item.tensor_data is not None
     rows = piece.rows if piece.rows != (0, weight.shape[0]) else None
     full = weight.pack.join([plan.source.read(name, weight.index, rows) for name in weight.hf])
-    return full.contiguous().view(piece.item.tensor_data.chunk.sizes)
+    if len(weight.hf) == 1:  # as it was read, or a view of that: memory that cannot be given back
+        full = full.clone(memory_format=torch.contiguous_format)
+    return full.view(piece.item.tensor_data.chunk.sizes)
 
 
 def _no_state() -> io.BytesIO:

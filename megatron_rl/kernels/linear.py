@@ -27,7 +27,7 @@ from megatron_rl.kernels import heads
 CHUNK_BYTES = {"cpu": 136 * 2**20, "cuda": 3175 * 2**20}
 """Default memory budget of the chunk's logits per device type."""
 CPU_ROWS, CPU_LOGITS = 256, 2**18
-"""Most tokens of a chunk on CPU by default, unless its logits are few: products gain no more."""
+"""Most tokens of a chunk on CPU by default, unless its logits are few: more gain nothing."""
 
 Coefficients = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probs [C], their place in T) -> (loss terms [C], derivative of the loss by log-prob [C])."""
@@ -76,11 +76,12 @@ def row_stride(V: int, device: str) -> int:
     return (V + 63) // 64 * 64 + 64 if device == "cpu" else (V + 7) // 8 * 8
 
 
-def chunk_rows(stride: int, device: str, budget: int | None) -> int:
+def chunk_rows(stride: int, device: str, budget: int | None, upcasts: bool = False) -> int:
     """Tokens of a chunk: what the budget in bytes holds, in whole blocks of 32 if it can be."""
     rows = (CHUNK_BYTES[device] if budget is None else budget) // (4 * stride)
     if budget is None and device == "cpu":
-        rows = min(rows, max(CPU_ROWS, CPU_LOGITS // stride))
+        # Upcasts of bf16 operands take memory of their own.
+        rows = min(rows, max(CPU_ROWS // 2 if upcasts else CPU_ROWS, CPU_LOGITS // stride))
     return max(1, rows // 32 * 32 or rows)
 
 
@@ -116,7 +117,8 @@ class _Chunks:
         )
         self.bf16 = self.grad_dtype == torch.bfloat16
         stride = row_stride(V, device.type)
-        rows = chunk_rows(stride, device.type, plan.chunk_bytes)
+        upcasts = isinstance(self.head, heads.Upcast) and hidden_TH.dtype == torch.bfloat16
+        rows = chunk_rows(stride, device.type, plan.chunk_bytes, upcasts)
         self.rows = max(1, min(rows, T))
         self.T, self.V = T, V
         self.logits_CV = hidden_TH.new_empty(self.rows, stride, dtype=torch.float32)

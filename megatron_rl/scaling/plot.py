@@ -53,10 +53,13 @@ def save_panels(fits: Sequence["Fit"], path: str | Path) -> None:
         MissingExtra: matplotlib is not installed.
     """
     figure = _figure(path, (6 * len(fits), 4.8))
-    axes = figure.subplots(1, len(fits), squeeze=False)[0]
+    axes = figure.subplots(1, len(fits), squeeze=False, sharey=True)[0]
+    shown = []
     for axis, f in zip(axes, fits, strict=True):
         _draw(axis, f, True)
-        axis.set_title(title(f), fontsize=9, color=INK)
+        shown.append(axis.get_ylim())
+        axis.set_title(title(f).replace(":  ", "\n", 1), fontsize=9, color=INK)
+    axes[0].set_ylim(min(low for low, _ in shown), max(high for _, high in shown))
     axes[0].set_ylabel("pass rate")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(

@@ -147,6 +147,13 @@ def test_the_steps_run_in_a_plain_environment(tmp_path):
         where = run(interpreter, "-P", "-c", "import megatron_rl; print(megatron_rl.__file__)")
         assert str(tmp_path / "context") not in where and str(ROOT) not in where
     assert "applied" in run(python, "-P", "-m", "megatron_rl.patching", "check")
+    # The wheel's RECORD, which names other hashes now, still serves an installer.
+    patched = (
+        next(python.parents[1].glob("lib/*/site-packages")) / "megatron/core/datasets/utils.py"
+    )
+    assert patched.exists()
+    run(python, "-m", "pip", "uninstall", "--yes", "megatron-core")
+    assert not patched.exists()
 
 
 def test_an_unknown_step_is_refused():

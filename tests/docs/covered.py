@@ -10,7 +10,6 @@ COVERED: dict[str, str] = {
     "make demo": f"{E2E}::test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model",
     "make setup*": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
     "make test": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
-    "make lint": "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there",
     "source .venv/bin/activate": (
         "tests/docs/test_commands.py::test_the_targets_of_the_makefile_are_there"
     ),

@@ -19,7 +19,8 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.observe import read_metrics
 
-pytestmark = pytest.mark.e2e
+# Three runs of Megatron, each of which imports for 15 s, are made once for all tests.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAINING, STOP_AT, STEPS = 30, 10, 20

@@ -50,21 +50,22 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
     async def main() -> tuple[list[str], int, int]:
         async with math_pool(workers=2) as pool:
             stop = asyncio.Event()
-            kills = 0
+            kills = judged_before = 0
 
             async def killer() -> None:
-                nonlocal kills
+                nonlocal kills, judged_before
                 rng = random.Random(3)
                 while not stop.is_set():
                     # Mostly the process that judges; at times the one that would replace it.
                     children = [p for s in pool._slots for p in s.process.child_pids]
                     nurseries = [s.process.pid for s in pool._slots]
-                    # Killed faster than they can start (seconds, more on a busy machine), they would
-                    # rightly count as down: three times are enough.
-                    if children:
-                        starts = kills in (4, 14, 24)
+                    # Killed faster than they can start (seconds, more on a busy machine), they
+                    # would rightly count as down.
+                    judged_now = pool.stats.verdicts.total()
+                    if children and judged_now > judged_before:
+                        starts = kills in (4, 14)
                         kill([rng.choice(nurseries if starts else children)])
-                        kills += 1
+                        kills, judged_before = kills + 1, judged_now
                     await asyncio.sleep(rng.uniform(0.05, 0.2))
 
             task = asyncio.create_task(killer())

@@ -21,7 +21,7 @@ from tests.rollout import tiny_models
 from tests.rollout.conftest import run_config, running_engine
 from tests.rollout.fp8_process import SEEDS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert "QUANTISED" in done.stdout, done.stderr[-4000:]
     return folder

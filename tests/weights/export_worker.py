@@ -61,8 +61,6 @@ class Layout:
 LAYOUTS = {
     "DP4": Layout(),
     "TP4": Layout(tensor=4),
-    "TP2 PP2": Layout(tensor=2, pipeline=2),
-    "PP2 VPP2": Layout(pipeline=2, chunks=2),
     "TP2 PP2 VPP2": Layout(tensor=2, pipeline=2, chunks=2),
     "EP4": Layout(expert=4),
     "EP2 DP2": Layout(expert=2),
@@ -73,14 +71,14 @@ LAYOUTS = {
     "PP2 VPP2 EP2": Layout(pipeline=2, chunks=2, expert=2),
     "PP2 ETP2": Layout(pipeline=2, expert_tensor=2),
 }
-DENSE = ("DP4", "TP4", "TP2 PP2", "PP2 VPP2", "TP2 PP2 VPP2")
+DENSE = ("DP4", "TP4", "TP2 PP2 VPP2")
 MOE = ("TP2 PP2 VPP2", *(label for label, layout in LAYOUTS.items() if layout.uses_experts))
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 31}
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama tied": ("tiny_dense", {**SIZES, "tie_word_embeddings": True}, DENSE),
     "qwen3": ("tiny_qwen3", SIZES, ("TP2 PP2 VPP2",)),
     "qwen3_moe": ("tiny_qwen3_moe", {**SIZES, "num_local_experts": 4}, MOE),
-    "llama4": ("tiny_scout", SIZES, MOE),
+    "llama4": ("tiny_scout", SIZES, ("EP4", "EP2 ETP2", "PP2 EP2", "TP2 PP2 VPP2")),
 }
 """Name -> (tiny model, changes of its config.json, layouts)."""
 SMALL, BF16 = 20_000, torch.bfloat16

@@ -22,6 +22,7 @@ from megatron_rl.launch.orchestrator import OrchestratorProcess
 from megatron_rl.launch.publisher import open_publish
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.client import TrainerClient
+from megatron_rl.patching import require
 from megatron_rl.policy import world
 from megatron_rl.policy.forward import forward
 from megatron_rl.policy.plugin import arguments
@@ -40,7 +41,9 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
 
     Raises:
         ConfigError: `--rl-config` names a configuration that cannot run on the ranks that are here.
+        PatchNeededError: Megatron-Core here has a fault that would spoil the run.
     """
+    require("pretrain", "trainer")
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)

@@ -38,7 +38,12 @@ _WARM_UP = (
     (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
     (r"\lim_{x\to 0}\frac{\sin x}{\arctan x}", "5"),
 )
-_WARM_UP_READING = r"\int_0^{\infty} \frac{\sin(x^{x^x})}{\ln(1+\sqrt{\tan x})} e^{-x^{2}} dx"
+_WARM_UP_READING = (
+    r"\int_0^{\infty} \frac{\sin(x^{x^x})}{\ln(1+\sqrt{\tan x})} e^{-x^{2}} dx",
+    r"\int_0^{2\pi} \sqrt{1+\cos^2 x} dx",
+    r"\lim_{x\to 0}\frac{\sin(\tan x)-\tan(x)}{\arctan(\arcsin x)}",
+    r"\int_0^1 \frac{\ln(1+x)}{1+x^2} dx",
+)
 """The grammar's reader is slow at constructs that it has not met before."""
 
 
@@ -50,7 +55,8 @@ def warm_up() -> None:
     """
     for answer, gold in _WARM_UP:
         verify(answer, gold)
-    _parse(_WARM_UP_READING)
+    for text in _WARM_UP_READING:
+        _parse(text)
 
 
 def is_asked(text: str) -> bool:
