@@ -53,7 +53,7 @@ class Parallel(Section):
     pipeline: PositiveInt = 1
     """Pipeline-parallel size."""
     virtual_pipeline: PositiveInt = 1
-    """Model chunks of a pipeline stage, scheduled in turn (interleaved); 1: a stage is one chunk."""
+    """Model chunks of a pipeline stage, scheduled in turn (interleaved schedule)."""
     context: PositiveInt = 1
     """Context-parallel size."""
     expert: PositiveInt = 1
