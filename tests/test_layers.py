@@ -235,3 +235,50 @@ def test_light_modules_import_where_torch_cannot_be_imported() -> None:
 def test_the_blocker_blocks() -> None:
     done = run_python(BLOCKER.format(heavy=HEAVY) + "import torch")
     assert "torch is blocked" in done.stderr
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _changes_of_megatron(tree: ast.AST) -> list[int]:
+    """Lines that set an attribute of something imported from Megatron."""
+    theirs: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
+            theirs |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found = [a for a in node.names if a.name.split(".")[0] == "megatron"]
+            theirs |= {a.asname or "megatron" for a in found}
+    lines = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
+            places = node.targets if isinstance(node, ast.Delete) else [node.target]
+            targets = [t for t in places if isinstance(t, ast.Attribute)]
+        elif isinstance(node, ast.Call) and _root(node.func) in ("setattr", "delattr"):
+            targets = node.args[:1]
+        lines += [t.lineno for t in targets if _root(t) in theirs]
+    return lines
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if room_of(m) != "compat"])
+def test_nothing_of_megatron_is_changed_outside_compat(module: str) -> None:
+    assert _changes_of_megatron(ast.parse(modules()[module].read_text())) == []
+
+
+def test_the_look_for_changes_sees_them() -> None:
+    text = """
+import megatron.core.utils
+from megatron.training import training as T
+T.get_megatron_optimizer = wrapped
+megatron.core.utils.x = 1
+setattr(T, "y", 2)
+own = T.build()
+own.z = 3
+"""
+    assert _changes_of_megatron(ast.parse(text)) == [4, 5, 6]
