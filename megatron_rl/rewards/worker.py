@@ -94,10 +94,13 @@ def _child(
     _limit_memory(settings.memory_mib)
     start, count = _resident_mib(), 0
     code = 0
+    # Not `select`: the number is the parent's, and may be beyond 1023.
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
     try:
         while True:
             # Nothing is consumed before the state says so: a child killed here loses nothing.
-            select.select([connection], [], [])
+            waiting.poll()
             _STATE.pack_into(state, 0, READING, 0)
             try:
                 request = read_request(_receive(connection))

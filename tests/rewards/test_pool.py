@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import signal
 import time
 from typing import Any
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 HERE = "tests.rewards.custom_rewards"
 
 
-def run(coroutine: Any, seconds: float = 100.0) -> Any:
+def run(coroutine: Any, seconds: float = 270.0) -> Any:
     async def bounded() -> Any:
         async with asyncio.timeout(seconds):
             return await coroutine
@@ -45,7 +46,7 @@ async def judged(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
 
 
 def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
-    cases = typical(3000, seed=1)
+    cases = typical(2000, seed=1)
 
     async def main() -> tuple[list[str], int, int]:
         async with math_pool(workers=2) as pool:
@@ -55,7 +56,8 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
             async def killer() -> None:
                 nonlocal kills, judged_before
                 rng = random.Random(3)
-                while not stop.is_set():
+                # Bounded: a worker that replaces another needs seconds until it judges.
+                while not stop.is_set() and kills < 10:
                     # Mostly the process that judges; at times the one that would replace it.
                     children = [p for s in pool._slots for p in s.process.child_pids]
                     nurseries = [s.process.pid for s in pool._slots]
@@ -63,7 +65,7 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
                     # would rightly count as down.
                     judged_now = pool.stats.verdicts.total()
                     if children and judged_now > judged_before:
-                        starts = kills in (4, 14)
+                        starts = kills in (2, 6)
                         kill([rng.choice(nurseries if starts else children)])
                         kills, judged_before = kills + 1, judged_now
                     await asyncio.sleep(rng.uniform(0.05, 0.2))
@@ -88,7 +90,7 @@ def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter()
             async def killer() -> None:
                 while not stop.is_set():
                     kill([p for s in pool._slots for p in s.process.child_pids])
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.01)  # the workers need the processor, too
 
             task = asyncio.create_task(killer())
             slow = "\\boxed{\\int_0^{\\infty} \\frac{\\sin x}{x} dx}"
@@ -116,6 +118,24 @@ def test_all_workers_killed_once_are_replaced() -> None:
             return verdict
 
     assert run(main()).passed
+
+
+def test_a_process_with_many_open_files_has_workers_too() -> None:
+    """The worker inherits the number of its socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+    async def main() -> Verdict:
+        async with math_pool(workers=1) as pool:
+            return await pool.verify("math", "</think>\\boxed{2/4}", "1/2")
+
+    try:
+        assert run(main()).passed
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_stopped_worker_is_not_believed_and_its_answer_is_judged_by_another() -> None:
