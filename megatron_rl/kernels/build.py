@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("csrc")
+INSTALLED = Path(__file__).parent
+"""Where an installation puts the library."""
 TORCH_TARGET = "0x020a000000000000"
 """Oldest libtorch that the file loads in (2.10)."""
 CUDA_ARCHITECTURES = ("80", "90a", "100")
@@ -231,7 +233,7 @@ def find_or_build(*, cuda: bool) -> Path:
         BuildError: it is not there and can't be built.
     """
     names = [library_name(True)] if cuda else [library_name(False), library_name(True)]
-    directories = [Path(__file__).parent, cache_directory()]
+    directories = [INSTALLED, cache_directory()]
     for path in [d / n for d in directories for n in names]:
         if path.is_file():
             return path
@@ -251,7 +253,7 @@ def main() -> None:
     parser.add_argument("--install", action="store_true", help="beside the package, as setup.py")
     arguments = parser.parse_args()
     if arguments.install:
-        print(build_for_install(Path(__file__).parent) or "")
+        print(build_for_install(INSTALLED) or "")
         return
     cuda = not arguments.cpu and find_nvcc() is not None
     directory = arguments.out or cache_directory()

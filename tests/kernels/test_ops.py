@@ -114,6 +114,13 @@ print("SAME")
 """
 
 
+NOT_INSTALLED = """
+from pathlib import Path
+from megatron_rl.kernels import build
+build.INSTALLED = Path("nowhere")
+"""
+
+
 def start(code: str, **change: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **change}
     pipe = subprocess.PIPE
@@ -126,7 +133,9 @@ def test_the_fallback_is_named_once_and_a_wrong_library_is_an_error(tmp_path: Pa
     load = "from megatron_rl.kernels.library import load; load()"
     missing = start(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so"))
     fallbacks = {
-        "no-such-compiler is not on PATH": start(FALLBACK, CXX="no-such-compiler", **cache),
+        "no-such-compiler is not on PATH": start(
+            NOT_INSTALLED + FALLBACK, CXX="no-such-compiler", **cache
+        ),
         "MEGATRON_RL_KERNELS=reference": start(FALLBACK, MEGATRON_RL_KERNELS="reference"),
     }
     for named, process in fallbacks.items():
