@@ -136,7 +136,7 @@ def test_pretraining_learns_and_the_plugin_takes_no_part(run: dict[str, str | Pa
 
 
 def test_reinforcement_goes_on_where_it_was_stopped(run: dict[str, str | Path]) -> None:
-    first, second = logged(run["first"], "rl loss"), logged(run["second"], "rl loss")
+    first, second = logged(run["first"], "grad norm"), logged(run["second"], "grad norm")
     assert (max(first), min(second), max(second)) == (STOP_AT, STOP_AT + 1, STEPS)
     rows = read_metrics(Path(run["folder"]) / "rl" / "metrics.jsonl")
     steps = [row["step"] for row in rows if row["kind"] == "step"]
@@ -145,14 +145,14 @@ def test_reinforcement_goes_on_where_it_was_stopped(run: dict[str, str | Path]) 
     assert {0, STOP_AT, STEPS} <= evaluated
 
 
-def test_megatron_logs_the_runs_own_loss(run: dict[str, str | Path]) -> None:
+def test_every_step_has_a_loss_and_a_gradient(run: dict[str, str | Path]) -> None:
     rows = read_metrics(Path(run["folder"]) / "rl" / "metrics.jsonl")
-    own = {row["step"] + 1: row["loss"] for row in rows if row["kind"] == "step"}
-    assert any(loss != 0 for loss in own.values())
-    for part in ("first", "second"):
-        for iteration, loss in logged(run[part], "rl loss").items():
-            if iteration % STOP_AT > 2:  # the second line of a process is the mean of two
-                assert loss == pytest.approx(own[iteration], rel=1e-4, abs=1e-6), iteration
+    losses = [row["loss"] for row in rows if row["kind"] == "step"]
+    norms = [*logged(run["first"], "grad norm").values()]
+    norms += logged(run["second"], "grad norm").values()
+    assert len(losses) == len(norms) == STEPS
+    assert all(loss != 0 for loss in losses)
+    assert all(norm > 0 for norm in norms)
 
 
 def test_the_generator_samples_from_the_trained_weights(run: dict[str, str | Path]) -> None:
