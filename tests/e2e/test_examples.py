@@ -20,7 +20,7 @@ import pytest
 
 from megatron_rl.observe import METRICS, read_metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/scalerl_tiny.sh"
