@@ -34,7 +34,7 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 port=${RENDEZVOUS_PORT:-29500}
 head=localhost
 if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 fi
 output=${OUTPUT_DIR:-runs/${SLURM_JOB_ID:-local}}
 # A requeued job, or a new one on the folder of an old one, goes on where that stopped.

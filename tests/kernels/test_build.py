@@ -84,7 +84,7 @@ def test_a_library_is_built_once_and_then_found(
 
     monkeypatch.setenv("MEGATRON_RL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "build", pretend)
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
     first = build.find_or_build(cuda=False)
     assert build.find_or_build(cuda=False) == first
     assert made == [first]
