@@ -9,6 +9,9 @@ BIN := $(abspath $(VENV))/bin
 # Two cores are shared by three ranks: one thread each is the fastest.
 export OMP_NUM_THREADS ?= 1
 export VENV OTHER_MEGATRON
+# Every role and every test starts processes that import torch, Megatron and vLLM: each would
+# compile them anew (10 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-other-megatron lint format clean
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 1
+PROTOCOL = 2
 TRAINER = "trainer"
 """Socket identity of trainer rank 0; engines are `generator-0`, `generator-1`, ..."""
 
@@ -143,6 +143,9 @@ class Sample(Message):
     """Version held when the prompt was prefilled."""
     finish_reason: str
     """`stop`, or `length` for a truncated completion."""
+    routes: bytes = b""
+    """Experts that each token of prompt and completion took (`models.routes`); empty without
+    `algorithm.routing_replay`."""
 
 
 class WeightsUpdated(Message):
@@ -218,6 +221,8 @@ class Batch(Message):
     """int32 [tokens]: weights that made the token, -1 on prompts and forced tokens."""
     probe: list[int]
     """Sequences whose trainer log-probs are wanted in `StepDone.probe_logprobs`."""
+    routes: bytes = b""
+    """`Sample.routes` of all sequences, one after the other."""
     stop: bool = False
     """No step is left to train (the other fields are empty)."""
     save: bool = False

@@ -33,6 +33,10 @@ class Algorithm(Section):
     correction: CorrectionChoice = NoCorrection()
     """Importance correction from the generator to that old policy (or, for reinforce, to the
     current one)."""
+    routing_replay: Literal["none", "compare", "replay"] = "none"
+    """For mixtures of experts: generators return the experts that each token took, and the trainer
+    counts where its own routers differ (`compare`), or takes the generator's experts with the
+    weights of its own routers (`replay`, R3 of arXiv 2510.11370)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference) in the objective; the reference is the start checkpoint."""
     kl_reset_steps: PositiveInt | None = None
@@ -185,6 +189,7 @@ class Algorithm(Section):
         parts = [
             f"{self.loss.summary()}{old}",
             "" if self.correction.kind == "none" else f"correction {self.correction.kind}",
+            "routing replay" if self.routing_replay == "replay" else "",
             f"KL {self.kl_coefficient:g}" if self.kl_coefficient else "",
             f"entropy {self.entropy_coefficient:g}" if self.entropy_coefficient else "",
             f"{self.aggregation} mean" if self.aggregation != "constant" else "constant length",

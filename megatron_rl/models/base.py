@@ -65,6 +65,8 @@ class Architecture(ABC):
         self.tied = bool(hf.get("tie_word_embeddings", False))
         self.expert_feed_forward = 0
         """Width of a routed expert; 0 for a dense model."""
+        self.moe_layers: set[int] = set()
+        """Layers with routed experts, from 0."""
         self.require("hidden_act", "silu")
         self.require("attention_bias", False)
         self.require("mlp_bias", False)

@@ -74,6 +74,10 @@ METRICS: dict[str, str] = {
     "corrected_fraction": "trained tokens that the importance correction truncated or masked"
     " [fraction]",
     "kl_reference": "estimate of KL(policy || reference), mean over trained tokens [nats/token]",
+    "routes_differing_fraction": "experts of the generator that the trainer did not take"
+    " [fraction of layers x tokens x experts per token]",
+    "routes_differing_live_fraction": "experts of the generator that the trainer's routers would"
+    " not have chosen [fraction]",
     "ratio_outside_0.9_1.1": "trained tokens with a ratio outside [0.9, 1.1] [fraction]",
     "mismatch_kl": "estimate of KL(pi_gen || pi_train), mean of ratio - 1 - log ratio [nats/token]",
     "mismatch_kl_sequence_max": "greatest such sum over one completion [nats]",

@@ -99,6 +99,7 @@ def build_batch(
         generator_logprobs=joined("logprobs", "<f4"),
         loss_weights=joined("weights", "<f4"),
         versions=joined("versions", "<i4"),
+        routes=b"".join(s.routes for pairs in trained for s, _ in pairs),
         probe=list(range(min(probe, len(prompt_lengths)))),
         **flags,
     )

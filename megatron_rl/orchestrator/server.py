@@ -294,7 +294,9 @@ class Orchestrator:
     def _restore(self, state: State) -> None:
         self.curriculum.restore(state.curriculum)
         self.meter.restore(state.compute, state.wall_seconds, state.aborted)
-        self.groups.restore(state.step, state.consumed, restored_groups(state, self._group))
+        routed = self.config.algorithm.routing_replay != "none"
+        groups = restored_groups(state, self._group, routed)
+        self.groups.restore(state.step, state.consumed, groups)
 
     def _on_TrainerDone(self, sender: str, done: m.TrainerDone) -> None:
         self.trainer_done, self._done_at = done, time.monotonic()

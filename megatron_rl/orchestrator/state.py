@@ -68,14 +68,25 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
     ]
 
 
-def restored_groups(state: State, make: Callable[[int, int], Group]) -> list[Group]:
-    """The saved groups, each made by `make(index, prompt id)`."""
+def restored_groups(
+    state: State, make: Callable[[int, int], Group], routed: bool = False
+) -> list[Group]:
+    """The saved groups, each made by `make(index, prompt id)`.
+
+    Args:
+        state: of a checkpoint.
+        make: a group without completions.
+        routed: completions have routes in this run; those of a run that was saved with another
+            `algorithm.routing_replay` are generated again.
+    """
     groups = []
     for saved in state.groups:
         group = make(saved.index, saved.prompt_id)
+        groups.append(group)
+        if any(bool(s.routes) != routed for s in saved.samples):
+            continue
         group.samples = {s.index: s for s in saved.samples}
         group.verdicts = {i: Verdict(Outcome(o), why) for i, (o, why) in saved.verdicts.items()}
-        groups.append(group)
     return groups
 
 

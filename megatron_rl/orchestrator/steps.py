@@ -64,10 +64,7 @@ class StepBuilder:
             ready,
             self._prompt_ids,
             c.algorithm,
-            # Engines score given tokens from the plain logits only.
-            probe=PROBE_SEQUENCES
-            if c.generation.temperature == 1.0 and step % c.observe.logprob_check_every_steps == 0
-            else 0,
+            probe=PROBE_SEQUENCES if self._is_probed(step) else 0,
             save=step % c.checkpoint.every_steps == 0 and step > self._first_step,
             versions_needed_from=versions_needed_from,
         )
@@ -92,6 +89,12 @@ class StepBuilder:
                 for task, measured in by_task(stream.tasks, ready, built.kept).items()
             }
         return built
+
+    def _is_probed(self, step: int) -> bool:
+        c = self._config
+        # Engines score given tokens from the plain logits, and with experts of their own.
+        comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
+        return comparable and step % c.observe.logprob_check_every_steps == 0
 
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule

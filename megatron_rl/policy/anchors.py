@@ -17,7 +17,7 @@ it becomes the current policy every so many steps; each such reference is kept b
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -89,7 +89,9 @@ class Anchors:
             elif self._old is not None and self._old_phase == phase:
                 old = self._old.logprobs(batches, tokens)
         if self._config.algorithm.kl_coefficient:
-            reference = self._reference_at(step).logprobs(batches, tokens)
+            # The generator's experts are those of the policy, not of other weights.
+            live = [replace(micro, routes_RLK=None) for micro in batches]
+            reference = self._reference_at(step).logprobs(live, tokens)
         return AnchorLogprobs(old, reference)
 
     def _freeze_old(self, phase: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.core import parallel_state
@@ -11,6 +12,7 @@ from megatron_rl.models.attention import Rows
 from megatron_rl.policy import world
 from megatron_rl.policy.head import Head, HeadLoss, HeadRows, head_loss
 from megatron_rl.policy.microbatch import MicroBatch
+from megatron_rl.policy.routing import Routing
 
 
 def forward(
@@ -20,6 +22,7 @@ def forward(
     loss: HeadLoss | None,
     temperature: float,
     *,
+    routing: Routing | None = None,
     stock_attention: bool = False,
 ) -> tuple[Tensor, HeadRows]:
     """Runs a chunk of a model over a micro-batch.
@@ -30,6 +33,8 @@ def forward(
         head: how the LM head computes.
         loss: of the completion tokens; None: log-probs alone.
         temperature: divides the logits.
+        routing: the model's routers, where they are to follow or to be compared with the
+            generator's.
         stock_attention: the model has Megatron's own attention, not that of `models.specs`: packed
             rows are then in Megatron's "thd" format, and padded ones need nothing.
 
@@ -54,12 +59,14 @@ def forward(
     packing: Any = where
     if stock_attention:
         packing = where.thd(None, len(tokens_BS)) if len(batch.bounds) > 2 else None
-    output = model(
-        tokens_BS,
-        where.positions_s.expand_as(tokens_BS),
-        None,
-        packed_seq_params=packing,
-        output_processor=head_loss,
-        output_processor_context=rows,
-    )
+    following = nullcontext() if routing is None else routing.following(model, batch.routes_RLK)
+    with following:
+        output = model(
+            tokens_BS,
+            where.positions_s.expand_as(tokens_BS),
+            None,
+            packed_seq_params=packing,
+            output_processor=head_loss,
+            output_processor_context=rows,
+        )
     return output, rows

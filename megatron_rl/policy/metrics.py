@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithm.objective import Sums
+from megatron_rl.policy.routing import COUNTS
 
-SUMS = (
+TOKEN_SUMS = (
     *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
     *("same_error", "same_tokens", "corrected", "reference_kl"),
 )
+SUMS = (*TOKEN_SUMS, *COUNTS)
 NEAR_ONE = (0.9, 1.1)
 """Ratios outside of this are counted as `ratio_outside_0.9_1.1`."""
 
@@ -36,7 +38,7 @@ class TokenArrays:
 
 
 def local_sums(tokens: TokenArrays, objective: Sequence[Sums]) -> tuple[Tensor, Tensor]:
-    """(sums in the order of `SUMS`, maxima [ratio, same-version error]) of this rank, fp64.
+    """(sums in the order of `TOKEN_SUMS`, maxima [ratio, same-version error]) of this rank, fp64.
 
     Args:
         tokens: of all micro-batches.
@@ -104,4 +106,14 @@ def named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "same_version_logprob_error_max": same_max,
         "same_version_logprob_error_mean": total["same_error"] / same,
         "same_version_logprob_tokens": total["same_tokens"],
+    }
+
+
+def named_routes(sums: Tensor) -> dict[str, float]:
+    """How far the trainer's routers are from the generator's, from the sums of the whole world."""
+    total = dict(zip(SUMS, sums.tolist(), strict=True))
+    known = max(total["routes"], 1.0)
+    return {
+        "routes_differing_fraction": total["routes_differing"] / known,
+        "routes_differing_live_fraction": total["routes_differing_live"] / known,
     }

@@ -6,7 +6,8 @@ the ranks); a rank without a sequence for a slot gets an empty row. A packed row
 sequences, a padded row one. Padding comes after its sequence: under a causal mask it is never
 seen, so no mask is built and no token id is special.
 
-Shape legend: B rows, S positions of this rank, T completion tokens of a micro-batch, R = S * B.
+Shape legend: B rows, S positions of this rank, T completion tokens of a micro-batch, R = S * B, N
+tokens of the step, L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl import messages
+from megatron_rl.models import routes
+from megatron_rl.models.base import Architecture
 from megatron_rl.models.packing import Bounds, own_positions
 
 
@@ -35,6 +38,8 @@ class Sequences:
     token_ids: NDArray[np.int32]
     bounds: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
+    routes_NLK: routes.Routes | None = None
+    """Experts that the generator's routers chose."""
 
     def __post_init__(self) -> None:
         n, lengths = len(self.token_ids), self.lengths
@@ -67,11 +72,11 @@ class Sequences:
         return np.arange(start, self.bounds[index + 1])
 
     @classmethod
-    def of_batch(cls, batch: messages.Batch) -> Sequences:
-        """The sequences of a batch message.
+    def of_batch(cls, batch: messages.Batch, architecture: Architecture) -> Sequences:
+        """The sequences of a batch message for a model.
 
         Raises:
-            ValueError: arrays whose lengths don't agree.
+            ValueError: arrays whose lengths don't agree, or routes of another model.
         """
         ids = messages.ints(batch.token_ids)
         for name in ("advantages", "generator_logprobs", "loss_weights", "versions"):
@@ -85,6 +90,9 @@ class Sequences:
             token_ids=ids,
             bounds=messages.ints(batch.bounds).astype(np.int64),
             prompt_lengths=messages.ints(batch.prompt_lengths).astype(np.int64),
+            routes_NLK=(
+                routes.decode(batch.routes, len(ids), architecture) if batch.routes else None
+            ),
         )
 
     @classmethod
@@ -115,6 +123,8 @@ class MicroBatch:
     """int64: the completion tokens."""
     source_T: Tensor
     """int64: flat position of each completion token in the step's arrays."""
+    routes_RLK: Tensor | None = None
+    """int16: experts that the generator's routers chose, `models.routes.UNKNOWN` for padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +234,9 @@ def micro_batches(
     predicts = np.zeros(len(ids), dtype=bool)
     for i in range(len(sequences.lengths)):
         predicts[sequences.completion_positions(i) - 1] = True
+    known = sequences.routes_NLK
+    if known is not None:
+        known = np.append(known, np.full((1, *known.shape[1:]), routes.UNKNOWN, known.dtype), 0)
     out = []
     for slot in plan(sequences.lengths, division):
         rows = [_row(sequences, row, division, slot.length) for row in slot.by_rank[rank]]
@@ -243,6 +256,7 @@ def micro_batches(
                 rows_T=torch.from_numpy(rows_T),
                 targets_T=torch.from_numpy(ids[source_T]),
                 source_T=torch.from_numpy(source_T),
+                routes_RLK=None if known is None else torch.from_numpy(known[origin_R]),
             )
         )
     return out

@@ -57,6 +57,7 @@ class Policy(ModelShards):
             use_te,
         )
         """This rank's parameters by `Weight.megatron`."""
+        self.route(self.modules)
         self.load_huggingface(directory)
         self.chunks = [build.wrap(run, self.config, module) for module in self.modules]
         self.optimizer = build.make_optimizer(run, self.config, self.chunks)
@@ -116,6 +117,7 @@ class Policy(ModelShards):
                 head,
                 None if loss_of is None else loss_of(batch),
                 temperature or self.run.generation.temperature,
+                routing=self.routing,
             )
 
             def summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

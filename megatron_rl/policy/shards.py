@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,6 +14,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
 from megatron_rl.policy.microbatch import Division, MicroBatch, Sequences, micro_batches
+from megatron_rl.policy.routing import Routing
 from megatron_rl.weights.export import ExportPlan, PlanKey
 
 
@@ -24,10 +28,22 @@ class ModelShards:
 
     parameters: dict[str, torch.nn.Parameter]
     """This rank's parameters by `Weight.megatron`."""
+    routing: Routing | None = None
+    """This rank's routers; None with `algorithm.routing_replay` none."""
 
     def __init__(self, run: RunConfig, architecture: Architecture) -> None:
         self.run, self.architecture = run, architecture
         self.export_plans: dict[PlanKey, ExportPlan] = {}
+
+    def route(self, chunks: Sequence[Any]) -> None:
+        """Has the routers of these model chunks do as `algorithm.routing_replay` says.
+
+        Raises:
+            ValueError: a model whose routers cannot.
+        """
+        mode = self.run.algorithm.routing_replay
+        if mode != "none":
+            self.routing = Routing(chunks, self.architecture, mode)
 
     @property
     def experts(self) -> range:

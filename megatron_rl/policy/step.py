@@ -20,6 +20,7 @@ from megatron_rl.policy import metrics, world
 from megatron_rl.policy.head import HeadLoss
 from megatron_rl.policy.inputs import StepInputs
 from megatron_rl.policy.microbatch import MicroBatch, Sequences
+from megatron_rl.policy.routing import Routing
 from megatron_rl.policy.shards import ModelShards
 
 
@@ -47,6 +48,8 @@ class StepWork:
     inputs: StepInputs
     own: list[MicroBatch]
     """Of this rank."""
+    routing: Routing | None
+    """This rank's routers, where they are compared with the generator's."""
 
     @classmethod
     def of_batch(
@@ -57,7 +60,13 @@ class StepWork:
         Raises:
             ValueError: arrays that don't fit together, or ids beyond the vocabulary.
         """
-        sequences = Sequences.of_batch(batch)
+        sequences = Sequences.of_batch(batch, shards.architecture)
+        if len(sequences.token_ids) and (sequences.routes_NLK is None) != (shards.routing is None):
+            raise ValueError(
+                f"the batch of step {step} has {len(batch.routes)} bytes of routes, and"
+                f" algorithm.routing_replay is {shards.run.algorithm.routing_replay!r}: all roles"
+                " need one configuration"
+            )
         ids, vocabulary = sequences.token_ids, shards.architecture.vocabulary
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
             raise ValueError(
@@ -85,6 +94,7 @@ class StepWork:
             sequences=sequences,
             inputs=inputs,
             own=shards.micro_batches(sequences),
+            routing=shards.routing,
         )
 
     def loss(self, micro: MicroBatch) -> HeadLoss:
@@ -125,13 +135,17 @@ class StepWork:
                 self.inputs.of(micro, world.device()).sums(self.algorithm, *output)
                 for micro, output in zip(self.own, outputs, strict=True)
             ]
-            sums, maxima = metrics.local_sums(tokens, objective_sums)
+            sums[: len(metrics.TOKEN_SUMS)], maxima = metrics.local_sums(tokens, objective_sums)
             if len(flat):
                 by_position = torch.zeros(len(self.sequences.token_ids), dtype=torch.float64)
                 by_position[source_T] = logprobs_T.double()
                 probe = by_position[torch.from_numpy(flat)]
+        if self.routing is not None:
+            sums[len(metrics.TOKEN_SUMS) :] = self.routing.take_counts()
         metrics.reduce_sums(sums, maxima, probe, world.control_group())
         named = metrics.named(sums, maxima)
+        if self.routing is not None:
+            named |= metrics.named_routes(sums)
         if self.algorithm.correction.kind == "none":
             del named["corrected_fraction"]
         if not self.algorithm.kl_coefficient:

@@ -29,18 +29,21 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
-from megatron_rl.messages import Manifest, VersionSpan
-from megatron_rl.rollout.interruption import Completion, Piece
+from megatron_rl.messages import Manifest
+from megatron_rl.models.routes import Routes, check_experts
+from megatron_rl.rollout.interruption import Completion
+from megatron_rl.rollout.requests import piece_of, sampling, scoring
+from megatron_rl.rollout.routes import RequestRoutes
 from megatron_rl.rollout.settings import (
     SCORES_AT_ONCE,
     engine_args,
     expected_tensors,
     phrase_tokens,
+    read_architecture,
 )
 from megatron_rl.rollout.weight_transfer import update_info
 from megatron_rl.weights.manifest import WeightsError, check_tensors
@@ -51,7 +54,6 @@ ENGINE_EXIT_SECONDS = 3.0
 """How long the engine's processes may tidy up; they hold nothing that is needed later."""
 FIRST_TOKEN_SECONDS = 2.0
 """How long an update waits for the first token of requests that were just submitted."""
-_ONLY_FIRST_AND_LAST = 2**31 - 1
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
 """First and longest pause between questions whether a version has arrived."""
 _GRACE_SECONDS = 5.0
@@ -94,7 +96,11 @@ class Engine:
         self.version = version
         self.aborted = 0
         self._config = config
-        self._expected = expected_tensors(config, model_dir)
+        self.architecture = read_architecture(model_dir)
+        replay = config.algorithm.routing_replay
+        if replay != "none":
+            check_experts(self.architecture, replay)
+        self._expected = expected_tensors(config, self.architecture)
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
         interrupts = config.generation.interruption == "phrase"
         self.phrase = phrase_tokens(config, get_tokenizer(model_dir)) if interrupts else []
@@ -102,6 +108,8 @@ class Engine:
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
+        wanted = replay != "none"
+        self.routes = RequestRoutes(self._llm, self.architecture) if wanted else None
         self._processes = _engine_processes(others)
         self._ids = itertools.count()
         self._not_begun: set[str] = set()
@@ -118,6 +126,8 @@ class Engine:
         init = {"receiver": self._receiver}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
         await self._llm.update_weight_version(str(self.version))
+        if self.routes is not None:
+            await self.routes.prepare()
 
     async def complete(
         self, prompt: list[int], thinking_budget: int, answer_budget: int, temperature: float
@@ -137,10 +147,9 @@ class Engine:
             )
         completion = Completion(thinking_budget, answer_budget, self.phrase)
         while wanted := completion.wanted:
-            outputs = await self._request(
-                prompt + completion.token_ids, sampling(wanted, temperature)
-            )
-            completion.add(piece_of(outputs))
+            inputs = prompt + completion.token_ids
+            outputs, routes = await self._request(inputs, sampling(wanted, temperature))
+            completion.add(piece_of(outputs, routes))
         return completion
 
     async def score(
@@ -167,17 +176,8 @@ class Engine:
     async def _score_one(self, prompt: list[int], completion: list[int]) -> list[float]:
         if not completion:
             return []
-        params = SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            skip_clone=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         async with self._scores:
-            (output,) = await self._request(prompt + completion, params)
+            (output,), _ = await self._request(prompt + completion, scoring())
         # The first prompt token has no log-prob: entry i belongs to token i + 1.
         flat = output.prompt_logprobs
         start = len(prompt) - 1
@@ -255,7 +255,10 @@ class Engine:
             self._withdrawn |= self._not_begun
             await self._llm.abort(list(self._not_begun))
 
-    async def _request(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    async def _request(
+        self, prompt: list[int], params: SamplingParams
+    ) -> tuple[list[RequestOutput], Routes | None]:
+        """(outputs, experts of its tokens) of a request that is finished."""
         while True:
             await self._submitting.wait()
             request_id = str(next(self._ids))
@@ -270,6 +273,7 @@ class Engine:
             finally:
                 self.in_flight -= 1
                 self._begun(request_id)
+            routes = None if self.routes is None else await self.routes.of(request_id, outputs)
             if request_id in self._withdrawn:
                 self._withdrawn.discard(request_id)
                 continue
@@ -280,7 +284,7 @@ class Engine:
                     f"vLLM ended request {request_id} ({len(prompt)} prompt tokens) with"
                     f" {reason!r} instead of finishing it; its own log has the cause"
                 )
-            return outputs
+            return outputs, routes
 
     def _begun(self, request_id: str) -> None:
         self._not_begun.discard(request_id)
@@ -310,37 +314,3 @@ def _engine_processes(others: Sequence[Any]) -> list[psutil.Process]:
     started = [c for c in multiprocessing.active_children() if c not in others]
     processes = [psutil.Process(child.pid) for child in started]
     return processes + [p for core in processes for p in core.children(recursive=True)]
-
-
-def sampling(max_tokens: int, temperature: float) -> SamplingParams:
-    """Parameters of one request; no seed of its own: vLLM's CPU build dies of it."""
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        skip_clone=True,
-        # The first token tells that the request was prefilled; all others come at the end, since
-        # each output wakes this process.
-        output_kind=RequestOutputKind.DELTA,
-        stream_interval=_ONLY_FIRST_AND_LAST,
-    )
-
-
-def piece_of(outputs: Sequence[RequestOutput]) -> Piece:
-    """What a finished request sampled."""
-    parts = [output.outputs[0] for output in outputs]
-    token_ids = [token for part in parts for token in part.token_ids]
-    if [token for part in parts for token in part.logprobs.token_ids] != token_ids:
-        raise RuntimeError(
-            f"vLLM returned log-probs of other tokens than it sampled (request"
-            f" {outputs[-1].request_id}); this version does not do what the generator relies on"
-        )
-    last = parts[-1]
-    return Piece(
-        token_ids=token_ids,
-        logprobs=[float(x) for part in parts for x in part.logprobs.logprobs],
-        spans=[VersionSpan(int(s.version), s.start, s.end) for s in last.weight_versions or ()],
-        finish_reason=str(last.finish_reason),
-    )

@@ -200,6 +200,10 @@ class _Generator:
             finally:
                 self._count_running(-1)
         self._tokens += len(completion.token_ids)
+        routes = b""
+        if self._engine.routes is not None and completion.routes_NLK is not None:
+            tokens = len(message.prompt) + len(completion.token_ids)
+            routes = self._engine.routes.encoded(completion.routes_NLK, tokens)
         await self._send(
             Sample(
                 group=message.group,
@@ -212,6 +216,7 @@ class _Generator:
                 spans=completion.spans,
                 started_version=completion.spans[0].version,
                 finish_reason=completion.finish_reason,
+                routes=routes,
             )
         )
 

@@ -26,7 +26,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megatron_rl.messages import VersionSpan
+from megatron_rl.models.routes import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Piece:
     """Versions that made the tokens; `[start, end)` within this piece, without gaps."""
     finish_reason: str
     """`stop` or `length`."""
+    routes_NLK: Routes | None = None
+    """Experts of the request's tokens, prompt included, but the last one (`models.routes`)."""
 
 
 @dataclass(slots=True)
@@ -58,6 +63,9 @@ class Completion:
     forced: tuple[int, int] = (0, 0)
     finish_reason: str = ""
     """Empty as long as it is not complete."""
+    routes_NLK: Routes | None = None
+    """Experts of prompt and completion, as far as they are known. A token that was an input of
+    several requests keeps those of the first, in which its successor was sampled."""
     _answer_start: int = -1
 
     @property
@@ -95,6 +103,9 @@ class Completion:
         offset = len(self.token_ids)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
+        if piece.routes_NLK is not None:
+            held = piece.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
+            self.routes_NLK = np.concatenate([held, piece.routes_NLK[len(held) :]])
         for span in piece.spans:
             self._extend_spans(span.version, offset + span.start, offset + span.end)
         if self.phrase and self._answer_start < 0:

@@ -12,7 +12,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import TensorInfo
 from megatron_rl.models import architecture
+from megatron_rl.models.base import Architecture
 from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_rl.rollout.routes import returned_by_vllm
 from megatron_rl.weights.wire import BLOCK, WireFormat, is_quantised
 
 BLOCK_TOKENS = 32
@@ -45,6 +47,8 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.algorithm.routing_replay != "none" and returned_by_vllm():
+        arguments["enable_return_routed_experts"] = True
     overrides: dict[str, Any] = {}
     # TF32 concerns the trainer's backward products and fp32 operands: fp32 results here too.
     head = "bf16" if precision.logits == "bf16" else "fp32"
@@ -124,14 +128,18 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
     }
 
 
-def expected_tensors(config: RunConfig, model_dir: str) -> dict[str, TensorInfo]:
-    """What every weight version of the run must hold, by name.
+def read_architecture(model_dir: str) -> Architecture:
+    """Of a Hugging Face directory.
 
     Raises:
         ValueError: an architecture that is not implemented.
     """
-    kind = architecture(json.loads((Path(model_dir) / "config.json").read_text()))
-    return WireFormat.of(config).expected(kind.shapes())
+    return architecture(json.loads((Path(model_dir) / "config.json").read_text()))
+
+
+def expected_tensors(config: RunConfig, model: Architecture) -> dict[str, TensorInfo]:
+    """What every weight version of the run must hold, by name."""
+    return WireFormat.of(config).expected(model.shapes())
 
 
 def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:

@@ -5,9 +5,10 @@ The parts have methods of different names, also from those of vLLM's worker.
 
 from __future__ import annotations
 
+from megatron_rl.rollout.captured_routes import CapturedRoutes
 from megatron_rl.rollout.held_weights import HeldWeights
 from megatron_rl.rollout.weight_transfer import StagedWeights
 
 
-class WorkerExtension(HeldWeights, StagedWeights):
+class WorkerExtension(HeldWeights, StagedWeights, CapturedRoutes):
     """`worker_extension_cls` of a generator."""

@@ -84,12 +84,13 @@ def dense(tmp_path_factory) -> Path:
 def scout(tmp_path_factory) -> Path:
     """A run of the miniature Scout, interrupted by Ctrl-C at step 20, then resumed.
 
-    It starts with three ranks, and is resumed by a torchrun with one rank.
+    It starts with three ranks, and is resumed by a torchrun with one rank. Routes are compared at
+    first, and replayed from there on.
     """
     output = tmp_path_factory.mktemp("scout")
     log = output / "log.txt"
-    arguments = [EXAMPLE, "--output_dir", str(output), *SMALL]
-    process = start([*TORCHRUN, "--standalone", "--nproc-per-node=3", *arguments], log)
+    arguments = [EXAMPLE, "--output_dir", str(output), *SMALL, "--algorithm.routing_replay"]
+    process = start([*TORCHRUN, "--standalone", "--nproc-per-node=3", *arguments, "compare"], log)
     deadline = time.monotonic() + 400
     while steps_done(output) < INTERRUPT_AT:
         assert process.poll() is None, log.read_text()[-6000:]
@@ -100,7 +101,7 @@ def scout(tmp_path_factory) -> Path:
     interrupted = steps_done(output)
     assert INTERRUPT_AT <= interrupted < STEPS, f"{interrupted} steps when it ended"
     (output / "interrupted_at.txt").write_text(str(interrupted))
-    finish(start([*TORCHRUN, "--standalone", *arguments, "--resume"], log), log)
+    finish(start([*TORCHRUN, "--standalone", *arguments, "replay", "--resume"], log), log)
     return output
 
 
@@ -173,6 +174,18 @@ def test_the_curve_of_a_resumed_run_goes_on(scout):
         values = [row[name] for row in steps]
         assert values == sorted(values), name
     assert steps[resumed_at]["compute_tokens"] > steps[resumed_at - 1]["compute_tokens"]
+
+
+def test_replayed_routes_are_those_of_the_generator_where_weights_have_moved_on(scout):
+    resumed_at = int((scout / "interrupted_at.txt").read_text())
+    steps = rows(scout, "step")
+    compared, replayed = steps[:resumed_at], steps[resumed_at:]
+    live = [row["routes_differing_live_fraction"] for row in steps]
+    print(f"routes that differ by staleness: mean {sum(live) / len(live):.4f}, max {max(live):.4f}")
+    assert [row["routes_differing_fraction"] for row in compared] == live[:resumed_at]
+    assert all(row["routes_differing_fraction"] == 0.0 for row in replayed)
+    # Tokens are up to 8 steps old: the trainer's own routers have moved.
+    assert max(live[:resumed_at]) > 0 and max(live[resumed_at:]) > 0
 
 
 def test_the_end_is_a_model_that_transformers_loads(scout):

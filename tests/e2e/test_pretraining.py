@@ -63,6 +63,7 @@ algorithm:
   length_penalty: all
   length_max_tokens: 36
   length_cache_tokens: 32
+  routing_replay: compare
 verifier: {{values: {{no_answer: -1.0}}}}
 evaluation: {{samples_per_prompt: 4}}
 observe: {{terminal: plain, logprob_check_every_steps: 1}}
@@ -161,6 +162,9 @@ def test_the_generator_samples_from_the_trained_weights(run: dict[str, str | Pat
     checked = [row["logprob_error_max"] for row in steps if "logprob_error_max" in row]
     assert checked
     assert max(checked) < 1e-4
+    # The routers of tensor-parallel ranks are compared too; they move little in 8 steps.
+    assert all(0 <= row["routes_differing_fraction"] < 0.2 for row in steps)
+    assert steps[0]["routes_differing_fraction"] == 0.0
 
 
 def test_the_scripts_differ_by_few_lines() -> None:

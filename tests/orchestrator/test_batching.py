@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Sample, VersionSpan, floats, ints
@@ -51,6 +52,12 @@ def test_weights_advantages_and_masks_of_a_hand_computed_batch():
     assert floats(batch.advantages) == pytest.approx([0, 0, 1, 1, 1, 0, 0, -1, -1], abs=1e-5)
     assert floats(batch.generator_logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, -1.5, -1.5]
     assert ints(batch.versions).tolist() == [-1, -1, 3, -1, 3, -1, -1, 3, 3]
+
+
+def test_routes_follow_their_sequences():
+    # one byte per token of prompt and completion
+    samples = [replace(sample(0, 3), routes=b"abcde"), replace(sample(1, 2), routes=b"uvwx")]
+    assert build([group(0, samples, [True, False])]).batch.routes == b"abcdeuvwx"
 
 
 def test_zero_variance_prompts_are_dropped_and_the_mean_is_over_the_others():

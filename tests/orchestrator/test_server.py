@@ -4,8 +4,9 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.orchestrator.errors import RunError
+from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.meter import Meter
-from megatron_rl.orchestrator.state import FILE, load_state
+from megatron_rl.orchestrator.state import FILE, load_state, restored_groups
 from tests.orchestrator.peers import Rows, run, small_config
 
 
@@ -102,6 +103,20 @@ def test_finished_groups_are_kept_and_not_generated_again(tmp_path):
     state = load_state(tmp_path, "fingerprint", 3)
     assert any(g.samples for g in state.groups)
     assert min(g.index for g in state.groups) == 15
+
+
+def test_groups_that_lack_the_routes_of_a_resumed_run_are_generated_again(tmp_path):
+    config = small_config(max_lag_steps=4)
+    run(config, directory=tmp_path, save_before=5, stop_before=5)
+    state = load_state(tmp_path, "fingerprint", 3)
+
+    def received(routed: bool) -> list[int]:
+        groups = restored_groups(state, lambda index, prompt: Group(index, prompt, 4), routed)
+        assert [g.index for g in groups] == [g.index for g in state.groups]
+        return [g.index for g in groups if g.received]
+
+    assert received(routed=False) == [g.index for g in state.groups if g.samples]
+    assert received(routed=True) == []
 
 
 def test_a_generator_that_fails_stops_the_run_with_its_own_words():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl import messages
 from megatron_rl.config import RunConfig
-from megatron_rl.models import tiny
+from megatron_rl.models import routes, tiny
 
 PROMPT, COMPLETION = (3, 9), (1, 14)
 """Ranges of lengths of the test batches, in tokens."""
@@ -162,6 +163,16 @@ def batch(step: int = 0, sequences: int = 7, seed: int = 0, **changes: Any) -> m
         "probe": [0, sequences - 1],
     }
     return messages.Batch(step=step, **{**fields, **changes})
+
+
+def with_random_routes(message: messages.Batch, architecture: Any) -> messages.Batch:
+    """The batch with experts by chance, none for the last token of each sequence."""
+    bounds = messages.ints(message.bounds)
+    shape = (bounds[-1], len(architecture.moe_layers), architecture.experts)
+    order = np.argsort(np.random.default_rng(message.step).random(shape), axis=2)
+    chosen = order[:, :, : architecture.experts_per_token]
+    chosen[bounds[1:] - 1] = routes.UNKNOWN
+    return msgspec.structs.replace(message, routes=routes.encode(chosen, architecture.experts))
 
 
 def distances(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:

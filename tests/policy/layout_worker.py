@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import messages
-from tests.policy.cases import ODD_VOCABULARY, batch, distances, gradients, run_config
+from tests.policy.cases import (
+    ODD_VOCABULARY,
+    batch,
+    distances,
+    gradients,
+    run_config,
+    with_random_routes,
+)
 
 STEPS = 3
 EXAMPLES = [([1, 5, 6], [7, 2]), ([1, 9], [3, 4, 5, 2]), ([1, 8, 8, 8], [2])]
@@ -51,6 +58,21 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe TP2 SP EP2": ("tiny_qwen3_moe", {**SP, **EXPERTS}),
     "tied dense PP2 VPP2": ("deep_dense", VPP),
     "scout PP2 VPP2": ("deep_scout", VPP),
+    "replayed scout TP2 SP EP2 recomputed": (
+        "replayed_scout",
+        {**SP, **EXPERTS, "parallel__recompute": "full"},
+    ),
+    "replayed scout PP2 VPP2 recomputed": (
+        "replayed_scout",
+        {**VPP, "parallel__recompute": "full"},
+    ),
+    "replayed scout CP2 padded": ("replayed_scout", {**CP, **PADDED}),
+}
+DEEP_SCOUT = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "moe_layers": [0, 1, 3],
+    "layer_types": None,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny_dense": ("tiny_dense", {"vocab_size": ODD_VOCABULARY}),
@@ -64,15 +86,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Two layers for each of two stages: a virtual pipeline of two chunks.
     "deep_dense": ("tiny_dense", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "deep_scout": (
-        "tiny_scout",
-        {
-            "num_hidden_layers": 4,
-            "no_rope_layers": [1, 1, 1, 0],
-            "moe_layers": [0, 1, 3],
-            "layer_types": None,
-        },
-    ),
+    "deep_scout": ("tiny_scout", DEEP_SCOUT),
+    "replayed_scout": ("tiny_scout", DEEP_SCOUT),
 }
 """Name -> (tiny model that it starts from, changes in its config.json)."""
 LOOPED = "scout EP2 distributed optimizer"
@@ -80,6 +95,10 @@ CHECKPOINTED = (
     *("dense TP2", "scout EP2 distributed optimizer", "scout PP2", "scout PP2 VPP2"),
     "scout CP2 EP2 distributed optimizer",
 )
+
+
+def routing(model: str) -> dict[str, str]:
+    return {"algorithm__routing_replay": "replay"} if model.startswith("replayed") else {}
 
 
 def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
@@ -108,7 +127,10 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
 
     policy.apply = observed  # type: ignore[method-assign]
     for step in range(STEPS):
-        done = trainer.train_step(batch(step, seed=step), step)
+        message = batch(step, seed=step)
+        if policy.routing is not None:
+            message = with_random_routes(message, policy.architecture)
+        done = trainer.train_step(message, step)
         seen["metrics"].append(done.metrics)
         seen.setdefault("probe", []).append(done.probe_logprobs)
         # Buckets of a few kilobytes: fused experts must stay together all the same.
@@ -235,7 +257,8 @@ def main(rank: int, folder: Path) -> None:
     alone: dict[str, Any] = {}
     if rank == 0:
         for name in MODELS:
-            config = run_config(folder / name, output_dir=folder / "out" / name)
+            out = folder / "out" / name
+            config = run_config(folder / name, output_dir=out, **routing(name))
             init_world(config, 0, 1, dist.HashStore())
             resumes = name in ("tiny_dense", "tiny_scout")
             alone[name] = observe(config, folder / name, check_resume=resumes)
@@ -243,7 +266,8 @@ def main(rank: int, folder: Path) -> None:
     resumed = {n: seen["resumed"] for n, seen in alone.items() if "resumed" in seen}
     found: dict[str, Any] = {"alone": resumed}
     for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
-        config = run_config(folder / name, 2, output_dir=folder / "out" / str(i), **options)
+        out = folder / "out" / str(i)
+        config = run_config(folder / name, 2, output_dir=out, **options, **routing(name))
         init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
         seen = observe(config, folder / name, check_resume=layout in CHECKPOINTED)
         if layout == LOOPED:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.models import architecture, tiny
 from megatron_rl.policy.anchors import FOLDER, Anchors, newest_before
 from megatron_rl.policy.frozen import FrozenWeights
 from megatron_rl.policy.logprobs import vocabulary_parallel_logprobs
@@ -40,7 +41,7 @@ def world(directory: Path) -> Iterator[None]:
 
 
 def own_batches(step: int) -> tuple[list[Any], int]:
-    sequences = Sequences.of_batch(batch(step))
+    sequences = Sequences.of_batch(batch(step), architecture(tiny.CONFIGS["tiny_dense"]))
     return micro_batches(sequences, Division(max_tokens=40)), len(sequences.token_ids)
 
 

@@ -20,6 +20,8 @@ TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-6
 HEAD_NORM_TOLERANCE = 3e-6
 """Cancellation leaves a ninth of the terms that make up the gradient of a head's norm."""
+ROUTER_TOLERANCE = 2e-6
+"""Replayed experts are by chance here: a router's gradient is a sum of either sign."""
 ADAM_TOLERANCE = 2e-4
 """Adam turns a gradient of 1e-9 into a step of the size of the learning rate (1e-3) of any sign."""
 INITIAL = 0.2
@@ -63,6 +65,8 @@ def test_gradients_agree_with_one_process(layout: Any) -> None:
     for name, difference in layout["gradients"].items():
         head_norm = name.endswith(("q_norm.weight", "k_norm.weight"))
         tolerance = HEAD_NORM_TOLERANCE if head_norm else GRADIENT_TOLERANCE
+        if name.endswith("router.weight"):
+            tolerance = ROUTER_TOLERANCE
         assert difference <= tolerance, (name, difference)
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron_rl import messages
+from megatron_rl.models import architecture
+from megatron_rl.policy.huggingface import read_config
 from megatron_rl.policy.microbatch import Division, Sequences, micro_batches
 from megatron_rl.policy.model import Policy
 from megatron_rl.policy.step import same_version_tokens
@@ -68,7 +70,7 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    s = Sequences.of_batch(message)
+    s = Sequences.of_batch(message, architecture(read_config(directory)))
     advantages, generator, weights = (
         torch.tensor(messages.floats(x))
         for x in (message.advantages, message.generator_logprobs, message.loss_weights)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from megatron_rl.config import RunConfig
 from megatron_rl.weights.transports.disk import DiskPublisher
 from tests.rollout import tiny_models
+
+Ask = Callable[..., Any]
 
 
 def run_config(model_dir: Path, **generation: Any) -> RunConfig:
@@ -94,3 +99,37 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
     models = {0: tiny_models.build(request.param, 0)}
     with running_engine(run_config(model_dir), model_dir) as (engine, loop):
         yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Tells the trainer's process one command and returns its answer."""
+    folder = tmp_path_factory.mktemp("trainer")
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        log = (folder / "log.txt").open("w")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rollout.trainer_process", str(folder / "socket")],
+            cwd=Path(__file__).parents[2],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            listener._listener._socket.settimeout(200)  # type: ignore[attr-defined]
+            connection = listener.accept()
+
+            def ask(name: str, *arguments: Any) -> Any:
+                connection.send((name, arguments))
+                if not connection.poll(200):
+                    pytest.fail((folder / "log.txt").read_text()[-6000:])
+                try:
+                    return connection.recv()
+                except EOFError:
+                    pytest.fail((folder / "log.txt").read_text()[-6000:])
+
+            yield ask
+            connection.close()
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            log.close()

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from megatron_rl.messages import VersionSpan
 from megatron_rl.rollout import engine as engine_module
+from megatron_rl.rollout import requests
 from megatron_rl.rollout.interruption import Completion
 from megatron_rl.weights.manifest import WeightsError
 from tests.rollout.tiny_models import END, reference_logprobs
@@ -97,18 +98,18 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
 
 def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
     engine, long_prompt = served.engine, prompt(3, 80)  # two full blocks of 32
-    params = engine_module.sampling(8, 1.0)
+    params = requests.sampling(8, 1.0)
 
     async def work():
-        before = [await engine._request(long_prompt, params) for _ in range(2)]
+        before = [(await engine._request(long_prompt, params))[0] for _ in range(2)]
         await engine.update(served.publish(200))
-        return before, [await engine._request(long_prompt, params) for _ in range(2)]
+        return before, [(await engine._request(long_prompt, params))[0] for _ in range(2)]
 
     before, after = served.run(work)
     assert [o[-1].num_cached_tokens for o in before] == [0, 64]
     assert [o[-1].num_cached_tokens for o in after] == [0, 64]
     for outputs in after:
-        piece = engine_module.piece_of(outputs)
+        piece = requests.piece_of(outputs)
         expected = reference_logprobs(
             served.models, long_prompt, piece.token_ids, [VersionSpan(engine.version, 0, 8)]
         )

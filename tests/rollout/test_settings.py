@@ -16,6 +16,7 @@ from megatron_rl.rollout.settings import (
     engine_args,
     expected_tensors,
     phrase_tokens,
+    read_architecture,
 )
 from megatron_rl.weights.manifest import WeightsError
 from tests.rollout import tiny_models
@@ -98,7 +99,7 @@ def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_pa
         if path.suffix != ".safetensors":
             (tmp_path / path.name).symlink_to(path)
     config = run_config(tmp_path)
-    found = expected_tensors(config, str(tmp_path))
+    found = expected_tensors(config, read_architecture(str(tmp_path)))
     assert {name: tuple(info.shape) for name, info in found.items()} == expected
     assert engine_args(config, 0, str(tmp_path)).load_format == "dummy"
     assert engine_args(run_config(model_dir), 0, str(model_dir)).load_format != "dummy"
@@ -139,5 +140,5 @@ def test_fp8_is_refused_where_the_engine_cannot_take_it(model_dir, tmp_path, mon
 
 def expected_tensors_error(directory: Path) -> str:
     with pytest.raises(WeightsError) as caught:
-        expected_tensors(with_fp8(directory), str(directory))
+        expected_tensors(with_fp8(directory), read_architecture(str(directory)))
     return str(caught.value)

@@ -6,14 +6,12 @@ The trainer is a Megatron policy in a process of its own, the engine that of the
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Listener
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,50 +20,19 @@ pytest.importorskip("vllm")
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+from megatron_rl.messages import ints
+from megatron_rl.models import routes
+from megatron_rl.rollout.routes import RequestRoutes
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports import ReceiverInfo
+from tests.rollout.conftest import Ask
+from tests.rollout.routed import batch_of
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-4
 UPDATES = 3
 SECONDS = 30.0
-
-Ask = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Tells the trainer's process one command and returns its answer."""
-    folder = tmp_path_factory.mktemp("trainer")
-    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
-        log = (folder / "log.txt").open("w")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rollout.trainer_process", str(folder / "socket")],
-            cwd=Path(__file__).parents[2],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            listener._listener._socket.settimeout(200)  # type: ignore[attr-defined]
-            connection = listener.accept()
-
-            def ask(name: str, *arguments: Any) -> Any:
-                connection.send((name, arguments))
-                if not connection.poll(200):
-                    pytest.fail((folder / "log.txt").read_text()[-6000:])
-                try:
-                    return connection.recv()
-                except EOFError:
-                    pytest.fail((folder / "log.txt").read_text()[-6000:])
-
-            yield ask
-            connection.close()
-            process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
-            log.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +85,12 @@ def worst(found: list[list[float]], expected: list[list[float]]) -> float:
     return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in pairs)
 
 
-async def update_in_flight(engine: Any, trainer: Ask, transport: str) -> list[Any]:
-    """Train and swap three times while completions are decoding; what each update took."""
+async def update_in_flight(engine: Any, trainer: Ask, transport: str) -> tuple[list[Any], Any]:
+    """Train and swap three times while completions are decoding.
+
+    Returns:
+        What each update took, and the completions of `PROMPTS`, three of each.
+    """
     tasks: list[asyncio.Task[Any]] = []
     times = []
     for _ in range(UPDATES):
@@ -132,8 +103,7 @@ async def update_in_flight(engine: Any, trainer: Ask, transport: str) -> list[An
             await asyncio.sleep(0.001)
         times.append(await engine.update(manifest))
         assert engine.version == manifest.version
-    await asyncio.gather(*tasks)
-    return times
+    return times, await asyncio.gather(*tasks)
 
 
 def sampled(completion: Any, logprobs: list[float]) -> list[float]:
@@ -153,7 +123,7 @@ def test_log_probs_equal_the_trainers_after_three_in_flight_updates_by_each_tran
 
     for transport in ("gloo", "disk"):
         switch(started, trainer, store, transport, tmp_path / "weights")
-        times = started.run(lambda t=transport: update_in_flight(engine, trainer, t))
+        times, _ = started.run(lambda t=transport: update_in_flight(engine, trainer, t))
         assert engine.aborted == 0
         assert sum(t.requests_in_flight > 0 for t in times) >= 2
 
@@ -176,6 +146,46 @@ def test_log_probs_equal_the_trainers_after_three_in_flight_updates_by_each_tran
         held, weights = started.run(engine.held_weights), trainer("weights")
         assert held.keys() == weights.keys()
         assert [n for n in weights if not held[n].equal(torch.from_numpy(weights[n]))] == []
+
+
+@pytest.fixture
+def routed(started: Any) -> Iterator[Any]:
+    """An engine with experts, which it names."""
+    engine = started.engine
+    if not engine.architecture.moe_layers:
+        pytest.skip(f"{started.kind} has no experts")
+    engine.routes = RequestRoutes(engine._llm, engine.architecture)
+    started.run(engine.routes.prepare)
+    yield started
+    engine.routes = None
+
+
+def test_the_engine_names_the_experts_that_the_trainer_takes_too(routed, trainer, store, tmp_path):
+    switch(routed, trainer, store, "disk", tmp_path / "weights")
+    trainer("train")
+    manifest = trainer("publish")
+    routed.run(lambda: routed.engine.update(manifest))
+    batch, completions = routed.run(lambda: batch_of(routed.engine))
+    assert any(c.forced[1] for c in completions), "none was interrupted and resubmitted"
+    found = trainer("metrics", batch, "compare")
+    assert found["routes_differing_fraction"] == 0.0
+    assert found["same_version_logprob_error_max"] < TOLERANCE
+    # Experts of cached prefixes, of versions and of interrupted requests are all known.
+    known = routes.decode(batch.routes, len(batch.token_ids) // 4, routed.engine.architecture)
+    unknown = np.flatnonzero((known == routes.UNKNOWN).any(axis=(1, 2)))
+    # A last token was an input only where the completion was cut at its answer's budget.
+    assert {*unknown.tolist()} <= {*(ints(batch.bounds)[1:] - 1).tolist()}
+
+
+def test_experts_are_named_for_every_token_of_requests_that_go_on_over_updates(
+    routed, trainer, store, tmp_path
+):
+    switch(routed, trainer, store, "disk", tmp_path / "weights")
+    _, completions = routed.run(lambda: update_in_flight(routed.engine, trainer, "disk"))
+    assert max(len(c.spans) for c in completions) > 1
+    for p, c in zip(PROMPTS * UPDATES, completions, strict=True):
+        assert len(c.routes_NLK) >= len(p) + len(c.token_ids) - 1
+        assert (c.routes_NLK != routes.UNKNOWN).all()
 
 
 def test_a_broken_update_by_gloo_leaves_the_engine_as_it_was_and_the_trainer_is_told(

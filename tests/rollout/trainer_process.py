@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl import messages
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports import open_publisher
@@ -30,13 +31,17 @@ class TrainerOfOne:
     directory: str
     version: int
     """Of the start; every step makes the next."""
+    params: str = "fp32"
+    """`precision.params`."""
 
     def __post_init__(self) -> None:
         from megatron_rl.policy.model import Policy
         from megatron_rl.policy.trainer import Trainer
         from megatron_rl.policy.world import init_world
 
-        config = run_config(self.directory, optimizer__learning_rate=3e-3)
+        config = run_config(
+            self.directory, optimizer__learning_rate=3e-3, precision__params=self.params
+        )
         init_world(config, 0, 1, dist.HashStore())
         self.config, self.policy = config, Policy(config, self.directory)
         self.trainer = Trainer(config, self.policy)
@@ -90,6 +95,20 @@ class TrainerOfOne:
         ):
             flat[one.source_T.numpy()] = logprobs_T.numpy()
         return [flat[sequences.completion_positions(i)].tolist() for i in range(len(examples))]
+
+    def metrics(self, message: messages.Batch, routing_replay: str) -> dict[str, float]:
+        """Of a step with this batch that is not applied, with `algorithm.routing_replay`."""
+        from megatron_rl.policy.routing import Routing
+
+        policy = self.policy
+        policy.routing = Routing(policy.modules, policy.architecture, routing_replay)
+        tree = self.config.model_dump(mode="json")
+        tree["algorithm"]["routing_replay"] = routing_replay
+        self.trainer.config = policy.run = type(self.config).model_validate(tree)
+        work = self.trainer.prepare(message, message.step)
+        outputs = policy.forward_backward(work.own, work.loss)
+        found, _ = work.report(outputs, counts=True)
+        return found
 
     def weights(self) -> dict[str, Any]:
         """All weights by the checkpoint's names, as numpy arrays."""

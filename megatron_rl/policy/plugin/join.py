@@ -250,7 +250,13 @@ class PretrainingPlugin:
             self._wrapped.append(model)
         batch = next(data_iterator)
         output, rows = forward(
-            model, batch.micro, batch.head, batch.loss, batch.temperature, stock_attention=True
+            model,
+            batch.micro,
+            batch.head,
+            batch.loss,
+            batch.temperature,
+            routing=batch.routing,
+            stock_attention=True,
         )
         return output, loss_of(batch, rows)
 

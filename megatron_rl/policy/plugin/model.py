@@ -44,6 +44,7 @@ class PluggedModel(ModelShards):
             self.experts,
             use_te,
         )
+        self.route(modules)
 
     @property
     def micro_batch_multiple(self) -> int:

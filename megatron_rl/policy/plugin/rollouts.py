@@ -18,6 +18,7 @@ from megatron_rl.policy.head import Head, HeadLoss, HeadRows
 from megatron_rl.policy.loop import Client, Publish, next_batch, publish_weights
 from megatron_rl.policy.microbatch import MicroBatch
 from megatron_rl.policy.plugin.model import PluggedModel
+from megatron_rl.policy.routing import Routing
 from megatron_rl.policy.step import StepWork
 
 STATE_FOLDER = "megatron_rl"
@@ -33,6 +34,7 @@ class PluggedMicroBatch:
     loss: HeadLoss
     temperature: float
     head: Head
+    routing: Routing | None
     count: int
     """Micro-batches of the step on this rank."""
     keep: Callable[[HeadRows], None]
@@ -103,6 +105,7 @@ class Rollouts:
             loss=current.work.loss(own[index]),
             temperature=self._config.generation.temperature,
             head=self._head,
+            routing=self._model.routing,
             count=len(own),
             keep=keep,
         )
