@@ -2,8 +2,9 @@
 VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
-# One file per worker and two workers: many tests wait for processes that they started.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# One file per worker and two workers: many tests wait for processes that they started. In the order
+# of their names: xdist would leave the longest to the end.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(abspath $(VENV))/bin
 
 # Two cores are shared by three ranks: one thread each is the fastest.

@@ -35,7 +35,7 @@ LogitGrads = Literal["auto", "bf16", "fp32"]
 """Type of the gradient by the logits in the two backward products; `auto`: the operands' type."""
 
 UPCAST_ROWS = 8192
-"""Rows of a bf16 weight that are upcast at a time where no bf16 product with fp32 result exists."""
+"""Most rows of a bf16 weight at a time where no bf16 product with fp32 result exists."""
 
 
 class Head(ABC):
@@ -91,7 +91,7 @@ def _tf32(on: bool) -> Iterator[None]:
 
 
 class Upcast(Head):
-    """fp32 products of fp32 operands or exact upcasts, `UPCAST_ROWS` rows of weight at a time."""
+    """fp32 products of fp32 operands or of exact upcasts, some rows of the weight at a time."""
 
     def __init__(self, tf32: bool, device: str) -> None:
         self.tf32 = tf32
@@ -108,8 +108,9 @@ class Upcast(Head):
             yield slice(None), weight_VH
             return
         scratch_BH: Tensor | None = None
-        for v in range(0, len(weight_VH), UPCAST_ROWS):
-            part_BH = weight_VH[v : v + UPCAST_ROWS]
+        step = _upcast_rows(len(weight_VH))
+        for v in range(0, len(weight_VH), step):
+            part_BH = weight_VH[v : v + step]
             if scratch_BH is None:
                 scratch_BH = torch.empty_like(part_BH, dtype=torch.float32)
             yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
@@ -132,10 +133,16 @@ class Upcast(Head):
         hidden_CH, beta = hidden_CH.float(), 1.0 if accumulate else 0.0
         with self._mode():
             # bf16 gradients are upcast a block at a time as well.
-            step = len(out_VH) if grads_CV.dtype == torch.float32 else UPCAST_ROWS
+            whole = grads_CV.dtype == torch.float32
+            step = len(out_VH) if whole else _upcast_rows(len(out_VH))
             for v in range(0, len(out_VH), max(step, 1)):
                 block = slice(v, v + step)
                 out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
+
+
+def _upcast_rows(V: int) -> int:
+    # Small beside the gradient of the weight, and large enough for a product's own blocks.
+    return min(max(V // 12, 512), UPCAST_ROWS)
 
 
 @cache

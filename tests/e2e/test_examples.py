@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.observe import METRICS, read_metrics
@@ -24,7 +26,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/scalerl_tiny.sh"
-STEPS, INTERRUPT_AT = 32, 20
+STEPS, KILL_AT, INTERRUPT_AT = 32, 11, 20
+SAVED_EVERY = 8
+DROPPED = "metrics.dropped-1.jsonl"
+"""What a run had measured that goes on from an older checkpoint."""
 SMALL = [
     *("--schedule.steps", str(STEPS)),
     *("--sft.steps", "240"),
@@ -32,7 +37,7 @@ SMALL = [
     *("--evaluation.samples_per_prompt", "4"),
     *("--evaluation.points", "4"),
     *("--observe.logprob_check_every_steps", "2"),
-    *("--checkpoint.every_steps", "8"),
+    *("--checkpoint.every_steps", str(SAVED_EVERY)),
     *("--observe.terminal", "plain"),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -82,20 +87,28 @@ def dense(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def scout(tmp_path_factory) -> Path:
-    """A run of the miniature Scout, interrupted by Ctrl-C at step 20, then resumed.
+    """A run of the miniature Scout: a rank dies, Ctrl-C interrupts it at step 20, it is resumed.
 
-    It starts with three ranks, and is resumed by a torchrun with one rank. Routes are compared at
-    first, and replayed from there on.
+    It starts with three ranks, which torchrun starts again when one was killed, and is resumed by
+    a torchrun with one rank. Routes are compared at first, and replayed from there on.
     """
     output = tmp_path_factory.mktemp("scout")
     log = output / "log.txt"
     arguments = [EXAMPLE, "--output_dir", str(output), *SMALL, "--algorithm.routing_replay"]
-    process = start([*TORCHRUN, "--standalone", "--nproc-per-node=3", *arguments, "compare"], log)
-    deadline = time.monotonic() + 400
-    while steps_done(output) < INTERRUPT_AT:
-        assert process.poll() is None, log.read_text()[-6000:]
-        assert time.monotonic() < deadline, log.read_text()[-6000:]
-        time.sleep(0.02)
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=3", "--max-restarts=1"]
+    process = start([*torchrun, *arguments, "compare"], log)
+    deadline = time.monotonic() + 600
+
+    def wait_for(there: Callable[[], bool]) -> None:
+        while not there():
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            time.sleep(0.02)
+
+    wait_for(lambda: steps_done(output) >= KILL_AT)
+    psutil.Process(process.pid).children()[1].kill()
+    wait_for(lambda: (output / DROPPED).exists())
+    wait_for(lambda: steps_done(output) >= INTERRUPT_AT)
     process.send_signal(signal.SIGINT)
     process.wait(60)
     interrupted = steps_done(output)
@@ -165,6 +178,14 @@ def test_an_interrupted_and_resumed_run_trains_the_same_prompts_as_one_that_was_
 
     assert prompts(scout) == prompts(dense)
     assert sum(prompts(scout).values()) == STEPS * 16
+
+
+def test_after_a_rank_was_killed_the_run_goes_on_from_the_newest_checkpoint(scout):
+    again = [json.loads(line) for line in (scout / DROPPED).read_text().splitlines()]
+    dropped = [row["step"] for row in again if row["kind"] == "step"]
+    assert dropped[:3] == [SAVED_EVERY, SAVED_EVERY + 1, SAVED_EVERY + 2]
+    prompts = {row["step"]: row["prompt_ids"] for row in rows(scout, "step")}
+    assert all(row["prompt_ids"] == prompts[row["step"]] for row in again if row["kind"] == "step")
 
 
 def test_the_curve_of_a_resumed_run_goes_on(scout):
