@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 from rich.console import Console, Group
@@ -129,12 +128,7 @@ class TerminalView:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------- what is said

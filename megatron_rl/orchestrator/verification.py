@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 from megatron_rl.data import Prompt
@@ -49,17 +48,12 @@ class Verification:
             await self.pool.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         if self.pool is not None:
-            await self.pool.__aexit__(kind, error, trace)
+            await self.pool.__aexit__(*raised)
 
     @property
     def full(self) -> bool:

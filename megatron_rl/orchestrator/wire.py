@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import zmq.asyncio
@@ -37,12 +36,7 @@ class Wire:
         self._reader.add_done_callback(self._ended)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._reader is not None
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
@@ -78,12 +77,7 @@ class VerifierPool:
         self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

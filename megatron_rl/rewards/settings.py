@@ -37,7 +37,7 @@ class MathSettings(Section):
     """Only a `\\boxed{...}` is an answer; else a completion without a box is one as a whole."""
     ended_thinking: bool = True
     """A completion without the end-of-thinking marker has no answer."""
-    stock_cpu_seconds: PositiveFloat = 0.3
+    stock_cpu_seconds: PositiveFloat = 0.5
     """CPU time of math-verify, which reads sums, integrals and limits; over it: `timed_out`."""
 
 

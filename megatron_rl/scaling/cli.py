@@ -3,6 +3,7 @@
 Exit codes: 0 well, 2 bad input or options, 3 ill-conditioned under --strict.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import wraps
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 ILL_CONDITIONED = 3
+
+Made = dict[str, Any]
+"""What a command writes as JSON."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -73,25 +77,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-':
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if ill-conditioned")]
 
 
-def _reports[**P, T](command: Callable[P, T]) -> Callable[P, T]:
-    """Turn errors of the input into one line on standard error and exit code 2."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        from .errors import DataError, MissingExtra
-
-        try:
-            return command(*args, **kwargs)
-        except (DataError, MissingExtra, ValueError, OSError) as error:
-            typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(BAD_INPUT) from error
-
-    return run
-
-
-@app.command("fit")
-@_reports
-def fit_command(
+def _read_and_fit(
     files: Files,
     series: SeriesNames = None,
     series_column: SeriesColumn = None,
@@ -110,7 +96,103 @@ def fit_command(
     level: Level = 0.95,
     run_margin: RunMargin = 0.0,
     correlated: Correlated = 0.5,
-    json_path: Json = None,
+) -> tuple[list["Fit"], bool]:
+    """Read the files and fit every series; whether some could not be fitted, which is said at once.
+
+    A run that has only begun does not keep the others from being shown; the exit code is still 2.
+    """
+    from .errors import DataError
+    from .fitting import fit
+    from .io import ReadOptions, read_many
+
+    options = ReadOptions(
+        series=tuple(series or ()),
+        series_column=series_column,
+        compute_column=compute_column,
+        reward_columns=tuple(reward_column or ()),
+        stderr_column=stderr_column,
+        percent=percent,
+        compute_unit=compute_unit,
+    )
+    fits, errors = [], []
+    start = _r0(r0)
+    for s in read_many(files, options):
+        try:
+            made = fit(
+                s,
+                r0=start,
+                skip=skip,
+                fit_until=fit_until,
+                form=form,
+                method=method,
+                fix_a=fix_a,
+                a_max=a_max,
+                level=level,
+                run_margin=run_margin,
+                correlated=correlated,
+            )
+        except ValueError as error:
+            errors.append(f"series '{s.name}': {error}")
+        else:
+            fits.append(made)
+    if not fits:
+        raise DataError(errors[0] if errors else "no series", "Nothing could be fitted")
+    for text in errors:
+        typer.secho(f"error: {text}", fg="red", err=True)
+    return fits, bool(errors)
+
+
+def _of_fits(*without: str) -> Callable[[Callable[..., Made]], Callable[..., None]]:
+    """A command that reads files and fits them, from a function of the fits.
+
+    The command has the options of `_read_and_fit` but `without`, the function's keyword-only ones,
+    `--json` and `--strict`. The function gets the fits and whether it may print, and returns what
+    `--json` writes. Errors of the input become one line on standard error and exit code 2.
+    """
+
+    def decorate(function: Callable[..., Made]) -> Callable[..., None]:
+        fitting = {
+            name: parameter
+            for name, parameter in inspect.signature(_read_and_fit).parameters.items()
+            if name not in without
+        }
+        own = inspect.signature(function).parameters.values()
+        keywords = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+        @wraps(function)
+        def command(*, json_path: Path | None, strict: bool, **given: Any) -> None:
+            from .errors import DataError, MissingExtra
+
+            chosen = {name: given.pop(name) for name in fitting}
+            try:
+                fits, failed = _read_and_fit(**chosen)
+                _write_json(json_path, function(fits, str(json_path) != "-", **given))
+            except (DataError, MissingExtra, ValueError, OSError) as error:
+                typer.secho(f"error: {error}", fg="red", err=True)
+                raise typer.Exit(BAD_INPUT) from error
+            _finish(strict, fits, failed)
+
+        ends = inspect.signature(_ends).parameters
+        # Typer reads what a command takes from these two.
+        shown = [p.replace(kind=p.KEYWORD_ONLY) for p in (*fitting.values(), *ends.values())]
+        parameters = [*shown[: len(fitting)], *keywords, *shown[len(fitting) :]]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _ends(json_path: Json = None, strict: Strict = False) -> None:
+    """The options that every command ends with."""
+
+
+@app.command("fit")
+@_of_fits()
+def fit_command(
+    fits: list["Fit"],
+    prints: bool,
+    *,
     plot: Annotated[
         Path | None, typer.Option(help="Draw .png, .svg or .pdf; several series: numbered")
     ] = None,
@@ -118,18 +200,15 @@ def fit_command(
     bootstrap: Annotated[
         int, typer.Option(help="Resamples of a moving-block bootstrap, as a check; 0: none")
     ] = 0,
-    strict: Strict = False,
-) -> None:
+) -> Made:
     """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
     from . import report
 
-    fits, failed = _fits(**_options(locals()))
     resampled = [f.bootstrap(bootstrap) for f in fits] if bootstrap else None
-    if str(json_path) != "-":
+    if prints:
         report.print_fits(fits)
         if resampled is not None:
             report.print_bootstrap(fits, resampled, bootstrap)
-    _write_json(json_path, report.fits_to_dict(fits, resampled))
     if plot is not None:
         from .plot import save_plot
 
@@ -140,141 +219,59 @@ def fit_command(
         from .html import save_html
 
         save_html(fits, html)
-    _finish(strict, fits, failed)
+    return report.fits_to_dict(fits, resampled)
 
 
 @app.command("compare")
-@_reports
+@_of_fits("fix_a", "run_margin")
 def compare_command(
-    files: Files,
-    series: SeriesNames = None,
-    series_column: SeriesColumn = None,
-    compute_column: ComputeColumn = None,
-    compute_unit: ComputeUnit = None,
-    reward_column: RewardColumn = None,
-    stderr_column: StderrColumn = None,
-    percent: Percent = None,
-    r0: R0 = "first",
-    skip: Skip = None,
-    fit_until: FitUntil = None,
-    form: Form = "log-sigmoid",
-    method: Method = "fast",
-    a_max: AMax = 1.0,
-    level: Level = 0.95,
-    correlated: Correlated = 0.5,
+    fits: list["Fit"],
+    prints: bool,
+    *,
     margin: Annotated[float, typer.Option(help="Differences of A up to this are none")] = 0.02,
     shared_a: Annotated[
         float | None, typer.Option("--shared-a", help="Refit all at this A and rank by B")
     ] = None,
-    json_path: Json = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw curves and leave-one-out transform")
     ] = None,
-    strict: Strict = False,
-) -> None:
+) -> Made:
     """Rank runs by A, and by B where A agrees within the margin."""
     from . import report
     from .comparison import compare
 
-    fits, failed = _fits(**_options(locals()))
     result = compare(fits, margin, shared_a)
-    if str(json_path) != "-":
+    if prints:
         report.print_comparison(result)
-    _write_json(json_path, report.comparison_to_dict(result))
     if plot is not None:
         from .plot import save_comparison
 
         save_comparison(result, plot)
-    _finish(strict, fits, failed)
+    return report.comparison_to_dict(result)
 
 
 @app.command("forecast")
-@_reports
+@_of_fits("fix_a", "method")
 def forecast_command(
-    files: Files,
+    fits: list["Fit"],
+    prints: bool,
+    *,
     target: Annotated[
         list[float] | None, typer.Option(help="Pass rate to reach (fraction); may be repeated")
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Total compute that may be spent")] = None,
-    series: SeriesNames = None,
-    series_column: SeriesColumn = None,
-    compute_column: ComputeColumn = None,
-    compute_unit: ComputeUnit = None,
-    reward_column: RewardColumn = None,
-    stderr_column: StderrColumn = None,
-    percent: Percent = None,
-    r0: R0 = "first",
-    skip: Skip = None,
-    fit_until: FitUntil = None,
-    form: Form = "log-sigmoid",
-    a_max: AMax = 1.0,
-    level: Level = 0.95,
-    run_margin: RunMargin = 0.0,
-    correlated: Correlated = 0.5,
-    json_path: Json = None,
-    strict: Strict = False,
-) -> None:
+) -> Made:
     """Say what more compute buys: compute for a target, gain per unit, and when to stop."""
     from . import report
     from .forecasting import forecast
 
-    fits, failed = _fits(**_options(locals()))
     forecasts = [forecast(f, tuple(target or ()), budget) for f in fits]
-    if str(json_path) != "-":
+    if prints:
         for p in forecasts:
             report.print_forecast(p)
     made = [report.forecast_to_dict(p) for p in forecasts]
     together = {"schema": "megatron_rl.forecasts/1", "forecasts": made}
-    _write_json(json_path, made[0] if len(made) == 1 else together)
-    _finish(strict, fits, failed)
-
-
-FIT_OPTIONS = (
-    "r0", "skip", "fit_until", "form", "method", "fix_a", "a_max", "level", "run_margin",
-    "correlated",
-)  # fmt: skip
-READ_OPTIONS = (
-    "files", "series", "series_column", "compute_column", "compute_unit", "reward_column",
-    "stderr_column", "percent",
-)  # fmt: skip
-
-
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of reading and fitting among a command's arguments."""
-    return {k: v for k, v in given.items() if k in FIT_OPTIONS or k in READ_OPTIONS}
-
-
-def _fits(**given: Any) -> tuple[list["Fit"], bool]:
-    """Read the files and fit every series; whether some could not be fitted, which is said at once.
-
-    A run that has only begun does not keep the others from being shown; the exit code is still 2.
-    """
-    from .errors import DataError
-    from .fitting import fit
-    from .io import ReadOptions, read_many
-
-    options = ReadOptions(
-        series=tuple(given["series"] or ()),
-        series_column=given["series_column"],
-        compute_column=given["compute_column"],
-        reward_columns=tuple(given["reward_column"] or ()),
-        stderr_column=given["stderr_column"],
-        percent=given["percent"],
-        compute_unit=given["compute_unit"],
-    )
-    keys = {k: v for k, v in given.items() if k in FIT_OPTIONS}
-    keys["r0"] = _r0(keys["r0"])
-    fits, errors = [], []
-    for s in read_many(given["files"], options):
-        try:
-            fits.append(fit(s, **keys))
-        except ValueError as error:
-            errors.append(f"series '{s.name}': {error}")
-    if not fits:
-        raise DataError(errors[0] if errors else "no series", "Nothing could be fitted")
-    for text in errors:
-        typer.secho(f"error: {text}", fg="red", err=True)
-    return fits, bool(errors)
+    return made[0] if len(made) == 1 else together
 
 
 def _r0(text: str) -> "R0Choice":

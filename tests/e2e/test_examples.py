@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/scalerl_tiny.sh"
 STEPS, KILL_AT, INTERRUPT_AT = 32, 11, 20
 SAVED_EVERY = 8
-DROPPED = "metrics.dropped-1.jsonl"
+DROPPED = "metrics.dropped-0.jsonl"
 """What a run had measured that goes on from an older checkpoint."""
 SMALL = [
     *("--schedule.steps", str(STEPS)),

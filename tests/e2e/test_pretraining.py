@@ -162,9 +162,9 @@ def test_the_generator_samples_from_the_trained_weights(run: dict[str, str | Pat
     checked = [row["logprob_error_max"] for row in steps if "logprob_error_max" in row]
     assert checked
     assert max(checked) < 1e-4
-    # The routers of tensor-parallel ranks are compared too; they move little in 8 steps.
-    assert all(0 <= row["routes_differing_fraction"] < 0.2 for row in steps)
-    assert steps[0]["routes_differing_fraction"] == 0.0
+    # Routers of all tensor-parallel ranks are compared: they agree under the same weights alone.
+    differing = [row["routes_differing_fraction"] for row in steps]
+    assert differing[0] == 0.0 < max(differing)
 
 
 def test_the_scripts_differ_by_few_lines() -> None:

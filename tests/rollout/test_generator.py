@@ -34,6 +34,7 @@ class FakeEngine:
     running = most = 0
     fails_to_start = False
     stopped = 0
+    routes = None
 
     def __init__(self, config, index, model_dir, version, rendezvous):
         if FakeEngine.fails_to_start:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.gloo import GlooPublisher, GlooReceiver
+from megatron_rl.weights.transports.requests import Place
 
 SECONDS = 20.0
 SHORT = 1.0
@@ -42,7 +43,7 @@ def rendezvous(host: dist.TCPStore, request: pytest.FixtureRequest) -> Rendezvou
 
 
 def receivers(rendezvous: Rendezvous, engine: int = 0, workers: int = 1, seconds: float = SECONDS):
-    return [GlooReceiver(rendezvous, engine, w, workers, seconds) for w in range(workers)]
+    return [GlooReceiver(Place(rendezvous, engine, w, workers, seconds)) for w in range(workers)]
 
 
 def wait(receiver: GlooReceiver, seconds: float = SECONDS) -> None:
@@ -196,7 +197,8 @@ def die_at_the_third(group, flat):
 gloo._broadcast = die_at_the_third
 import msgspec
 from megatron_rl.messages import Manifest
-receiver = gloo.GlooReceiver(rendezvous, 0, 0, 1, 20.0)
+from megatron_rl.weights.transports.requests import Place
+receiver = gloo.GlooReceiver(Place(rendezvous, 0, 0, 1, 20.0))
 receiver.begin(msgspec.json.decode(sys.stdin.buffer.read(), type=Manifest))
 time.sleep(60)
 """

@@ -23,6 +23,8 @@ _MANY_TERMS = re.compile(
     r"\\(?:sum|prod)(?![A-Za-z]).*?\^\s*\{?\s*(?:\d{5,}|\d+\s*(?:\\times\s*\d+\s*)?[\^!])"
 )
 
+_EASY_DEGREE = 20
+
 
 def _unlimited() -> object:
     """Outside a worker nothing limits math-verify."""
@@ -88,11 +90,24 @@ def verify(answer: str, gold: str) -> bool | None:
         return None
     if any(not isinstance(s, sympy.Basic | sympy.MatrixBase) for s in sides):
         return None
+    sides = [_summed(side) for side in sides]
     decided = same_number(sides[0], sides[1])
     if decided is not None:
         return decided
     # No signals here: the worker is under a hard time-out, and may run in any thread.
     return bool(stock_verify(sides[0], sides[1], timeout_seconds=None))
+
+
+def _summed(side: Any) -> Any:
+    """With sums of polynomials in closed form: math-verify would sum them numerically, slowly."""
+    import sympy
+
+    def is_easy(part: Any) -> bool:
+        if not isinstance(part, sympy.Sum) or not part.function.is_polynomial(*part.variables):
+            return False
+        return sympy.total_degree(part.function, *part.variables) <= _EASY_DEGREE
+
+    return side.replace(is_easy, lambda part: part.doit())
 
 
 def _parse(text: str) -> Any:

@@ -14,6 +14,7 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.base import Publisher, Receiver
+from megatron_rl.weights.transports.requests import Place
 
 
 def refuse_contradictions(config: RunConfig, *, cuda: bool) -> None:
@@ -97,10 +98,10 @@ class ReceiverInfo:
         )
         return asdict(info)
 
-    @property
-    def rendezvous(self) -> Rendezvous:
-        """The run's store."""
-        return Rendezvous(self.host, self.port, self.prefix)
+    def place(self, worker: int) -> Place:
+        """Of one of the engine's workers."""
+        rendezvous = Rendezvous(self.host, self.port, self.prefix)
+        return Place(rendezvous, self.engine, worker, self.workers, self.seconds)
 
 
 def open_receiver(info: ReceiverInfo, worker: int) -> Receiver:
@@ -117,11 +118,11 @@ def open_receiver(info: ReceiverInfo, worker: int) -> Receiver:
         case "gloo":
             from megatron_rl.weights.transports.gloo import GlooReceiver
 
-            return GlooReceiver(info.rendezvous, info.engine, worker, info.workers, info.seconds)
+            return GlooReceiver(info.place(worker))
         case "nccl":
             from megatron_rl.weights.transports.nccl import NcclReceiver
 
-            return NcclReceiver(info.rendezvous, info.engine, worker, info.workers, info.seconds)
+            return NcclReceiver(info.place(worker))
     raise ValueError(f"weights.transport {info.transport!r} is not one of disk, gloo, nccl")
 
 

@@ -25,7 +25,7 @@ from megatron_rl.weights.buckets import cut, flatten, parts, places, tensor_byte
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
-from megatron_rl.weights.transports.requests import Background, Request, Requests, Service
+from megatron_rl.weights.transports.requests import Background, Place, Request, Requests, Service
 
 SENDER = 0
 """Trainer rank that sends."""
@@ -136,18 +136,12 @@ class GlooReceiver:
     """A worker's end.
 
     Args:
-        rendezvous: the run's store.
-        engine: number of the engine.
-        worker: number of this worker in the engine.
-        workers: worker processes of the engine.
-        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+        place: of the worker.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, engine: int, worker: int, workers: int, seconds: float
-    ) -> None:
-        self._rendezvous, self._worker, self._workers = rendezvous, worker, workers
-        self._requests = Requests(rendezvous, SENDER, engine, worker, seconds)
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._requests = Requests(place, SENDER)
         self._work: Background | None = None
         self._checked: tuple[Manifest, list[Tensor]] | None = None
 
@@ -211,7 +205,8 @@ class GlooReceiver:
     def _take(self, version: int, request: Request, sizes: list[int]) -> list[Tensor]:
         flats: list[Tensor] = []
         try:
-            group = _join(request, self._rendezvous, 1 + self._worker, 1 + self._workers)
+            place = self._place
+            group = _join(request, place.rendezvous, place.rank, place.ranks)
             for size in sizes:
                 flat = torch.empty(size, dtype=torch.uint8)
                 _broadcast(group, flat)

@@ -39,7 +39,7 @@ from megatron_rl.weights.transports.nccl_plan import (
     join_parts,
     split_parts,
 )
-from megatron_rl.weights.transports.requests import Request, Requests, Service
+from megatron_rl.weights.transports.requests import Place, Request, Requests, Service
 
 BUFFERS = 2
 """Chunks under way at once, on streams of their own."""
@@ -230,18 +230,11 @@ class NcclReceiver:
     """A worker's end.
 
     Args:
-        rendezvous: the run's store.
-        engine: number of the engine.
-        worker: number of this worker in the engine.
-        workers: worker processes of the engine.
-        seconds: time-out of one transfer, `timeouts.transfer_seconds`.
+        place: of the worker.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, engine: int, worker: int, workers: int, seconds: float
-    ) -> None:
-        self._rendezvous, self._engine = rendezvous, engine
-        self._rank, self._size, self._seconds = 1 + worker, 1 + workers, seconds
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._requests: dict[int, Requests] = {}
         self._communicators: dict[int, tuple[bytes, Any]] = {}
 
@@ -305,9 +298,7 @@ class NcclReceiver:
 
         requests = self._requests.get(part.sender)
         if requests is None:
-            requests = self._requests[part.sender] = Requests(
-                self._rendezvous, part.sender, self._engine, self._rank - 1, self._seconds
-            )
+            requests = self._requests[part.sender] = Requests(self._place, part.sender)
         requests.take(version, agree, receive)
 
     def _communicator(self, sender: int, unique_id: str, request: Request) -> Any:
@@ -316,6 +307,6 @@ class NcclReceiver:
         if held != wanted:
             if communicator is not None:
                 communicator.destroy()
-            communicator = connect(wanted, self._rank, self._size, request)
+            communicator = connect(wanted, self._place.rank, self._place.ranks, request)
             self._communicators[sender] = (wanted, communicator)
         return communicator

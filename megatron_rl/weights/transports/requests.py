@@ -206,22 +206,42 @@ class Service:
                 request.get(key, f"worker {worker}")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a version is received: one worker of one engine."""
+
+    rendezvous: Rendezvous
+    """The run's store."""
+    engine: int
+    worker: int
+    """Number of this worker in the engine."""
+    workers: int
+    """Worker processes of the engine."""
+    seconds: float
+    """Time-out of one transfer, `timeouts.transfer_seconds`."""
+
+    @property
+    def rank(self) -> int:
+        """In the group of a transfer, where the sender is rank 0."""
+        return 1 + self.worker
+
+    @property
+    def ranks(self) -> int:
+        """Of that group."""
+        return 1 + self.workers
+
+
 class Requests:
     """A worker's side of its engine's requests to one sender.
 
     Args:
-        rendezvous: the run's store.
+        place: of the worker.
         sender: trainer rank that sends.
-        engine: number of the engine.
-        worker: number of this worker in the engine.
-        seconds: time-out of one request.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, sender: int, engine: int, worker: int, seconds: float
-    ) -> None:
-        self._rendezvous, self._worker, self._seconds = rendezvous, worker, seconds
-        self._base, self._who = f"{sender}/{engine}/", f"trainer rank {sender}"
+    def __init__(self, place: Place, sender: int) -> None:
+        self._place = place
+        self._base, self._who = f"{sender}/{place.engine}/", f"trainer rank {sender}"
         self._store: Any = None
         self._number = 0
 
@@ -242,11 +262,11 @@ class Requests:
             WeightsError: either side refused, or was not heard of in time.
         """
         if self._store is None:
-            self._store = self._rendezvous.connect(self._seconds)
-        deadline = time.monotonic() + self._seconds
+            self._store = self._place.rendezvous.connect(self._place.seconds)
+        deadline = time.monotonic() + self._place.seconds
         request = Request(self._store, self._base, self._number, version, deadline)
         self._number += 1
-        if self._worker == 0:
+        if self._place.worker == 0:
             request.put(f"request/{request.number}", {"version": version})
         answer = request.get(f"answer/{request.number}", self._who)
         with self._telling(request, "ready"):
@@ -257,7 +277,7 @@ class Requests:
 
     @contextmanager
     def _telling(self, request: Request, what: str) -> Iterator[None]:
-        key = f"{what}/{request.number}/{self._worker}"
+        key = f"{what}/{request.number}/{self._place.worker}"
         try:
             yield
         except RuntimeError as e:
