@@ -91,10 +91,12 @@ class Routing:
         Each rank has tokens or layers of its own: sums over the world count every route once.
         """
         followers = [f for chunk in self._followers.values() for _, f in chunk]
-        total = sum((f.counts for f in followers), torch.zeros(len(COUNTS), dtype=torch.int64))
+        # A pipeline stage may have no layer with experts.
+        total = torch.zeros(len(COUNTS), dtype=torch.float64)
         for follower in followers:
+            total += follower.counts.cpu()
             follower.forget()
-        return total.double().cpu()
+        return total
 
 
 class _Follower:
