@@ -23,7 +23,7 @@ def check_experts(architecture: Architecture, mode: str) -> None:
     Raises:
         ValueError: with the remedy.
     """
-    if not architecture.moe_layers:
+    if mode != "none" and not architecture.moe_layers:
         raise ValueError(
             f"algorithm.routing_replay is {mode!r}: the model has no experts; set it to 'none'"
         )
@@ -56,15 +56,17 @@ def decode(data: bytes, tokens: int, architecture: Architecture) -> Routes:
             f"{len(data)} bytes of routes for {tokens} tokens: {layers} layers with {per_token}"
             f" experts per token need {expected}; generator and trainer have different models"
         )
-    flat = np.frombuffer(data, dtype=kind).astype(np.int32)
-    unknown = flat == np.iinfo(kind).max
-    if flat[~unknown].max(initial=0) >= architecture.experts:
+    written = np.frombuffer(data, dtype=kind)
+    unknown = written == np.iinfo(kind).max
+    largest = written.max(initial=0, where=~unknown)
+    if largest >= architecture.experts:
         raise ValueError(
-            f"routes name expert {flat[~unknown].max()}: the model has {architecture.experts};"
+            f"routes name expert {largest}: the model has {architecture.experts};"
             " generator and trainer have different models"
         )
+    flat = written.astype(np.int16)
     flat[unknown] = UNKNOWN
-    return flat.astype(np.int16).reshape(tokens, layers, per_token)
+    return flat.reshape(tokens, layers, per_token)
 
 
 def _dtype(experts: int) -> np.dtype[np.unsignedinteger]:

@@ -234,9 +234,6 @@ def micro_batches(
     predicts = np.zeros(len(ids), dtype=bool)
     for i in range(len(sequences.lengths)):
         predicts[sequences.completion_positions(i) - 1] = True
-    known = sequences.routes_NLK
-    if known is not None:
-        known = np.append(known, np.full((1, *known.shape[1:]), routes.UNKNOWN, known.dtype), 0)
     out = []
     for slot in plan(sequences.lengths, division):
         rows = [_row(sequences, row, division, slot.length) for row in slot.by_rank[rank]]
@@ -256,10 +253,18 @@ def micro_batches(
                 rows_T=torch.from_numpy(rows_T),
                 targets_T=torch.from_numpy(ids[source_T]),
                 source_T=torch.from_numpy(source_T),
-                routes_RLK=None if known is None else torch.from_numpy(known[origin_R]),
+                routes_RLK=_routes(sequences, origin_R),
             )
         )
     return out
+
+
+def _routes(sequences: Sequences, origin_R: NDArray[np.int64]) -> Tensor | None:
+    if sequences.routes_NLK is None:
+        return None
+    found_RLK = sequences.routes_NLK[origin_R]
+    found_RLK[origin_R < 0] = routes.UNKNOWN
+    return torch.from_numpy(found_RLK)
 
 
 def _row(

@@ -70,13 +70,13 @@ class Routing:
             routes_RLK: the generator's choices for the positions of this context-parallel rank;
                 None: every token is routed live.
         """
-        own = routes_RLK
-        followers = self._followers[id(unwrap_model(chunk))]
-        if own is not None and followers and followers[0][1].router.config.sequence_parallel:
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            own = own.chunk(parallel_state.get_tensor_model_parallel_world_size())[rank]
+        module, own = unwrap_model(chunk), routes_RLK
         if own is not None:
+            if module.config.sequence_parallel:
+                rank = parallel_state.get_tensor_model_parallel_rank()
+                own = own.chunk(parallel_state.get_tensor_model_parallel_world_size())[rank]
             own = own.to(world.device(), torch.int64)
+        followers = self._followers[id(module)]
         for place, follower in followers:
             follower.begin(None if own is None else own[:, place])
         try:

@@ -84,13 +84,13 @@ class _Recorder:
         for i in range(batch.num_reqs):
             rows = rows_NLK[starts[i] : starts[i + 1]]
             first = int(batch.num_computed_tokens_cpu[i])
-            positions = np.arange(first + len(rows))
-            block, offset = np.divmod(positions, self._block)
-            slots = torch.from_numpy(blocks[i, block] * np.int64(self._block) + offset)
-            self._by_slot[slots[first:]] = rows
             held = self._by_request.setdefault(_name(batch.req_ids[i]), _Rows())
-            if held.count < first:
-                held.add(self._by_slot[slots[held.count : first]])
+            cached = max(first - held.count, 0)
+            block, offset = np.divmod(np.arange(first - cached, first + len(rows)), self._block)
+            slots = torch.from_numpy(blocks[i, block] * np.int64(self._block) + offset)
+            self._by_slot[slots[cached:]] = rows
+            if cached:
+                held.add(self._by_slot[slots[:cached]])
             # A position that is computed again, after preemption, keeps its first experts: those
             # of the pass that its successor was sampled in.
             held.add(rows[held.count - first :])

@@ -98,8 +98,7 @@ class Engine:
         self._config = config
         self.architecture = read_architecture(model_dir)
         replay = config.algorithm.routing_replay
-        if replay != "none":
-            check_experts(self.architecture, replay)
+        check_experts(self.architecture, replay)
         self._expected = expected_tensors(config, self.architecture)
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
         interrupts = config.generation.interruption == "phrase"
@@ -108,8 +107,7 @@ class Engine:
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
-        wanted = replay != "none"
-        self.routes = RequestRoutes(self._llm, self.architecture) if wanted else None
+        self.routes = None if replay == "none" else RequestRoutes(self._llm, self.architecture)
         self._processes = _engine_processes(others)
         self._ids = itertools.count()
         self._not_begun: set[str] = set()

@@ -6,6 +6,7 @@ Exit codes: 0 well, 2 bad input or options, 3 ill-conditioned under --strict.
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 ILL_CONDITIONED = 3
-
-Made = dict[str, Any]
-"""What a command writes as JSON."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -142,40 +140,62 @@ def _read_and_fit(
     return fits, bool(errors)
 
 
-def _of_fits(*without: str) -> Callable[[Callable[..., Made]], Callable[..., None]]:
+@dataclass(frozen=True)
+class Output:
+    """Where a command's result goes: text to the terminal, and JSON."""
+
+    json_path: Path | None
+
+    @property
+    def prints(self) -> bool:
+        """Whether standard output is free for text."""
+        return str(self.json_path) != "-"
+
+    def write(self, data: dict[str, Any]) -> None:
+        """The JSON, if it was asked for."""
+        if self.json_path is None:
+            return
+        text = json.dumps(data, indent=2, allow_nan=False)
+        if self.prints:
+            self.json_path.write_text(text + "\n", encoding="utf-8")
+        else:
+            typer.echo(text)
+
+
+def _of_fits(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command that reads files and fits them, from a function of the fits.
 
     The command has the options of `_read_and_fit` but `without`, the function's keyword-only ones,
-    `--json` and `--strict`. The function gets the fits and whether it may print, and returns what
-    `--json` writes. Errors of the input become one line on standard error and exit code 2.
+    `--json` and `--strict`. The function gets the fits and where its output goes. Errors of the
+    input become one line on standard error and exit code 2.
     """
 
-    def decorate(function: Callable[..., Made]) -> Callable[..., None]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
         fitting = {
             name: parameter
             for name, parameter in inspect.signature(_read_and_fit).parameters.items()
             if name not in without
         }
-        own = inspect.signature(function).parameters.values()
-        keywords = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
-        @wraps(function)
-        def command(*, json_path: Path | None, strict: bool, **given: Any) -> None:
+        @wraps(function, assigned=("__name__", "__doc__"))
+        def command(*, json_path: Json = None, strict: Strict = False, **given: Any) -> None:
             from .errors import DataError, MissingExtra
 
             chosen = {name: given.pop(name) for name in fitting}
             try:
                 fits, failed = _read_and_fit(**chosen)
-                _write_json(json_path, function(fits, str(json_path) != "-", **given))
+                function(fits, Output(json_path), **given)
             except (DataError, MissingExtra, ValueError, OSError) as error:
                 typer.secho(f"error: {error}", fg="red", err=True)
                 raise typer.Exit(BAD_INPUT) from error
             _finish(strict, fits, failed)
 
-        ends = inspect.signature(_ends).parameters
         # Typer reads what a command takes from these two.
-        shown = [p.replace(kind=p.KEYWORD_ONLY) for p in (*fitting.values(), *ends.values())]
-        parameters = [*shown[: len(fitting)], *keywords, *shown[len(fitting) :]]
+        parameters = [
+            *(p.replace(kind=p.KEYWORD_ONLY) for p in fitting.values()),
+            *_keywords(function),
+            *_keywords(command),
+        ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -183,15 +203,16 @@ def _of_fits(*without: str) -> Callable[[Callable[..., Made]], Callable[..., Non
     return decorate
 
 
-def _ends(json_path: Json = None, strict: Strict = False) -> None:
-    """The options that every command ends with."""
+def _keywords(function: Callable[..., None]) -> list[inspect.Parameter]:
+    own = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return [p for p in own if p.kind is p.KEYWORD_ONLY]
 
 
 @app.command("fit")
 @_of_fits()
 def fit_command(
     fits: list["Fit"],
-    prints: bool,
+    output: Output,
     *,
     plot: Annotated[
         Path | None, typer.Option(help="Draw .png, .svg or .pdf; several series: numbered")
@@ -200,15 +221,16 @@ def fit_command(
     bootstrap: Annotated[
         int, typer.Option(help="Resamples of a moving-block bootstrap, as a check; 0: none")
     ] = 0,
-) -> Made:
+) -> None:
     """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
     from . import report
 
     resampled = [f.bootstrap(bootstrap) for f in fits] if bootstrap else None
-    if prints:
+    if output.prints:
         report.print_fits(fits)
         if resampled is not None:
             report.print_bootstrap(fits, resampled, bootstrap)
+    output.write(report.fits_to_dict(fits, resampled))
     if plot is not None:
         from .plot import save_plot
 
@@ -219,14 +241,13 @@ def fit_command(
         from .html import save_html
 
         save_html(fits, html)
-    return report.fits_to_dict(fits, resampled)
 
 
 @app.command("compare")
 @_of_fits("fix_a", "run_margin")
 def compare_command(
     fits: list["Fit"],
-    prints: bool,
+    output: Output,
     *,
     margin: Annotated[float, typer.Option(help="Differences of A up to this are none")] = 0.02,
     shared_a: Annotated[
@@ -235,43 +256,43 @@ def compare_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw curves and leave-one-out transform")
     ] = None,
-) -> Made:
+) -> None:
     """Rank runs by A, and by B where A agrees within the margin."""
     from . import report
     from .comparison import compare
 
     result = compare(fits, margin, shared_a)
-    if prints:
+    if output.prints:
         report.print_comparison(result)
+    output.write(report.comparison_to_dict(result))
     if plot is not None:
         from .plot import save_comparison
 
         save_comparison(result, plot)
-    return report.comparison_to_dict(result)
 
 
 @app.command("forecast")
 @_of_fits("fix_a", "method")
 def forecast_command(
     fits: list["Fit"],
-    prints: bool,
+    output: Output,
     *,
     target: Annotated[
         list[float] | None, typer.Option(help="Pass rate to reach (fraction); may be repeated")
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Total compute that may be spent")] = None,
-) -> Made:
+) -> None:
     """Say what more compute buys: compute for a target, gain per unit, and when to stop."""
     from . import report
     from .forecasting import forecast
 
     forecasts = [forecast(f, tuple(target or ()), budget) for f in fits]
-    if prints:
+    if output.prints:
         for p in forecasts:
             report.print_forecast(p)
     made = [report.forecast_to_dict(p) for p in forecasts]
     together = {"schema": "megatron_rl.forecasts/1", "forecasts": made}
-    return made[0] if len(made) == 1 else together
+    output.write(made[0] if len(made) == 1 else together)
 
 
 def _r0(text: str) -> "R0Choice":
@@ -283,16 +304,6 @@ def _r0(text: str) -> "R0Choice":
         return float(text)
     except ValueError:
         raise DataError(f"--r0 is '{text}'", "Give a number, 'first' or 'fit'") from None
-
-
-def _write_json(path: Path | None, data: dict[str, Any]) -> None:
-    if path is None:
-        return
-    text = json.dumps(data, indent=2, allow_nan=False)
-    if str(path) == "-":
-        typer.echo(text)
-    else:
-        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _finish(strict: bool, fits: list["Fit"], failed: bool) -> None:
