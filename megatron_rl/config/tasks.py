@@ -75,8 +75,10 @@ class DataSetTask(Task):
     verifier: str = "math"
     """Who judges: `math`, `code`, `exact`, `custom` (the function of `verifier.custom`), or the
     import path `package.module:function` of a reward function. A row's own `kind` wins."""
-    template: str = "{prompt}\nPut the final answer in \\boxed{}."
-    """Text of a prompt, with {prompt} in it, before the model's chat template."""
+    template: str | None = None
+    """Text of a prompt, with {prompt} in it, before the model's chat template. By default the
+    question and, if it does not end with it, what its verifier reads: for `math` a box, for `code`
+    a program in one block."""
     prompt_field: str = ""
     """Field of the question; empty looks for the usual names."""
     answer_field: str = ""
@@ -95,7 +97,7 @@ class DataSetTask(Task):
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
-        if "{prompt}" not in self.template:
+        if self.template is not None and "{prompt}" not in self.template:
             raise ValueError(f"template is {self.template!r}: it must have {{prompt}} in it")
         if self.verifier not in VERIFIERS and ":" not in self.verifier:
             raise ValueError(

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.data.huggingface import read_huggingface
 from megatron_rl.data.jsonl import Fields, read_jsonl
-from megatron_rl.data.question import BOX_INSTRUCTION, DataError, Question
-
-CODE_INSTRUCTION = "Answer with one complete Python program in a ```python block."
-INSTRUCTIONS = {"math": BOX_INSTRUCTION, "code": CODE_INSTRUCTION}
-"""What follows the question, by the verifier that reads the answer."""
-
-
-def template_for(kind: str) -> str:
-    """Text of a prompt whose answer a verifier reads; the question alone for other kinds."""
-    return f"{{prompt}}\n{INSTRUCTIONS[kind]}" if kind in INSTRUCTIONS else "{prompt}"
+from megatron_rl.data.question import DataError, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +19,6 @@ class Benchmark:
     kind: str
     fields: Fields
     subset: str | None = None
-
-    @property
-    def template(self) -> str:
-        """Text of a prompt."""
-        return template_for(self.kind)
 
 
 BENCHMARKS = {
@@ -78,9 +64,9 @@ def load_benchmark(
     Raises:
         DataError: unknown name, or the set cannot be loaded; with the remedy.
     """
+    template = "{prompt}" if plain else None
     if str(name).endswith(".jsonl"):
-        found = read_jsonl(name, kind=kind)
-        return found if plain else [_instructed(q) for q in found]
+        return read_jsonl(name, kind=kind, template=template)
     key = "".join(c for c in str(name).lower() if c.isalnum())
     benchmark = BENCHMARKS.get(key)
     if benchmark is None:
@@ -93,15 +79,5 @@ def load_benchmark(
         subset=benchmark.subset,
         kind=benchmark.kind,
         fields=benchmark.fields,
-        template="{prompt}" if plain else benchmark.template,
-    )
-
-
-def _instructed(question: Question) -> Question:
-    """The question with what its verifier reads asked for; once, where it is asked for already."""
-    instruction = INSTRUCTIONS.get(question.kind, "")
-    if question.prompt.rstrip().endswith(instruction):
-        return question
-    return replace(
-        question, prompt=template_for(question.kind).replace("{prompt}", question.prompt)
+        template=template,
     )

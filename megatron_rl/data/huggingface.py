@@ -19,7 +19,7 @@ def read_huggingface(
     revision: str | None = None,
     kind: str = "math",
     fields: Fields | None = None,
-    template: str = "{prompt}",
+    template: str | None = "{prompt}",
 ) -> list[Question]:
     """Questions of a data set.
 
@@ -31,7 +31,8 @@ def read_huggingface(
         revision: commit on the hub; pin it, or the data may change under a run.
         kind: task kind.
         fields: names of the fields.
-        template: text of a prompt, with `{prompt}` in it.
+        template: text of a prompt, with `{prompt}` in it; None: the question, and what its verifier
+            reads (`INSTRUCTIONS`).
 
     Raises:
         DataError: the `datasets` library is missing, the data set cannot be loaded, or a row lacks

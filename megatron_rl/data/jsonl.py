@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.question import DataError, Question
+from megatron_rl.data.question import DataError, Question, put
 
 PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instruction", "input")
 GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
@@ -36,7 +36,7 @@ def read_jsonl(
     *,
     kind: str = "math",
     fields: Fields | None = None,
-    template: str = "{prompt}",
+    template: str | None = "{prompt}",
 ) -> list[Question]:
     """Questions of a JSON Lines file; blank lines are skipped.
 
@@ -44,7 +44,8 @@ def read_jsonl(
         path: file.
         kind: task kind of rows without a `kind` field.
         fields: names of the fields.
-        template: text of a prompt, with `{prompt}` in it.
+        template: text of a prompt, with `{prompt}` in it; None: the question, and what its verifier
+            reads (`INSTRUCTIONS`).
 
     Raises:
         DataError: no such file, a line that is no JSON object, a row without prompt or answer; with
@@ -77,14 +78,14 @@ def questions(
     name: str,
     kind: str,
     fields: Fields | None = None,
-    template: str = "{prompt}",
+    template: str | None = "{prompt}",
 ) -> list[Question]:
     """Questions of a table's rows.
 
     Raises:
         DataError: a row without prompt or answer, a repeated id, no row at all.
     """
-    if "{prompt}" not in template:
+    if template is not None and "{prompt}" not in template:
         raise DataError(f"template {template!r}: it must contain {{prompt}}")
     names = fields or Fields()
     out: list[Question] = []
@@ -97,9 +98,7 @@ def questions(
         question = Question(
             id=str(index if identity is None else identity),
             kind=str(row.get("kind", kind)),
-            prompt=template.replace(
-                "{prompt}", _asked(prompt, where) + _starter(row, names.starter)
-            ),
+            prompt=_asked(prompt, where) + _starter(row, names.starter),
             gold=gold if isinstance(gold, str) else json.dumps(gold),
             meta={**dict(row.get("meta") or {}), **{f: row[f] for f in names.meta if f in row}},
             difficulty=str(_optional(row, names.difficulty, DIFFICULTY_FIELDS) or ""),
@@ -107,7 +106,7 @@ def questions(
         if question.id in seen:
             raise DataError(f"{name}: row {index}: id {question.id!r} occurs twice")
         seen.add(question.id)
-        out.append(question)
+        out.append(put(question, template))
     if not out:
         raise DataError(f"{name}: no questions")
     return out

@@ -7,8 +7,9 @@ Written into the output folder, UTF-8 with one JSON object in each line:
     dropped.jsonl                {"file", "line", "id", "reason", "detail"}
     report.json                  counts by reason, settings, SHA-256 of the other three
 
-`train.jsonl` is a task of kind `jsonl` with `template: "{prompt}"`: its prompts are complete. The
-files are written under other names first and renamed together at the end.
+`train.jsonl` is a task of kind `jsonl`: its prompts are complete (those of an own template need
+`template: "{prompt}"` there). The files are written under other names first and renamed together at
+the end.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.data.benchmarks import template_for
 from megatron_rl.data.prepare_settings import Settings
-from megatron_rl.data.question import DataError, Question
+from megatron_rl.data.question import DataError, Question, put
 
 Check = Callable[[Question], tuple[str, str]]
 """(reason, detail) for which a question is dropped; two empty texts if it is not."""
@@ -66,5 +65,4 @@ def _unreadable(question: Question) -> str:
 
 def prompt_of(question: Question, settings: Settings) -> str:
     """The complete prompt of a question."""
-    template = settings.template or template_for(question.kind)
-    return template.replace("{prompt}", question.prompt)
+    return put(question, settings.template).prompt

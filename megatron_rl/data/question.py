@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 BOX_INSTRUCTION = "Put the final answer in \\boxed{}."
+INSTRUCTIONS = {
+    "math": BOX_INSTRUCTION,
+    "code": "Answer with one complete Python program in a ```python block.",
+}
+"""What follows a question, by the verifier that reads the answer."""
 
 
 class DataError(ValueError):
@@ -30,6 +35,21 @@ class Question:
     """What the verifier wants beside it; JSON."""
     difficulty: str = ""
     """Level for the per-difficulty table; empty if there is none."""
+
+
+def instructed(question: Question) -> Question:
+    """The question with what its verifier reads asked for; once, where it is asked for already."""
+    instruction = INSTRUCTIONS.get(question.kind, "")
+    if question.prompt.rstrip().endswith(instruction):
+        return question
+    return replace(question, prompt=f"{question.prompt}\n{instruction}")
+
+
+def put(question: Question, template: str | None) -> Question:
+    """The question as a template words it; None: `instructed`."""
+    if template is None:
+        return instructed(question)
+    return replace(question, prompt=template.replace("{prompt}", question.prompt))
 
 
 def fingerprint(questions: Iterable[Question]) -> str:

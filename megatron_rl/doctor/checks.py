@@ -42,6 +42,7 @@ def run_checks(options: Options) -> Iterator[Result]:
     yield from _guarded("versions", lambda: versions.check_versions(extra, theirs))
     yield from _software(options, answer, cuda=cuda)
     yield from _guarded("machine", node.check_memory)
+    yield from _guarded("open files", node.check_open_files)
     shared, ports = options.weights_directory, options.ports
     yield from _guarded("shared memory", lambda: node.check_shared_memory(shared, cuda=cuda))
     yield from _guarded("loopback", node.check_loopback)

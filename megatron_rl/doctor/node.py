@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import socket
 from pathlib import Path
@@ -75,6 +76,20 @@ def check_shared_memory(folder: Path = SHARED_MEMORY, *, cuda: bool) -> Result:
             " Memory on /dev/shm; or give weights.directory another folder",
         )
     return ok(check, f"{folder}: {free / GIB:.1f} GiB free")
+
+
+def check_open_files() -> Result:
+    """The orchestrator raises its own limit to the hard one."""
+    check = "open files"
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= 4096:
+        return ok(check, "as many as a process may want")
+    return note(
+        check,
+        f"at most {hard} in a process, and the orchestrator holds one for each generator and three"
+        " for each verifier worker; for large runs raise the hard limit (docker run --ulimit"
+        " nofile=65536, LimitNOFILE= of the service that starts jobs)",
+    )
 
 
 def check_memory() -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -34,6 +35,7 @@ def run_orchestrator(spec: Spec) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _raise_limit_of_files()
     config = RunConfig.model_validate(spec.config)
     model = Path(spec.model_dir)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -91,6 +93,15 @@ def run_orchestrator(spec: Spec) -> None:
     )
     if config.observe.terminal != "off":
         print_report(summary)
+
+
+def _raise_limit_of_files() -> None:
+    # Shells give 1024. 600 generators and the verifier's workers need more, and a connection
+    # beyond the limit would wait in silence.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65_536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _announce(path: str, endpoint: str) -> None:

@@ -153,6 +153,12 @@ class _Follower:
         scores_RK, live_RK = default_compute_topk(
             scores_RE, topk, num_groups=num_groups, group_topk=group_topk
         )
+        if not self._forward and not self._again:
+            raise RuntimeError(
+                f"layer {self.router.layer_number - 1} was called outside of `Routing.following`,"
+                " so the experts of its tokens are unknown; run the model through policy.forward,"
+                " or set algorithm.routing_replay = none"
+            )
         given_RK = self._given_RK if self._forward else self._again.popleft()
         if given_RK is None:
             return scores_RK, live_RK

@@ -153,3 +153,21 @@ def test_an_evaluation_set_can_be_read_without_what_is_asked_of_the_form(tmp_pat
     assert asked == "1+1?\nPut the final answer in \\boxed{}."
     again = write(tmp_path / "again.jsonl", {"prompt": asked, "answer": "2"})
     assert load_benchmark(str(again))[0].prompt == asked
+
+
+def test_a_prompt_asks_for_what_the_verifier_of_its_row_reads(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+1?", "answer": "2"},
+        {"prompt": "Print 2.", "answer": "[]", "kind": "code"},
+        {"prompt": "A poem.", "answer": "-", "kind": "my.rewards:score"},
+    ]
+    path = write(tmp_path / "mixed.jsonl", *rows)
+    maths, code, own = read_jsonl(path, template=None)
+    assert maths.prompt == "1+1?\nPut the final answer in \\boxed{}."
+    assert code.prompt.startswith("Print 2.\nAnswer with one complete Python program")
+    assert own.prompt == "A poem."
+    complete = [
+        {**row, "prompt": q.prompt} for row, q in zip(rows, (maths, code, own), strict=True)
+    ]
+    again = read_jsonl(write(tmp_path / "complete.jsonl", *complete), template=None)
+    assert [q.prompt for q in again] == [maths.prompt, code.prompt, own.prompt]

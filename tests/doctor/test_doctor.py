@@ -50,7 +50,7 @@ def test_on_this_machine_every_line_is_green_or_explained():
         *("version of megatron-core", "Transformer Engine", "compiled kernels", "NCCL"),
         *("vLLM: weight transfer", "vLLM: head dtype", "vLLM: routed experts"),
         *(f"patch {patch.name}" for patch in load_patches()),
-        *("shared memory", "loopback", "port 0", "all-reduce of 2 ranks (gloo)"),
+        *("open files", "shared memory", "loopback", "port 0", "all-reduce of 2 ranks (gloo)"),
         "weight transfer (disk, loop-back)",
     }
     assert wanted <= lines.keys()
@@ -167,6 +167,14 @@ def test_a_failing_all_reduce_is_named_with_the_ranks_error(monkeypatch):
     line = exchange.check_all_reduce(cuda=False)
     assert line.status == "fail" and "cannot resolve" in line.detail
     assert "GLOO_SOCKET_IFNAME" in line.remedy
+
+
+def test_few_open_files_are_explained(monkeypatch):
+    monkeypatch.setattr(node.resource, "getrlimit", lambda _: (256, 1024))
+    line = node.check_open_files()
+    assert line.status == "note" and "1024" in line.detail and "LimitNOFILE" in line.detail
+    monkeypatch.setattr(node.resource, "getrlimit", lambda _: (1024, 65_536))
+    assert node.check_open_files().status == "ok"
 
 
 def test_a_check_that_breaks_is_a_line_and_the_rest_goes_on(monkeypatch):

@@ -132,6 +132,18 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         Policy(config, tmp_path)
 
 
+def test_a_pass_that_no_one_announced_is_refused(tmp_path: Path) -> None:
+    from megatron_rl.policy.model import Policy
+
+    directory = write(tmp_path, "tiny_scout")
+    config = run_config(directory, algorithm__routing_replay="replay")
+    with world_of_one(config):
+        policy = Policy(config, directory)
+        router = next(m for m in policy.module.modules() if type(m).__name__ == "TopKRouter")
+        with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*policy\.forward"):
+            router(torch.zeros(4, 1, router.config.hidden_size))
+
+
 def test_a_batch_without_routes_is_refused(directory: Path) -> None:
     with pytest.raises(ValueError, match=r"0 bytes of routes.*routing_replay is 'replay'"):
         Seen(directory, batch(), "replay")
