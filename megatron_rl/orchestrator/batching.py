@@ -143,7 +143,7 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
     found = length_penalty(np.array([len(s.token_ids) for s in samples]), longest, cache)
     if algorithm.length_penalty == "all":
         return found
-    return np.where([_reward(group, s) > 0 for s in samples], found, 0.0)
+    return np.where([group.verdicts[s.index].passed for s in samples], found, 0.0)
 
 
 def _reward(group: Group, sample: Sample) -> float:

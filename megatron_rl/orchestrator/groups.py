@@ -70,7 +70,7 @@ class Group:
 
     def reward(self, sample: Sample) -> float | None:
         """Reward of a completion; None leaves it out of the batch and of the baseline."""
-        return self.values.of(self.verdicts[sample.index].verdict)
+        return self.values.of(self.verdicts[sample.index])
 
 
 class GroupQueue:

@@ -18,10 +18,10 @@ import msgspec
 from megatron_rl.config import ConfigError
 from megatron_rl.messages import Sample
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rewards import Verdict
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/3"
+FORMAT = "megatron_rl.orchestrator/4"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +31,8 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     prompt_id: int
     samples: list[Sample]
     """All of its completions, or none."""
-    verdicts: dict[int, tuple[str, str]]
-    """Completion -> (verdict, reason), as far as they are there; the others are judged again."""
+    verdicts: dict[int, Verdict]
+    """By completion, as far as they are there; the others are judged again."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,7 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
             index=g.index,
             prompt_id=g.prompt_id,
             samples=g.ordered if g.received else [],
-            verdicts={i: (v.verdict.value, v.reason) for i, v in g.verdicts.items()}
-            if g.received
-            else {},
+            verdicts=dict(g.verdicts) if g.received else {},
         )
         for g in groups
     ]
@@ -86,7 +84,7 @@ def restored_groups(
         if any(bool(s.routes) != routed for s in saved.samples):
             continue
         group.samples = {s.index: s for s in saved.samples}
-        group.verdicts = {i: Verdict(Outcome(o), why) for i, (o, why) in saved.verdicts.items()}
+        group.verdicts = dict(saved.verdicts)
     return groups
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_rl.config import RunConfig
 from megatron_rl.patching import require
@@ -95,3 +96,15 @@ def destroy_world() -> None:
     parallel_state.destroy_global_memory_buffer()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.unfreeze()  # what `init_world` kept may be garbage now
+    _release_models()
+
+
+def _release_models() -> None:
+    # A token dispatcher keeps the probabilities of its last pass, and with them the graph, whose
+    # hooks keep the model, and that every group with its sockets: a circle that no collector sees.
+    for found in gc.get_objects():
+        if issubclass(type(found), MoETokenDispatcher):
+            for name, value in vars(found).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(found, name, None)

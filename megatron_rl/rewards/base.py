@@ -21,10 +21,16 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verdict and its reason. Example: `Verdict(Outcome.WRONG, "41 is not 52")`."""
+    """A verdict and its reason.
+
+    Example: `Verdict(Outcome.WRONG, "41 is not 52")`, or, graded,
+    `Verdict(Outcome.WRONG, "3 of 4 tests", reward=0.5)`.
+    """
 
     verdict: Outcome
     reason: str
+    reward: float | None = None
+    """In place of the outcome's own reward (`verifier.values`), if it is given."""
 
     @property
     def passed(self) -> bool:

@@ -70,8 +70,8 @@ class BlockingVerifier:
             response = read_response(receive(process.socket))
         except (EOFError, OSError, Garbled):  # OSError: the time-out as well
             return None
-        if response.status == "verdict":
-            return Verdict(Outcome(response.verdict), response.reason)
+        if response.verdict is not None:
+            return response.verdict
         if response.status == "bug":
             return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {response.reason}")
         if response.status == "down":

@@ -95,8 +95,8 @@ def try_rewards(
 ) -> None:
     """Dry run of a reward on samples, as a run would call it; prints verdicts, rewards and speed.
 
-    A custom reward is `reward(completion: str, gold: str, meta: dict) -> bool | Verdict`, `def` or
-    `async def`.
+    A custom reward is `reward(completion: str, gold: str, meta: dict) -> bool | float | Verdict`,
+    `def` or `async def`.
     """
     settings = VerifierSettings.model_validate(
         {"workers": workers, "custom": function, "sandbox": {"isolation": sandbox}}
@@ -111,7 +111,7 @@ def try_rewards(
     verdicts = _verdicts(settings, rows)
     seconds = time.monotonic() - started
     for index, verdict in enumerate(verdicts):
-        reward = getattr(settings.values, verdict.verdict.value)
+        reward = settings.values.of(verdict)
         if as_json:
             row = {"verdict": verdict.verdict, "reward": reward, "reason": verdict.reason}
             print(json.dumps({"row": index, **row}))

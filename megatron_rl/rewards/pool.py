@@ -178,9 +178,9 @@ class VerifierPool:
                 continue
             if response.status == "down":
                 raise VerifierDown(response.reason)
-            if response.status == "verdict":
+            if response.verdict is not None:
                 self._deaths_in_a_row = self._bugs_in_a_row = 0
-                return Verdict(Outcome(response.verdict), response.reason)
+                return response.verdict
             if response.status == "bug":
                 return self._bug(response)
             by = signal.Signals(response.signal)

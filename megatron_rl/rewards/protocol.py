@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from megatron_rl.rewards.base import Verdict
 
 HEADER = struct.Struct("<II")
 """Magic number and length. A worker that lost its place in the stream notices at the magic."""
@@ -28,10 +30,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request."""
 
     id: int
-    status: str
+    status: Literal["ready", "verdict", "died", "down", "bug"]
     """`ready` (a worker started), `verdict`, `died` (killed by `signal`), `down` (the verifier
     cannot work; `reason` has the remedy), `bug` (an exception that nothing foresaw)."""
-    verdict: str = ""
+    verdict: Verdict | None = None
     reason: str = ""
     signal: int = 0
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.rewards.base import Outcome
+from megatron_rl.rewards.base import Verdict
 from megatron_rl.section import Section
 
 
@@ -24,9 +24,11 @@ class RewardValues(Section):
     timed_out: float | None = None
     """Reward of an answer whose comparison went over a limit (a slow program is wrong)."""
 
-    def of(self, outcome: Outcome) -> float | None:
-        """Reward of a verdict, None if it is none."""
-        value: float | None = getattr(self, outcome.value)
+    def of(self, verdict: Verdict) -> float | None:
+        """Reward of a verdict, its own if it has one; None if it is no reward."""
+        if verdict.reward is not None:
+            return verdict.reward
+        value: float | None = getattr(self, verdict.verdict.value)
         return value
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import math
 import signal
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
@@ -98,8 +100,9 @@ def _function(function: Callable[..., Any]) -> Judge:
 def load_function(path: str) -> Callable[..., Any]:
     """The reward function at an import path `package.module:function`.
 
-    Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | Verdict`, `def` or
-    `async def`; True is correct, False is wrong. An exception stops the run.
+    Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | float | Verdict`,
+    `def` or `async def`. A bool is correct or wrong; a number is the reward itself, and correct
+    above 0. An exception stops the run.
 
     Raises:
         VerifierDown: there is no such function.
@@ -122,7 +125,7 @@ def call_function(
     """Verdict of a custom reward function.
 
     Raises:
-        VerifierDown: it raised, or returned neither a bool nor a Verdict.
+        VerifierDown: it raised, or returned neither a bool nor a finite number nor a Verdict.
     """
     try:
         result = function(completion, gold, meta)
@@ -132,13 +135,22 @@ def call_function(
         raise  # a limit of the worker, not a fault of the function
     except Exception as e:
         raise VerifierDown(f"custom reward function: {type(e).__name__}: {e}") from e
-    if isinstance(result, bool):
-        return Verdict(Outcome.CORRECT if result else Outcome.WRONG, f"custom reward: {result}")
     if isinstance(result, Verdict):
-        return result
-    raise VerifierDown(
-        f"custom reward function: returned {type(result).__name__}, expected bool or Verdict"
-    )
+        verdict = result
+    elif isinstance(result, bool):
+        verdict = Verdict(Outcome.CORRECT if result else Outcome.WRONG, f"custom reward: {result}")
+    elif isinstance(result, Real):
+        reward = float(result)
+        outcome = Outcome.CORRECT if reward > 0 else Outcome.WRONG
+        verdict = Verdict(outcome, f"custom reward: {reward:g}", reward)
+    else:
+        raise VerifierDown(
+            f"custom reward function: returned {type(result).__name__}, expected bool, float or"
+            " Verdict"
+        )
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise VerifierDown(f"custom reward function: a reward of {verdict.reward}, not finite")
+    return verdict
 
 
 async def _await(result: Any) -> Any:

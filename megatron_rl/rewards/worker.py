@@ -19,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -137,12 +138,8 @@ def _answer(request: Request, judges: dict[str, Judge], settings: VerifierSettin
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return Response(
-        id=request.id,
-        status="verdict",
-        verdict=verdict.verdict.value,
-        reason=verdict.reason[:MAX_REASON],
-    )
+    verdict = replace(verdict, reason=verdict.reason[:MAX_REASON])
+    return Response(id=request.id, status="verdict", verdict=verdict)
 
 
 def _receive(connection: socket.socket) -> bytes:

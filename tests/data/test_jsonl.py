@@ -159,15 +159,24 @@ def test_a_prompt_asks_for_what_the_verifier_of_its_row_reads(tmp_path: Path) ->
     rows = [
         {"prompt": "1+1?", "answer": "2"},
         {"prompt": "Print 2.", "answer": "[]", "kind": "code"},
-        {"prompt": "A poem.", "answer": "-", "kind": "my.rewards:score"},
+        {"prompt": "A poem.", "answer": "", "kind": "my.rewards:score"},
     ]
     path = write(tmp_path / "mixed.jsonl", *rows)
     maths, code, own = read_jsonl(path, template=None)
     assert maths.prompt == "1+1?\nPut the final answer in \\boxed{}."
     assert code.prompt.startswith("Print 2.\nAnswer with one complete Python program")
-    assert own.prompt == "A poem."
+    assert (own.prompt, own.gold) == ("A poem.", "")
     complete = [
         {**row, "prompt": q.prompt} for row, q in zip(rows, (maths, code, own), strict=True)
     ]
     again = read_jsonl(write(tmp_path / "complete.jsonl", *complete), template=None)
     assert [q.prompt for q in again] == [maths.prompt, code.prompt, own.prompt]
+
+
+def test_a_function_of_ones_own_may_need_no_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "poems.jsonl", {"prompt": "A poem."}, {"prompt": "0?", "answer": 0})
+    assert [q.gold for q in read_jsonl(path, kind="my.rewards:score")] == ["", "0"]
+    with pytest.raises(DataError, match=r"row 0: no answer \(rhyme\)"):
+        read_jsonl(path, kind="my.rewards:score", fields=Fields(gold="rhyme"))
+    with pytest.raises(DataError, match="row 0: no answer"):
+        read_jsonl(path, kind="math")

@@ -1,11 +1,15 @@
+from dataclasses import replace as replace_verdict
+
 import numpy as np
 import pytest
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Sample, VersionSpan, floats, ints
 from megatron_rl.orchestrator.batching import build_batch, token_versions
 from megatron_rl.orchestrator.groups import Group
+from megatron_rl.orchestrator.state import SavedGroup, saved_groups
 from megatron_rl.rewards import Outcome, Verdict
 
 
@@ -52,6 +56,18 @@ def test_weights_advantages_and_masks_of_a_hand_computed_batch():
     assert floats(batch.advantages) == pytest.approx([0, 0, 1, 1, 1, 0, 0, -1, -1], abs=1e-5)
     assert floats(batch.generator_logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, -1.5, -1.5]
     assert ints(batch.versions).tolist() == [-1, -1, 3, -1, 3, -1, -1, 3, 3]
+
+
+def test_graded_rewards_are_the_batchs_and_are_saved_with_it():
+    g = group(0, [sample(0, 3), sample(1, 2), sample(2, 2)], [True, False, False])
+    for index, reward in ((0, 0.9), (1, 0.3), (2, None)):
+        g.verdicts[index] = replace_verdict(g.verdicts[index], reward=reward)
+    batch = build([g], advantage_normalization="none").batch
+    # 0.9, 0.3 and the outcome's own -1; their mean is 1 / 15
+    wanted = [0.0, 0.0, *[0.9 - 1 / 15] * 3, 0.0, 0.0, *[0.3 - 1 / 15] * 2, 0.0, 0.0]
+    assert floats(batch.advantages) == pytest.approx([*wanted, *[-1 - 1 / 15] * 2], abs=1e-6)
+    (saved,) = msgpack.decode(msgpack.encode(saved_groups([g])), type=list[SavedGroup])
+    assert saved.verdicts == g.verdicts
 
 
 def test_routes_follow_their_sequences():

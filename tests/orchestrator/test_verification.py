@@ -206,5 +206,6 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
 def test_the_values_of_verdicts_are_the_configurations():
     config = RunConfig(verifier={"values": {"no_answer": -1.0, "wrong": 0.0}})
     values = config.verifier.values
-    assert [values.of(o) for o in Outcome] == [1.0, 0.0, -1.0, None, None]
-    assert RewardValues().of(Outcome.NO_ANSWER) is None
+    assert [values.of(Verdict(o, "")) for o in Outcome] == [1.0, 0.0, -1.0, None, None]
+    assert RewardValues().of(Verdict(Outcome.NO_ANSWER, "")) is None
+    assert values.of(Verdict(Outcome.WRONG, "", reward=0.25)) == 0.25

@@ -30,8 +30,13 @@ def raises(completion: str, gold: str, meta: dict[str, Any]) -> bool:
     return bool(meta["nothing"])
 
 
-def returns_float(completion: str, gold: str, meta: dict[str, Any]) -> float:
-    return 0.5
+def returns_text(completion: str, gold: str, meta: dict[str, Any]) -> Any:
+    return "good"
+
+
+def graded(completion: str, gold: str, meta: dict[str, Any]) -> float | Verdict:
+    """What the completion says; `half`: wrong, and yet worth something."""
+    return Verdict(Outcome.WRONG, "by halves", 0.5) if completion == "half" else float(completion)
 
 
 def leak(completion: str, gold: str, meta: dict[str, Any]) -> bool:

@@ -283,7 +283,10 @@ def test_a_custom_reward_that_cannot_be_loaded_stops_the_start(path: str, messag
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("raises", "KeyError: 'nothing'"), ("returns_float", "returned float, expected bool")],
+    [
+        ("raises", "KeyError: 'nothing'"),
+        ("returns_text", "returned str, expected bool, float or Verdict"),
+    ],
 )
 def test_a_custom_reward_that_fails_is_an_error_and_no_reward(name: str, message: str) -> None:
     async def main() -> None:
@@ -293,6 +296,21 @@ def test_a_custom_reward_that_fails_is_an_error_and_no_reward(name: str, message
 
     with pytest.raises(VerifierDown, match=message):
         run(main())
+
+
+def test_a_graded_reward_comes_through_as_it_is() -> None:
+    async def main() -> list[Verdict]:
+        settings = VerifierSettings(workers=1, custom=f"{HERE}:graded")
+        async with VerifierPool(settings, ("custom",)) as pool:
+            found = [await pool.verify("custom", c, "") for c in ("0.25", "-1", "0", "half")]
+            with pytest.raises(VerifierDown, match="a reward of nan, not finite"):
+                await pool.verify("custom", "nan", "")
+            return found
+
+    found = run(main())
+    assert [v.reward for v in found] == [0.25, -1.0, 0.0, 0.5]
+    assert [v.passed for v in found] == [True, False, False, False]
+    assert [VerifierSettings().values.of(v) for v in found] == [0.25, -1.0, 0.0, 0.5]
 
 
 def test_a_worker_that_cannot_start_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
