@@ -119,9 +119,10 @@ class Generation(Section):
     )
     """Text forced when the thinking budget is used up; ends with the end-of-thinking marker."""
     think_start: str = "<think>"
-    """Marker that opens thinking; the last token of every prompt."""
-    think_end: str = "</think>"
-    """Marker that closes thinking."""
+    """Marker that opens thinking, at the end of every prompt. Empty: the model opens it by itself,
+    or does not think (then `interruption: none` and `verifier.math.ended_thinking: false`)."""
+    think_end: Annotated[str, Field(min_length=1)] = "</think>"
+    """Marker that closes thinking, of one or more tokens."""
     concurrent_completions: PositiveInt = 256
     """Completions decoding at once on one engine."""
     kv_cache_gib: PositiveFloat = 1.0

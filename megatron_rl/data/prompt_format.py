@@ -21,16 +21,15 @@ class PromptFormat:
     eos: str = "<eos>"
     """Marker that ends a completion."""
     think_start: str = "<think>"
-    """Marker that opens thinking."""
+    """Marker that opens thinking, where the chat template does not; may be empty."""
     chat: Callable[[str], str] | None = None
     """A question as the user's turn, with the assistant's opened."""
 
     def __call__(self, question: str) -> str:
         """The text of a prompt."""
         text = self.bos + question if self.chat is None else self.chat(question)
-        if text.rstrip().endswith(self.think_start):
-            return text.rstrip()
-        return text + self.think_start
+        opened = text.rstrip().endswith(self.think_start)
+        return text if opened else text + self.think_start
 
 
 TINY = PromptFormat()

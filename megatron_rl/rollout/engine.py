@@ -42,7 +42,7 @@ from megatron_rl.rollout.settings import (
     SCORES_AT_ONCE,
     engine_args,
     expected_tensors,
-    phrase_tokens,
+    interruption,
     read_architecture,
 )
 from megatron_rl.rollout.weight_transfer import update_info
@@ -101,8 +101,7 @@ class Engine:
         check_experts(self.architecture, replay)
         self._expected = expected_tensors(config, self.architecture)
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
-        interrupts = config.generation.interruption == "phrase"
-        self.phrase = phrase_tokens(config, get_tokenizer(model_dir)) if interrupts else []
+        self.interruption = interruption(config, get_tokenizer(model_dir))
         args = engine_args(config, engine_index, model_dir)
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()
@@ -135,15 +134,16 @@ class Engine:
         Raises:
             ValueError: prompt and budgets exceed the engine's longest sequence.
         """
-        longest = len(prompt) + thinking_budget + len(self.phrase) + answer_budget
+        forced = 0 if self.interruption is None else len(self.interruption.phrase)
+        longest = len(prompt) + thinking_budget + forced + answer_budget
         if longest > self._max_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with thinking budget {thinking_budget},"
-                f" {len(self.phrase)} forced tokens and answer budget {answer_budget} needs"
+                f" {forced} forced tokens and answer budget {answer_budget} needs"
                 f" {longest} tokens; the engine takes {self._max_tokens}: raise"
                 " generation.max_prompt_tokens or shorten the prompt"
             )
-        completion = Completion(thinking_budget, answer_budget, self.phrase)
+        completion = Completion(thinking_budget, answer_budget, self.interruption)
         while wanted := completion.wanted:
             inputs = prompt + completion.token_ids
             outputs, routes = await self._request(inputs, sampling(wanted, temperature))

@@ -23,7 +23,7 @@ Example (budget 3, phrase "stop </think>", answer budget 2; E is end-of-sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,14 +47,24 @@ class Piece:
     """Experts of the request's tokens, prompt included, but the last one (`models.routes`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """What ends thinking."""
+
+    phrase: Sequence[int]
+    """Token ids that are forced; they end with the end marker."""
+    end: Callable[[Sequence[int]], int]
+    """Number of tokens up to the end of the first end marker among them, -1 if there is none."""
+
+
 @dataclass(slots=True)
 class Completion:
     """A completion under the interruption rule; `wanted` says how many tokens to sample next."""
 
     thinking_budget: int
     answer_budget: int
-    phrase: Sequence[int]
-    """Token ids of the interruption phrase, whose last one is the end marker; empty for none."""
+    interruption: Interruption | None
+    """None: no interruption."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """0.0 for forced tokens."""
@@ -73,7 +83,7 @@ class Completion:
         """Tokens that the next request may sample; 0 when complete."""
         if self.finish_reason:
             return 0
-        if not self.phrase:
+        if self.interruption is None:
             return self.thinking_budget + self.answer_budget - len(self.token_ids)
         if self._answer_start < 0:
             return self.thinking_budget - len(self.token_ids)
@@ -108,24 +118,22 @@ class Completion:
             self.routes_NLK = np.concatenate([held, piece.routes_NLK[len(held) :]])
         for span in piece.spans:
             self._extend_spans(span.version, offset + span.start, offset + span.end)
-        if self.phrase and self._answer_start < 0:
-            marker = self.phrase[-1]
-            if marker in piece.token_ids:
-                self._answer_start = offset + list(piece.token_ids).index(marker) + 1
-            elif piece.finish_reason == "length":
-                self._force_phrase()
+        if self.interruption is not None and self._answer_start < 0:
+            self._answer_start = self.interruption.end(self.token_ids)
+            if self._answer_start < 0 and piece.finish_reason == "length":
+                self._force(self.interruption.phrase)
         self._finish(piece.finish_reason)
 
-    def _force_phrase(self) -> None:
+    def _force(self, phrase: Sequence[int]) -> None:
         start = len(self.token_ids)
-        self.token_ids += self.phrase
-        self.logprobs += [0.0] * len(self.phrase)
+        self.token_ids += phrase
+        self.logprobs += [0.0] * len(phrase)
         self._answer_start = len(self.token_ids)
         self.forced = (start, self._answer_start)
         self._extend_spans(self.spans[-1].version, start, self._answer_start)
 
     def _finish(self, reason: str) -> None:
-        if not self.phrase:
+        if self.interruption is None:
             self.finish_reason = "stop" if reason == "stop" else "" if self.wanted else "length"
             return
         answer_end = self._answer_start + self.answer_budget

@@ -13,6 +13,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.messages import TensorInfo
 from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
+from megatron_rl.rollout.interruption import Interruption
+from megatron_rl.rollout.marker import EndMarker
 from megatron_rl.rollout.plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_rl.rollout.routes import returned_by_vllm
 from megatron_rl.weights.wire import BLOCK, WireFormat, is_quantised
@@ -142,23 +144,21 @@ def expected_tensors(config: RunConfig, model: Architecture) -> dict[str, Tensor
     return WireFormat.of(config).expected(model.shapes())
 
 
-def phrase_tokens(config: RunConfig, tokenizer: Any) -> list[int]:
-    """Token ids of the interruption phrase.
+def interruption(config: RunConfig, tokenizer: Any) -> Interruption | None:
+    """How thinking is interrupted; None: not at all.
 
     Raises:
-        ValueError: the end marker is not one token, or the phrase does not end with it.
+        ValueError: as tokens, the phrase does not end with the end marker.
     """
     generation = config.generation
-    marker = tokenizer.encode(generation.think_end, add_special_tokens=False)
+    if generation.interruption == "none":
+        return None
+    marker = EndMarker(generation.think_end, tokenizer)
     phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
-    if len(marker) != 1:
+    if not marker.ends(phrase):
         raise ValueError(
-            f"generation.think_end is {generation.think_end!r}: {len(marker)} tokens in this"
-            " model's tokenizer, it must be one; choose a marker that is a single token"
+            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens of"
+            f" this model it is {tokenizer.convert_ids_to_tokens(phrase)}, which do not end with"
+            f" the marker generation.think_end = {generation.think_end!r}; choose another phrase"
         )
-    if phrase[-1] != marker[0]:
-        raise ValueError(
-            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens it"
-            f" ends with {phrase[-1]}, not with the marker {generation.think_end!r} ({marker[0]})"
-        )
-    return [int(t) for t in phrase]
+    return Interruption([int(t) for t in phrase], marker.end)

@@ -14,8 +14,10 @@ from megatron_rl.messages import VersionSpan
 from megatron_rl.rollout import engine as engine_module
 from megatron_rl.rollout import requests
 from megatron_rl.rollout.interruption import Completion
+from megatron_rl.rollout.settings import interruption
 from megatron_rl.weights.manifest import WeightsError
-from tests.rollout.tiny_models import END, reference_logprobs
+from tests.rollout.conftest import run_config
+from tests.rollout.tiny_models import END, reference_logprobs, tokenizer
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-4
@@ -78,7 +80,7 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
     for completion in completions:
         check_lengths(completion)
         assert all(0 <= s.version <= newest for s in completion.spans)
-        assert len(completion.token_ids) <= budget + len(engine.phrase) + answer
+        assert len(completion.token_ids) <= budget + len(engine.interruption.phrase) + answer
 
     # Log-probs: of one version, and of several with the old KV cache kept.
     several = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(c.spans) > 1]
@@ -158,8 +160,8 @@ def test_interruption_forces_the_phrase_at_the_budget_and_bounds_the_answer(serv
         ids = completion.token_ids
         if completion.forced != (0, 0):
             forced += 1
-            assert completion.forced == (budget, budget + len(engine.phrase))
-            assert ids[budget : completion.forced[1]] == engine.phrase
+            assert completion.forced == (budget, budget + len(engine.interruption.phrase))
+            assert ids[budget : completion.forced[1]] == engine.interruption.phrase
             assert END not in ids[:budget]
             assert len(ids) <= completion.forced[1] + answer
         elif END in ids:
@@ -167,6 +169,29 @@ def test_interruption_forces_the_phrase_at_the_budget_and_bounds_the_answer(serv
             assert ids.index(END) < budget
         assert worst_error(served, p, completion, budget) < TOLERANCE
     assert forced >= 8
+
+
+def test_a_marker_of_two_tokens_interrupts_as_well(served, monkeypatch):
+    engine, budget, answer = served.engine, 100, 5
+    config = run_config(served.folder.parent / "v0", think_end="ab", interruption_phrase="(ab")
+    rule = interruption(config, tokenizer())
+    monkeypatch.setattr(engine, "interruption", rule)
+
+    async def work():
+        return await asyncio.gather(
+            *(engine.complete(prompt(i), budget, answer, 1.0) for i in range(24))
+        )
+
+    completions = served.run(work)
+    for completion in completions:
+        check_lengths(completion)
+        end = completion.forced[1] or rule.end(completion.token_ids)
+        assert len(completion.token_ids) <= (end + answer if end >= 0 else budget)
+        if completion.forced != (0, 0):
+            assert completion.forced == (budget, budget + len(rule.phrase))
+            assert completion.token_ids[budget : completion.forced[1]] == rule.phrase
+            assert rule.end(completion.token_ids[:budget]) == -1
+    assert any(c.forced != (0, 0) for c in completions)
 
 
 def test_scores_are_the_log_probs_of_the_weights_held(served):

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from megatron_rl.messages import VersionSpan
-from megatron_rl.rollout.interruption import Completion, Piece
+from megatron_rl.rollout.interruption import Completion, Interruption, Piece
+from megatron_rl.rollout.marker import BLOCK, EndMarker
 
 EOS, END = 2, 5
 PHRASE = [8, 9, END]
+
+
+class Words:
+    """A tokenizer whose token n is the n-th of these strings."""
+
+    vocabulary = ("x", "y", ".", "<E>", "</", "think", ">", ">\n", ".</", "</think>", "0")
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert text == "</think>"
+        return [9] if self.whole else [4, 5, 6]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self.vocabulary[i] for i in ids)
+
+
+def one_token(ids: Sequence[int]) -> int:
+    return ids.index(END) + 1 if END in ids else -1
+
+
+RULE = Interruption(PHRASE, one_token)
 BUDGET, ANSWER = 10, 4
 
 
@@ -18,7 +42,7 @@ def generate(
     samples: Iterator[int], thinking: int = BUDGET, answer: int = ANSWER, version: int = 3
 ):
     """A completion as an engine would make it that samples these tokens, one per step."""
-    completion = Completion(thinking, answer, PHRASE)
+    completion = Completion(thinking, answer, RULE)
     requests = 0
     while wanted := completion.wanted:
         tokens: list[int] = []
@@ -99,7 +123,7 @@ def test_a_completion_without_an_end_marker_can_stop_by_itself():
 
 
 def test_version_spans_are_joined_and_cover_forced_tokens():
-    completion = Completion(4, 3, PHRASE)
+    completion = Completion(4, 3, RULE)
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 4)]
     completion.add(Piece([20] * 4, [-1.0] * 4, spans, "length"))
     completion.add(
@@ -120,11 +144,11 @@ def test_version_spans_are_joined_and_cover_forced_tokens():
 )
 def test_lengths_that_disagree_are_refused(logprobs, spans):
     with pytest.raises(ValueError, match="lengths must agree"):
-        Completion(4, 3, PHRASE).add(Piece([20, 20], logprobs, spans, "length"))
+        Completion(4, 3, RULE).add(Piece([20, 20], logprobs, spans, "length"))
 
 
 def generate_freely(samples: Iterator[int]) -> Completion:
-    completion = Completion(BUDGET, ANSWER, [])
+    completion = Completion(BUDGET, ANSWER, None)
     while wanted := completion.wanted:
         tokens: list[int] = []
         while len(tokens) < wanted and EOS not in tokens:
@@ -146,3 +170,41 @@ def test_without_a_phrase_a_completion_that_uses_the_budget_up_is_truncated():
     completion = generate_freely(forever(20, END))
     assert len(completion.token_ids) == BUDGET + ANSWER
     assert (completion.forced, completion.finish_reason) == ((0, 0), "length")
+
+
+@pytest.mark.parametrize("before", [0, 1, BLOCK - 3, BLOCK - 2, BLOCK - 1, BLOCK, 3 * BLOCK + 17])
+@pytest.mark.parametrize("marker", [(4, 5, 6), (4, 5, 7), (8, 5, 6), (9,)])
+def test_a_marker_of_several_tokens_is_found_however_it_is_spelt(before, marker):
+    ids = [0] * before + [*marker, 1, 4, 5, 6, 0]
+    assert EndMarker("</think>", Words()).end(ids) == before + len(marker)
+    assert EndMarker("</think>", Words()).end([*ids[:before], 4, 5, 1, 6]) == -1
+    assert EndMarker("</think>", Words()).end([]) == -1
+
+
+def test_a_marker_of_one_token_is_that_token_alone():
+    marker = EndMarker("</think>", Words(whole=True))
+    assert marker.end([0, 4, 5, 6, 9, 0]) == 5
+    assert marker.ends([0, 9])
+    assert not marker.ends([4, 5, 6])
+
+
+def test_the_rule_holds_for_a_marker_of_several_tokens():
+    marker = EndMarker("</think>", Words())
+    rule = Interruption([0, 4, 5, 6], marker.end)
+    assert marker.ends(rule.phrase)
+
+    def grown(*pieces: tuple[list[int], str]) -> Completion:
+        completion = Completion(5, 2, rule)
+        for ids, reason in pieces:
+            span = VersionSpan(0, 0, len(ids))
+            completion.add(Piece(ids, [-1.0] * len(ids), [span], reason))
+        return completion
+
+    natural = grown(([1, 8, 5, 7, 10], "length"))
+    assert (natural.forced, natural.wanted, natural.finish_reason) == ((0, 0), 1, "")
+    cut = grown(([4, 5, 6, 1, 1], "length"))
+    assert (cut.token_ids, cut.finish_reason) == ([4, 5, 6, 1, 1], "length")
+    # The budget ends within a marker: it was not sampled to its end, and the phrase closes.
+    within = grown(([1, 1, 1, 4, 5], "length"), ([10, 3], "stop"))
+    assert within.token_ids == [1, 1, 1, 4, 5, *rule.phrase, 10, 3]
+    assert (within.forced, within.finish_reason) == ((5, 9), "stop")

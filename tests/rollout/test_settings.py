@@ -15,7 +15,7 @@ from megatron_rl.rollout.settings import (
     BLOCK_TOKENS,
     engine_args,
     expected_tensors,
-    phrase_tokens,
+    interruption,
     read_architecture,
 )
 from megatron_rl.weights.manifest import WeightsError
@@ -86,11 +86,16 @@ def test_llama_4_keeps_its_chunks_and_query_scale_where_they_matter(model_dir, t
 def test_a_phrase_that_is_not_what_it_seems_as_tokens_is_refused(model_dir):
     tokenizer = tiny_models.tokenizer()
     config = run_config(model_dir)
-    ids = phrase_tokens(config, tokenizer)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["(", "a", "b", "c", ")", "</think>"]
-    two_tokens = run_config(model_dir, think_end="ab", interruption_phrase="(ab")
-    with pytest.raises(ValueError, match="generation.think_end is 'ab': 2 tokens"):
-        phrase_tokens(two_tokens, tokenizer)
+    rule = interruption(config, tokenizer)
+    assert rule is not None
+    assert tokenizer.convert_ids_to_tokens(rule.phrase) == ["(", "a", "b", "c", ")", "</think>"]
+    several = run_config(model_dir, think_end="ab", interruption_phrase="(ab")
+    rule = interruption(several, tokenizer)
+    assert rule is not None
+    assert rule.end([*rule.phrase, *rule.phrase]) == len(rule.phrase)
+    unknown = run_config(model_dir, think_end="\u00e9", interruption_phrase="(\u00e9")
+    with pytest.raises(ValueError, match=r"as tokens of this model it is .*another phrase"):
+        interruption(unknown, tokenizer)
 
 
 def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_path):
