@@ -52,3 +52,8 @@ def with_kind(value: Any, default: str) -> Any:
     if isinstance(value, dict) and "kind" not in value:
         return {"kind": default, **value}
     return value
+
+
+def kind_of(section: type[Section]) -> Any:
+    """Name of a section that is one of a choice."""
+    return section.model_fields["kind"].default

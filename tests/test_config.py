@@ -242,7 +242,25 @@ PURE = {
 }
 
 
-@pytest.mark.parametrize("key", [k for k, (kind, *_) in LEAVES.items() if kind in ("int", "float")])
+def test_a_type_is_said_as_in_yaml_with_its_bounds() -> None:
+    types = {key: kind for key, (kind, *_) in LEAVES.items()}
+    assert types["resume"] == "bool"
+    assert types["recipe"] == "str | None"
+    assert types["schedule.steps"] == "int > 0"
+    assert types["generation.thinking_budget_tokens"] == "tuple[int > 0, int > 0]"
+    assert types["algorithm.length_max_tokens"] == "int > 0 | None"
+    assert types["generation.interruption"] == "'phrase' | 'none'"
+    assert types["generation.gpu_memory_fraction"] == "float >= 0 and <= 1"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key
+        for key, (kind, *_) in LEAVES.items()
+        if kind.split()[0] in ("int", "float") and "None" not in kind
+    ],
+)
 def test_a_number_has_its_unit_in_its_name(key: str) -> None:
     words = key.split(".")[-1].split("_")
     assert key in PURE or set(words) & UNITS, f"{key}: which unit?"

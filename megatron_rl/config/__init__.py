@@ -7,7 +7,7 @@ text of a field is the string under it; units are in the names.
 
 from megatron_rl.algorithm.schedule import Schedule as Schedule
 from megatron_rl.algorithm.settings import Algorithm as Algorithm
-from megatron_rl.config.load import describe as describe
+from megatron_rl.config.describe import describe as describe
 from megatron_rl.config.load import load_config as load_config
 from megatron_rl.config.run import NAMED_MODELS as NAMED_MODELS
 from megatron_rl.config.run import TINY_MODELS as TINY_MODELS

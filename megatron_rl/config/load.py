@@ -11,9 +11,10 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 
 from megatron_rl import recipes
 from megatron_rl.algorithm.settings import DEFAULT_KINDS
+from megatron_rl.config.describe import describe
 from megatron_rl.config.run import RunConfig
 from megatron_rl.config.tasks import task_arguments
-from megatron_rl.section import ConfigError, Section, entries_of, sections_of
+from megatron_rl.section import ConfigError, Section, entries_of, kind_of, sections_of
 
 SWITCH = {"true": True, "false": False}
 """What a switch may be said to be on the command line."""
@@ -66,7 +67,7 @@ def _place(loc: tuple[int | str, ...]) -> tuple[tuple[type[Section], ...], bool]
         if entries:  # the name of an entry
             entries = False
             continue
-        named = tuple(s for s in found if len(found) > 1 and _kind(s) == part)
+        named = tuple(s for s in found if len(found) > 1 and kind_of(s) == part)
         fields = [s.model_fields[str(part)] for s in found if part in s.model_fields]
         below = [(sections_of(f.annotation), entries_of(f.annotation)) for f in fields]
         entries = not named and any(mapped for _, mapped in below)
@@ -74,18 +75,14 @@ def _place(loc: tuple[int | str, ...]) -> tuple[tuple[type[Section], ...], bool]
     return found, entries
 
 
-def _kind(section: type[Section]) -> Any:
-    return section.model_fields["kind"].default
-
-
 def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """A place in the tree without the names of choices that pydantic puts into it."""
 
-    def is_kind(i: int) -> bool:
+    def iskind_of(i: int) -> bool:
         above, entries = _place(loc[:i])
-        return not entries and len(above) > 1 and loc[i] in map(_kind, above)
+        return not entries and len(above) > 1 and loc[i] in map(kind_of, above)
 
-    return tuple(part for i, part in enumerate(loc) if not is_kind(i))
+    return tuple(part for i, part in enumerate(loc) if not iskind_of(i))
 
 
 def _as_written(loc: tuple[int | str, ...], one_task: bool) -> tuple[int | str, ...]:
@@ -97,15 +94,14 @@ def _as_written(loc: tuple[int | str, ...], one_task: bool) -> tuple[int | str, 
 def _known_keys(loc: tuple[int | str, ...], one_task: bool = False) -> str:
     above = _sections(loc[:-1])
     where = ".".join(str(part) for part in _as_written(loc[:-1], one_task)) or "the top level"
-    kind = (
-        f" of kind {_kind(above[0])}" if loc[-2:-1] and loc[-2] in map(_kind_or_none, above) else ""
-    )
+    of_kind = loc[-2:-1] and loc[-2] in map(_kind_or_none, above)
+    kind = f" of kind {kind_of(above[0])}" if of_kind else ""
     known = dict.fromkeys(name for section in above for name in section.model_fields)
     return f"{where}{kind} has: {', '.join(known)}"
 
 
 def _kind_or_none(section: type[Section]) -> Any:
-    return _kind(section) if "kind" in section.model_fields else None
+    return kind_of(section) if "kind" in section.model_fields else None
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
@@ -186,46 +182,3 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         return RunConfig.model_validate(values)
     except ValidationError as e:
         raise ConfigError(_flatten(e, one_task=not values.get("tasks"))) from None
-
-
-def describe(
-    section: type[Section] = RunConfig, prefix: str = "", skip: str = ""
-) -> list[tuple[str, str, str, str]]:
-    """Every leaf key of the tree as (dotted key, type, default, help text).
-
-    The parameters of a choice are listed for each kind that has them, with its name before the
-    help text.
-    """
-    rows = []
-    for name, field in section.model_fields.items():
-        if name == skip:
-            continue
-        kind: Any = field.annotation
-        default = (
-            "required"
-            if field.is_required()
-            else repr(field.get_default(call_default_factory=True, validated_data={}))
-        )
-        inner = sections_of(kind)
-        if entries := entries_of(kind):
-            kinds, text = ", ".join(_kind(s) for s in entries), field.description or ""
-            rows.append((f"{prefix}{name}.<name>.kind", kinds, "the name", text))
-            for one in entries:
-                leaves = describe(one, f"{prefix}{name}.<name>.", skip="kind")
-                rows += [(k, t, d, f"[{_kind(one)}] {h}") for k, t, d, h in leaves]
-            continue
-        if len(inner) > 1:
-            kinds = ", ".join(_kind(s) for s in inner)
-            text = field.description or ""
-            rows.append((f"{prefix}{name}.kind", kinds, repr(field.default.kind), text))
-            for one in inner:
-                leaves = describe(one, f"{prefix}{name}.", skip="kind")
-                rows += [(k, t, d, f"[{_kind(one)}] {h}") for k, t, d, h in leaves]
-            continue
-        if inner:
-            rows += describe(inner[0], f"{prefix}{name}.")
-            continue
-        shown = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
-        shown = (shown or str(kind)).replace("typing.", "").replace("pathlib.", "")
-        rows.append((prefix + name, shown, default, field.description or ""))
-    return rows
