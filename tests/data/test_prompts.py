@@ -163,9 +163,11 @@ def test_what_one_task_holds_out_no_other_trains_on(tokenizer: Tokenizer) -> Non
 def test_a_prompt_ends_with_the_marker_that_opens_thinking() -> None:
     assert PromptFormat()("1+1=?") == "<bos>1+1=?<think>"
     opened = PromptFormat(chat=lambda q: f"<user>{q}<assistant>\n<think>\n")
-    assert opened("1+1=?") == "<user>1+1=?<assistant>\n<think>"
+    assert opened("1+1=?") == "<user>1+1=?<assistant>\n<think>\n"  # as the model knows it
     closed = PromptFormat(chat=lambda q: f"<user>{q}<assistant>\n")
     assert closed("1+1=?") == "<user>1+1=?<assistant>\n<think>"
+    thoughtless = PromptFormat(think_start="", chat=lambda q: f"<user>{q}<assistant>\n\n")
+    assert thoughtless("1+1=?") == "<user>1+1=?<assistant>\n\n"
 
 
 def test_the_format_is_the_models_own(tmp_path: Path) -> None:
