@@ -18,7 +18,7 @@ from megatron_rl.config import Algorithm
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
-from megatron_rl.rollout.interruption import Completion, Piece
+from megatron_rl.rollout.interruption import Completion, Interruption, Piece
 from tests.policy.cases import gradients, run_config, world_of_one, write_model
 
 PAD, EOS, END = 0, 2, 4
@@ -41,7 +41,8 @@ def world(directory: Path) -> Iterator[None]:
 
 def generated(tokens: list[int], thinking: int, answer: int, phrase: list[int]) -> Completion:
     """A completion under the generator's own rule, of an engine that samples these tokens."""
-    left, completion = list(tokens), Completion(thinking, answer, phrase)
+    rule = Interruption(phrase, lambda ids: ids.index(END) + 1 if END in ids else -1)
+    left, completion = list(tokens), Completion(thinking, answer, rule if phrase else None)
     while wanted := completion.wanted:
         piece, left = left[:wanted], left[wanted:]
         reason = "stop" if piece[-1] == EOS and not left else "length"
