@@ -78,11 +78,11 @@ def _place(loc: tuple[int | str, ...]) -> tuple[tuple[type[Section], ...], bool]
 def _without_kinds(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """A place in the tree without the names of choices that pydantic puts into it."""
 
-    def iskind_of(i: int) -> bool:
+    def is_kind(i: int) -> bool:
         above, entries = _place(loc[:i])
         return not entries and len(above) > 1 and loc[i] in map(kind_of, above)
 
-    return tuple(part for i, part in enumerate(loc) if not iskind_of(i))
+    return tuple(part for i, part in enumerate(loc) if not is_kind(i))
 
 
 def _as_written(loc: tuple[int | str, ...], one_task: bool) -> tuple[int | str, ...]:
