@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_rl.config import RunConfig
@@ -90,7 +91,7 @@ def join_world(config: RunConfig) -> None:
 
 
 def destroy_world() -> None:
-    """Leaves the world; a later `init_world` in this process makes a new one."""
+    """Leaves the world, whose models end with it; `init_world` may make another in this process."""
     _control.clear()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
@@ -101,10 +102,16 @@ def destroy_world() -> None:
 
 
 def _release_models() -> None:
-    # A token dispatcher keeps the probabilities of its last pass, and with them the graph, whose
-    # hooks keep the model, and that every group with its sockets: a circle that no collector sees.
+    # Circles through autograd's nodes, which no collector sees, keep a model, and with it every
+    # group and its sockets. A token dispatcher has the probabilities of its last pass, whose graph
+    # has hooks of the model; a distributed optimizer's shards are views of the parameters.
     for found in gc.get_objects():
-        if issubclass(type(found), MoETokenDispatcher):
+        kind = type(found)
+        if issubclass(kind, MoETokenDispatcher):
             for name, value in vars(found).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     setattr(found, name, None)
+        elif issubclass(kind, torch.nn.Parameter):
+            vars(found).pop("main_param", None)
+        elif issubclass(kind, MegatronOptimizer):
+            vars(found).clear()

@@ -6,8 +6,10 @@ training in such layouts is in `tests/policy`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,10 @@ def main(rank: int, folder: Path) -> None:
             run = run_config(directory, RANKS, precision__params=dtype, **options)
             policy = Policy(run, directory)
             found[layout][f"{name} {dtype}"] = faults(policy, files[name, dtype], exports)
+        del policy
         destroy_world()
+        gc.collect()
+        open_files = len(os.listdir("/proc/self/fd"))
+        assert open_files < 60, f"{layout}: {open_files} files are still open"  # a world has 100
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
