@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.question import DataError, Question, put
+from megatron_rl.data.question import DataError, Question, worded
 
 PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instruction", "input")
 GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
@@ -111,7 +111,7 @@ def questions(
         if question.id in seen:
             raise DataError(f"{name}: row {index}: id {question.id!r} occurs twice")
         seen.add(question.id)
-        out.append(put(question, template))
+        out.append(worded(question, template))
     if not out:
         raise DataError(f"{name}: no questions")
     return out

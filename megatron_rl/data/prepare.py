@@ -25,11 +25,11 @@ from typing import Any
 
 from megatron_rl.data.benchmarks import load_benchmark
 from megatron_rl.data.jsonl import questions
-from megatron_rl.data.prepare_check import Check, make_check, prompt_of
+from megatron_rl.data.prepare_check import Check, make_check
 from megatron_rl.data.prepare_overlap import Overlap, words
 from megatron_rl.data.prepare_rows import Row, Rows, open_rows
 from megatron_rl.data.prepare_settings import Settings
-from megatron_rl.data.question import DataError, Question
+from megatron_rl.data.question import DataError, Question, worded
 
 FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
@@ -274,7 +274,7 @@ def _prompt_row(question: Question, settings: Settings) -> dict[str, Any]:
     return {
         "id": question.id,
         "kind": question.kind,
-        "prompt": prompt_of(question, settings),
+        "prompt": worded(question, settings.template).prompt,
         "answer": question.gold,
         "difficulty": question.difficulty,
         "meta": question.meta,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.data.prepare_settings import Settings
-from megatron_rl.data.question import DataError, Question, put
+from megatron_rl.data.question import DataError, Question, worded
 
 Check = Callable[[Question], tuple[str, str]]
 """(reason, detail) for which a question is dropped; two empty texts if it is not."""
@@ -27,7 +27,7 @@ def make_check(settings: Settings) -> Check:
         problem = "" if settings.keep_unreadable else _unreadable(question)
         if problem:
             return "unreadable", problem
-        tokens = count(prompt_of(question, settings))
+        tokens = count(worded(question, settings.template).prompt)
         return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
 
     return check
@@ -61,8 +61,3 @@ def _unreadable(question: Question) -> str:
 
         return "" if is_readable(question.gold) else f"answer {question.gold[:80]!r}"
     return ""
-
-
-def prompt_of(question: Question, settings: Settings) -> str:
-    """The complete prompt of a question."""
-    return put(question, settings.template).prompt

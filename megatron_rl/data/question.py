@@ -45,7 +45,7 @@ def instructed(question: Question) -> Question:
     return replace(question, prompt=f"{question.prompt}\n{instruction}")
 
 
-def put(question: Question, template: str | None) -> Question:
+def worded(question: Question, template: str | None) -> Question:
     """The question as a template words it; None: `instructed`."""
     if template is None:
         return instructed(question)

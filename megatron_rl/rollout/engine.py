@@ -101,7 +101,8 @@ class Engine:
         check_experts(self.architecture, replay)
         self._expected = expected_tensors(config, self.architecture)
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
-        self.interruption = interruption(config, get_tokenizer(model_dir))
+        interrupts = config.generation.interruption == "phrase"
+        self.interruption = interruption(config, get_tokenizer(model_dir)) if interrupts else None
         args = engine_args(config, engine_index, model_dir)
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()

@@ -144,15 +144,13 @@ def expected_tensors(config: RunConfig, model: Architecture) -> dict[str, Tensor
     return WireFormat.of(config).expected(model.shapes())
 
 
-def interruption(config: RunConfig, tokenizer: Any) -> Interruption | None:
-    """How thinking is interrupted; None: not at all.
+def interruption(config: RunConfig, tokenizer: Any) -> Interruption:
+    """How thinking is interrupted, where it is.
 
     Raises:
         ValueError: as tokens, the phrase does not end with the end marker.
     """
     generation = config.generation
-    if generation.interruption == "none":
-        return None
     marker = EndMarker(generation.think_end, tokenizer)
     phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
     if not marker.ends(phrase):
