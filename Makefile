@@ -36,7 +36,7 @@ test: setup
 # The trainer's tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
 test-other-megatron: setup
 	PYTHONPATH="$(abspath $(VENV)-megatron-$(OTHER_MEGATRON))" PATH="$(BIN):$$PATH" \
-	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/policy tests/compat tests/patching
+	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/trainer tests/compat tests/patching
 
 lint: setup
 	$(BIN)/ruff check .

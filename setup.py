@@ -147,6 +147,6 @@ setup(
     },
     entry_points={
         "console_scripts": ["megatron-rl=megatron_rl.cli:main"],
-        "vllm.general_plugins": ["megatron_rl=megatron_rl.rollout.plugin:register"],
+        "vllm.general_plugins": ["megatron_rl=megatron_rl.generator.vllm_plugin:register"],
     },
 )

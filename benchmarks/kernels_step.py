@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron_rl import messages
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.models import tiny
-from megatron_rl.policy.model import Policy
-from megatron_rl.policy.trainer import Trainer
-from megatron_rl.policy.world import destroy_world, init_world
+from megatron_rl.trainer.model import Policy
+from megatron_rl.trainer.step import Trainer
+from megatron_rl.trainer.world import destroy_world, init_world
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "scalerl_tiny.yaml"
 

@@ -1,6 +1,6 @@
 """Pretraining, supervised fine-tuning and reinforcement learning of a GPT by Megatron-LM.
 
-`pretrain_gpt.py` with `megatron_rl.policy.plugin`; docs/extend.md shows the difference.
+`pretrain_gpt.py` with `megatron_rl.megatron_plugin`; docs/extend.md shows the difference.
 
     torchrun --nproc-per-node 8 examples/extend_pretraining.py --examples train.jsonl ...
     torchrun --nproc-per-node 8 examples/extend_pretraining.py --rl-config rl.yaml ...
@@ -24,7 +24,7 @@ from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
-from megatron_rl.policy import plugin
+from megatron_rl import megatron_plugin
 
 
 def extra_args(parser: Any) -> Any:
@@ -111,7 +111,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 
 if __name__ == "__main__":
-    rl = plugin.join()
+    rl = megatron_plugin.join()
     args = parse_and_validate_args(extra_args_provider=rl.arguments(extra_args))
     pretrain(
         pretrain_cfg_container_from_args(args),

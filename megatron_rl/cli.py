@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from megatron_rl.ablate.cli import app as ablate_app
+from megatron_rl.commands.ablate.cli import app as ablate_app
+from megatron_rl.commands.convert.cli import app as convert_app
+from megatron_rl.commands.doctor.cli import app as doctor_app
+from megatron_rl.commands.evaluate.cli import app as evaluation_app
+from megatron_rl.commands.plan.cli import app as plan_app
+from megatron_rl.commands.prepare.cli import app as data_app
+from megatron_rl.commands.recipes import app as recipes_app
+from megatron_rl.commands.verify import app as rewards_app
 from megatron_rl.compat.quiet import hush
-from megatron_rl.convert.cli import app as convert_app
-from megatron_rl.data.prepare_cli import app as data_app
-from megatron_rl.doctor.cli import app as doctor_app
-from megatron_rl.evaluation.cli import app as evaluation_app
-from megatron_rl.plan.cli import app as plan_app
-from megatron_rl.recipes_cli import app as recipes_app
-from megatron_rl.rewards.cli import app as rewards_app
 from megatron_rl.scaling.cli import app as scaling_app
 
 app = typer.Typer(
@@ -69,30 +69,30 @@ def train(
     """
     if plan:
         from megatron_rl.config import load_config
-        from megatron_rl.plan import print_plan
+        from megatron_rl.orchestrator.run_plan import print_plan
 
         print_plan(load_config(config, context.args))
         return
     if dry_run:
+        from megatron_rl.commands.plan.dry_run import dry_run as show
         from megatron_rl.config import load_config
-        from megatron_rl.plan.dry_run import dry_run as show
 
         settings = load_config(config, context.args)
         # Under torchrun all ranks would say the same.
         if os.environ.get("RANK", "0") == "0":
             raise typer.Exit(show(settings, config, context.args))
         return
-    from megatron_rl.launch import launch
+    from megatron_rl.train import run
 
-    launch("train", config, context.args)
+    run("train", config, context.args)
 
 
 @app.command(context_settings=OVERRIDES)
 def sft(context: typer.Context, config: ConfigOption = None) -> None:
     """Run the supervised stage that makes the start checkpoint of a tiny model."""
-    from megatron_rl.launch import launch
+    from megatron_rl.train import run
 
-    launch("sft", config, context.args)
+    run("sft", config, context.args)
 
 
 @app.command("config")

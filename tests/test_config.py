@@ -54,7 +54,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     [
         (["--resume"], "resume", True),
         (["--no-resume"], "resume", False),
-        (["--observe.wandb=offline"], "observe.wandb", "offline"),
+        (["--metrics.wandb=offline"], "metrics.wandb", "offline"),
         (["--generation.thinking_budget_tokens", "[10, 12]"], None, (10, 12)),
         (["--optimizer.learning_rate", "2e-4"], "optimizer.learning_rate", 2e-4),
         (["--output_dir", "runs/demo"], "output_dir", Path("runs/demo")),
@@ -122,7 +122,7 @@ def test_an_unknown_key_in_the_file_is_named_with_its_neighbours(
         ("optimizer.learning_rate", "inf", "finite"),
         ("timeouts.batch_seconds", "0", "greater than 0"),
         ("fit.compute", "hours", "device_hours"),
-        ("observe.wandb", "on", "offline"),
+        ("metrics.wandb", "on", "offline"),
         ("precision.params", "fp16", "bf16"),
         ("model", "no/such/dir", "tiny_scout"),
     ],

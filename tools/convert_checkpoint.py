@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from megatron_rl.convert.cli import convert_command
+from megatron_rl.commands.convert.cli import convert_command
 
 if __name__ == "__main__":
     typer.run(convert_command)

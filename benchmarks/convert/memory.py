@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.convert.safetensor import COPY_BYTES, INDEX, Writer, shard_names  # noqa: E402
+from megatron_rl.commands.convert.safetensor import COPY_BYTES, INDEX, Writer, shard_names  # noqa: E402
 from megatron_rl.models import architecture, named_config  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/convert_memory.md"

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "rewards_throughput.md"

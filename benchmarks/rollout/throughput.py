@@ -76,8 +76,8 @@ def cpu_seconds(engine) -> float:
 async def main(arguments: argparse.Namespace) -> None:
     from megatron_rl.config import RunConfig
     from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+    from megatron_rl.generator.process_environment import prepare_environment
     from megatron_rl.models.tiny import create
-    from megatron_rl.rollout.environment import prepare_environment
 
     folder = Path(tempfile.mkdtemp())
     model_dir = create("tiny_scout", folder / "model", save_tiny_tokenizer)
@@ -96,7 +96,7 @@ async def main(arguments: argparse.Namespace) -> None:
     prepare_environment(config, str(model_dir))
     from safetensors.torch import load_file
 
-    from megatron_rl.rollout.engine import Engine
+    from megatron_rl.generator.engine import Engine
     from megatron_rl.weights.transports.disk import DiskPublisher
 
     weights = load_file(model_dir / "model.safetensors")

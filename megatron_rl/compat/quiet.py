@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 
 LOG_LINES: dict[str, tuple[str, ...]] = {
@@ -66,3 +67,14 @@ class _Silence(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not any(text in record.getMessage() for text in self.starts)
+
+
+def show_own_notices() -> None:
+    """Print the INFO lines of `megatron_rl.*`, as they are; safe to repeat."""
+    logger = logging.getLogger("megatron_rl")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

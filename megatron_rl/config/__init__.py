@@ -16,7 +16,7 @@ from megatron_rl.config.sections import Checkpoint as Checkpoint
 from megatron_rl.config.sections import Evaluation as Evaluation
 from megatron_rl.config.sections import Fit as Fit
 from megatron_rl.config.sections import Generation as Generation
-from megatron_rl.config.sections import Observe as Observe
+from megatron_rl.config.sections import Metrics as Metrics
 from megatron_rl.config.sections import OptimizerConfig as OptimizerConfig
 from megatron_rl.config.sections import Parallel as Parallel
 from megatron_rl.config.sections import Precision as Precision

@@ -15,7 +15,7 @@ from megatron_rl.config.sections import (
     Fit,
     Generation,
     Kernels,
-    Observe,
+    Metrics,
     OptimizerConfig,
     Parallel,
     Precision,
@@ -25,7 +25,7 @@ from megatron_rl.config.sections import (
     Weights,
 )
 from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.section import Section
 
 TINY_MODELS = ("tiny_scout", "tiny_dense", "tiny_qwen3", "tiny_qwen3_moe")
@@ -69,7 +69,7 @@ class RunConfig(Section):
     fit: Fit = Fit()
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
-    observe: Observe = Observe()
+    metrics: Metrics = Metrics()
     timeouts: Timeouts = Timeouts()
 
     def seed_of(self, task: str) -> int:

@@ -235,7 +235,7 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept."""
 
 
-class Observe(Section):
+class Metrics(Section):
     """Mirrors of metrics.jsonl, and the terminal view."""
 
     wandb: Literal["off", "offline", "online"] = "off"

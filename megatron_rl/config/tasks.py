@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.rewards.tasks import KINDS as VERIFIERS
+from megatron_rl.rewards.task_verifiers import KINDS as VERIFIERS
 from megatron_rl.section import ConfigError, Section
 
 KEYS = ("task", "tasks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.data.huggingface import read_huggingface
+from megatron_rl.data.hf_dataset import read_huggingface
 from megatron_rl.data.jsonl import Fields, read_jsonl
 from megatron_rl.data.question import DataError, Question
 

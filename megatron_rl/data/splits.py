@@ -16,7 +16,7 @@ from megatron_rl.config import (
 )
 from megatron_rl.data import arithmetic
 from megatron_rl.data.benchmarks import load_benchmark
-from megatron_rl.data.huggingface import read_huggingface
+from megatron_rl.data.hf_dataset import read_huggingface
 from megatron_rl.data.jsonl import Fields, read_jsonl
 from megatron_rl.data.prompt_format import TINY
 from megatron_rl.data.question import DataError, Question

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from megatron_rl.orchestrator.client import TrainerClient
+from megatron_rl.trainer.loop import Publish
+
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest
-from megatron_rl.orchestrator.client import TrainerClient
-from megatron_rl.policy.loop import Publish
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports import open_publisher
 from megatron_rl.weights.transports.base import WeightStream

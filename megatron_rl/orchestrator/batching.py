@@ -13,7 +13,7 @@ from megatron_rl.algorithm.rewards import length_penalty
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Batch, Sample
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.orchestrator.rollouts import rollout_metrics
+from megatron_rl.orchestrator.rollout_metrics import rollout_metrics
 
 
 @dataclass(frozen=True, slots=True)

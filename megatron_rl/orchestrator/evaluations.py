@@ -8,8 +8,8 @@ from typing import Any
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
-from megatron_rl.orchestrator.engines import Engine
 from megatron_rl.orchestrator.evaluation import EvaluationRun, evaluation_steps, steps_left
+from megatron_rl.orchestrator.generators import Engine
 from megatron_rl.orchestrator.meter import Meter
 from megatron_rl.rewards import Outcome
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.messages import Sample
 from megatron_rl.rewards import Outcome, Verdict
-from megatron_rl.rewards.settings import RewardValues
+from megatron_rl.rewards.verifier_settings import RewardValues
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl import messages as m
-from megatron_rl.orchestrator.engines import Engines
+from megatron_rl.orchestrator.generators import Engines
 from megatron_rl.orchestrator.meter import Meter
 
 PROBE_SEQUENCES = 4

@@ -12,7 +12,7 @@ from megatron_rl.orchestrator.batching import BuiltBatch, build_batch
 from megatron_rl.orchestrator.errors import RunError
 from megatron_rl.orchestrator.groups import GroupQueue
 from megatron_rl.orchestrator.probe import PROBE_SEQUENCES
-from megatron_rl.orchestrator.rollouts import by_task
+from megatron_rl.orchestrator.rollout_metrics import by_task
 
 
 def prompt_stream(config: RunConfig, prompts: PromptSet) -> Mixture:
@@ -36,7 +36,7 @@ class StepBuilder:
     """Builds the batch of each step from the queue of groups.
 
     Args:
-        config: schedule, algorithm, checkpoint and observe.
+        config: schedule, algorithm, checkpoint and metrics.
         prompts: training prompts.
         stream: where the prompts come from, for the counts of its curricula.
         first_step: steps trained before this start of the run.
@@ -94,7 +94,7 @@ class StepBuilder:
         c = self._config
         # Engines score given tokens from the plain logits, and with experts of their own.
         comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
-        return comparable and step % c.observe.logprob_check_every_steps == 0
+        return comparable and step % c.metrics.logprob_check_every_steps == 0
 
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule

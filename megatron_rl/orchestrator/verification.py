@@ -14,8 +14,8 @@ from megatron_rl.data import Prompt
 from megatron_rl.messages import Sample
 from megatron_rl.rewards import Verdict
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.settings import VerifierSettings
-from megatron_rl.rewards.tasks import INLINE, judge_of
+from megatron_rl.rewards.task_verifiers import INLINE, judge_of
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 
 class Verification:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.process import WorkerProcess, receive
 from megatron_rl.rewards.protocol import Garbled, Request, frame, read_response
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 TRIES = 5
 GRACE_SECONDS = 5.0

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.protocol import Request, Response
-from megatron_rl.rewards.settings import VerifierSettings
 from megatron_rl.rewards.slot import Lost, Slot
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 OWN_LIMITS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)

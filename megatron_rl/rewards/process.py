@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.rewards.protocol import HEADER, body_length, frame
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.rewards.worker import Start
 
 PACKAGE_ROOT = Path(__file__).parents[2]

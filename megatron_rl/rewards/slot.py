@@ -16,7 +16,7 @@ from megatron_rl.rewards.protocol import (
     frame,
     read_response,
 )
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 GRACE_SECONDS = 5.0
 """A worker that did not kill itself so long after its limit is killed, and not believed."""

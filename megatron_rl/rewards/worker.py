@@ -34,8 +34,8 @@ from megatron_rl.rewards.protocol import (
     frame,
     read_request,
 )
-from megatron_rl.rewards.settings import VerifierSettings
-from megatron_rl.rewards.tasks import Judge, judge_of
+from megatron_rl.rewards.task_verifiers import Judge, judge_of
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 READY = -1
 RECYCLED, LOST = 3, 4

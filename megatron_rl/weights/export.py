@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
-from megatron_rl.weights.wire import WireFormat
+from megatron_rl.weights.number_format import WireFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ PlanKey = tuple[int, torch.dtype | None, bool]
 
 
 class ShardedModel(Protocol):
-    """What the export needs of a model; `megatron_rl.policy.model.Policy` is one."""
+    """What the export needs of a model; `megatron_rl.trainer.model.Policy` is one."""
 
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]

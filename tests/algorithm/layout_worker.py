@@ -21,7 +21,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
-from tests.policy.cases import ODD_VOCABULARY, distances, gradients, run_config
+from tests.trainer.cases import ODD_VOCABULARY, distances, gradients, run_config
 
 PLAIN = {"parallel__distributed_optimizer": False}
 PADDED = {"schedule__packing": False}
@@ -112,7 +112,7 @@ def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[
 
 def gradient(policy: Any, config: RunConfig, order: list[int] | None = None) -> dict[str, Tensor]:
     """Gradient of the whole batch under one algorithm, complete on rank 0; nothing is applied."""
-    from megatron_rl.policy.trainer import Trainer
+    from megatron_rl.trainer.step import Trainer
 
     policy.run = config
     trainer = Trainer(config, policy)
@@ -143,7 +143,7 @@ def config_of(folder: Path, ranks: int, name: str, split: int, **options: Any) -
 
 def policy_of(config: RunConfig, folder: Path) -> Any:
     """The policy, moved off its start so that a reference differs from it; all gradients on all."""
-    from megatron_rl.policy.model import Policy
+    from megatron_rl.trainer.model import Policy
 
     policy = Policy(config, folder / "model")
     policy.load_huggingface(folder / "moved")
@@ -153,7 +153,7 @@ def policy_of(config: RunConfig, folder: Path) -> Any:
 
 
 def main(rank: int, folder: Path) -> None:
-    from megatron_rl.policy.world import destroy_world, init_world
+    from megatron_rl.trainer.world import destroy_world, init_world
 
     torch.set_num_threads(1)
     alone: dict[str, dict[str, Tensor]] = {}

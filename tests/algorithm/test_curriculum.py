@@ -1,7 +1,7 @@
 from collections import Counter
 
 from megatron_rl.algorithm.curriculum import Curriculum
-from megatron_rl.algorithm.interruption import thinking_budgets
+from megatron_rl.algorithm.thinking_budget import thinking_budgets
 
 
 def curriculum(prompts=20, threshold=0.9, statistic="last", at_least=2):

@@ -7,7 +7,7 @@ model's matrices have the standard deviation of its `initializer_range`; five ti
 amplify the same rounding to 2.7e-6 (tensor parallelism), of which 1.4e-6 are the single process's
 own distance from float64.
 
-Not exercised: GPUs and expert parallelism (`tests/policy` has the latter, for CISPO).
+Not exercised: GPUs and expert parallelism (`tests/trainer` has the latter, for CISPO).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.algorithm.layout_worker import ALGORITHMS, LAYOUTS, SPLITS
-from tests.policy.cases import ODD_VOCABULARY, write_model
+from tests.trainer.cases import ODD_VOCABULARY, write_model
 from tests.workers import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -15,11 +15,11 @@ import torch
 
 from megatron_rl import messages as m
 from megatron_rl.config import Algorithm
+from megatron_rl.generator.interruption import Completion, Interruption, Piece
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
-from megatron_rl.rollout.interruption import Completion, Interruption, Piece
-from tests.policy.cases import gradients, run_config, world_of_one, write_model
+from tests.trainer.cases import gradients, run_config, world_of_one, write_model
 
 PAD, EOS, END = 0, 2, 4
 PHRASE = [8, 9, END]
@@ -96,8 +96,8 @@ def test_what_is_trained_follows_from_lengths(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from megatron_rl.policy.model import Policy
-    from megatron_rl.policy.trainer import Trainer
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.step import Trainer
 
     tokens, thinking, answer, phrase, whole, positions = CASES[name]
     completion = generated(tokens, thinking, answer, phrase)

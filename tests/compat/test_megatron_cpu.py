@@ -89,6 +89,6 @@ assert megatron_cpu.installed() and sum(type(f).__name__ == "_Finder" for f in s
 
 def test_only_megatron_core_sees_the_view() -> None:
     finder = megatron_cpu._Finder()
-    assert finder.find_spec("megatron_rl.policy") is None
+    assert finder.find_spec("megatron_rl.trainer") is None
     assert finder.find_spec("torch.cuda") is None
     assert PathFinder.find_spec("megatron_rl") is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.huggingface import read_huggingface
+from megatron_rl.data.hf_dataset import read_huggingface
 from megatron_rl.data.question import DataError, Question
 
 datasets = pytest.importorskip("datasets")
@@ -51,7 +51,7 @@ def test_what_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: Path) -> No
 
 def test_the_library_is_not_imported_with_the_module() -> None:
     code = (
-        "import sys, megatron_rl.data.huggingface, megatron_rl.data.benchmarks\n"
+        "import sys, megatron_rl.data.hf_dataset, megatron_rl.data.benchmarks\n"
         "print(sorted({'datasets', 'pyarrow', 'reasoning_gym', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run(

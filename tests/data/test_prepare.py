@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
+from megatron_rl.commands.prepare.overlap import Overlap
+from megatron_rl.commands.prepare.prepare import REASONS, prepare
+from megatron_rl.commands.prepare.prepare_settings import KNOWN, Settings
 from megatron_rl.data.jsonl import read_jsonl
-from megatron_rl.data.prepare import REASONS, prepare
-from megatron_rl.data.prepare_overlap import Overlap
-from megatron_rl.data.prepare_settings import KNOWN, Settings
 from megatron_rl.data.question import DataError
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 

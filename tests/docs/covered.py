@@ -30,25 +30,25 @@ COVERED: dict[str, str] = {
     "torchrun --nproc-per-node 2 -m megatron_rl.compat.megatron_cpu examples/pretrain_gpt.py *": (
         "tests/e2e/test_pretraining.py::test_pretraining_learns_and_the_plugin_takes_no_part"
     ),
-    "megatron-rl ablate *": "tests/ablate/test_ablate.py::*",
-    "megatron-rl convert *": "tests/convert/test_convert.py::*",
-    "megatron-rl plan *": "tests/plan/test_plan.py::*",
+    "megatron-rl ablate *": "tests/commands/ablate/test_ablate.py::*",
+    "megatron-rl convert *": "tests/commands/convert/test_convert.py::*",
+    "megatron-rl plan *": "tests/commands/plan/test_plan.py::*",
     "bash examples/scalerl_8b.sh *": (
-        "tests/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
+        "tests/commands/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
     ),
-    "python tools/convert_checkpoint.py *": "tests/convert/test_memory.py::*",
+    "python tools/convert_checkpoint.py *": "tests/commands/convert/test_memory.py::*",
     "megatron-rl train --recipe dapo --config my_sizes.yaml": "tests/recipes/test_training.py::*",
     "megatron-rl train --config my_run.yaml --dry-run": (
-        "tests/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
+        "tests/commands/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
     ),
     "bash examples/scalerl_*.sh --dry-run": (
-        "tests/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
+        "tests/commands/plan/test_plan.py::test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint"
     ),
     "megatron-rl doctor": (
-        "tests/doctor/test_doctor.py::test_on_this_machine_every_line_is_green_or_explained"
+        "tests/commands/doctor/test_doctor.py::test_on_this_machine_every_line_is_green_or_explained"
     ),
     "megatron-rl doctor --config my_run.yaml --json": (
-        "tests/doctor/test_doctor.py::test_on_this_machine_every_line_is_green_or_explained"
+        "tests/commands/doctor/test_doctor.py::test_on_this_machine_every_line_is_green_or_explained"
     ),
     # Installation from an index or a wheel.
     "pip install*": "tests/docker/test_image.py::test_the_steps_run_in_a_plain_environment",

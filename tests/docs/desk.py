@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.observe.metrics import MetricsWriter
+from megatron_rl.metrics.metrics_file import MetricsWriter
 from tests.docs.commands import ROOT
 
 LINKS = (

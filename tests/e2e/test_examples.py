@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.observe import METRICS, read_metrics
+from megatron_rl.metrics import METRICS, read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -36,9 +36,9 @@ SMALL = [
     *("--task.heldout_prompts", "16"),
     *("--evaluation.samples_per_prompt", "4"),
     *("--evaluation.points", "4"),
-    *("--observe.logprob_check_every_steps", "2"),
+    *("--metrics.logprob_check_every_steps", "2"),
     *("--checkpoint.every_steps", str(SAVED_EVERY)),
-    *("--observe.terminal", "plain"),
+    *("--metrics.terminal", "plain"),
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 

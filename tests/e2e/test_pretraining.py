@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.observe import read_metrics
+from megatron_rl.metrics import read_metrics
 
 # Three runs of Megatron, each of which imports for 15 s, are made once for all tests.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -66,7 +66,7 @@ algorithm:
   routing_replay: compare
 verifier: {{values: {{no_answer: -1.0}}}}
 evaluation: {{samples_per_prompt: 4}}
-observe: {{terminal: plain, logprob_check_every_steps: 1}}
+metrics: {{terminal: plain, logprob_check_every_steps: 1}}
 fit: {{compute: tokens}}
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import launch
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.launch import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "examples" / "scalerl_tiny.yaml"
@@ -42,7 +42,7 @@ def test_a_generator_rank_becomes_the_other_interpreter_with_the_same_command(
 ):
     python = str(other_python(tmp_path))
     key = [] if by_variable else ["--roles.generator_python", python]
-    variables = {interpreter.VARIABLE: python} if by_variable else {}
+    variables = {launch.GENERATOR_PYTHON: python} if by_variable else {}
     process = start(2, *key, "--seed", "7", VIRTUAL_ENV="/left", **variables)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -57,26 +57,26 @@ def test_the_interpreter_is_entered_once_and_by_no_trainer(monkeypatch, tmp_path
     config = load_config(YAML, ["--roles.generator_python", str(other_python(tmp_path))])
     seen = []
     monkeypatch.setattr(os, "execve", lambda *a: seen.append(a))
-    interpreter.enter_generator_python(config, ["train"])
+    launch.enter_generator_python(config, ["train"])
     (_, arguments, environment), *rest = seen
     assert not rest and arguments[1:] == ["-m", "megatron_rl.cli", "train"]
     monkeypatch.setattr(os, "environ", environment)
-    interpreter.enter_generator_python(config, ["train"])
+    launch.enter_generator_python(config, ["train"])
     assert len(seen) == 1
 
 
 def test_this_interpreter_and_none_change_nothing(monkeypatch):
-    monkeypatch.delenv(interpreter.VARIABLE, raising=False)
+    monkeypatch.delenv(launch.GENERATOR_PYTHON, raising=False)
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("was replaced"))
-    interpreter.enter_generator_python(load_config(YAML, []), ["train"])
+    launch.enter_generator_python(load_config(YAML, []), ["train"])
     same = load_config(YAML, ["--roles.generator_python", sys.executable])
-    interpreter.enter_generator_python(same, ["train"])
+    launch.enter_generator_python(same, ["train"])
 
 
 def test_a_missing_interpreter_is_refused_with_its_key(monkeypatch, tmp_path):
     config = load_config(YAML, ["--roles.generator_python", str(tmp_path / "nothing")])
     with pytest.raises(ConfigError, match=r"roles.generator_python is .*nothing: no executable"):
-        interpreter.generator_python(config)
-    monkeypatch.setenv(interpreter.VARIABLE, str(tmp_path))
-    with pytest.raises(ConfigError, match=interpreter.VARIABLE):
-        interpreter.generator_python(load_config(YAML, []))
+        launch.generator_python(config)
+    monkeypatch.setenv(launch.GENERATOR_PYTHON, str(tmp_path))
+    with pytest.raises(ConfigError, match=launch.GENERATOR_PYTHON):
+        launch.generator_python(load_config(YAML, []))

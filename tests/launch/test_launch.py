@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import launch
+from megatron_rl import launch, train
 from megatron_rl.config import ConfigError
-from megatron_rl.launch import ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 YAML = EXAMPLES / "scalerl_tiny.yaml"
@@ -27,7 +26,7 @@ def torchrun(monkeypatch):
         raise Replaced
 
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(ranks, "gpu_count", lambda: 0)
+    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
     for name in launch.TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -35,7 +34,7 @@ def torchrun(monkeypatch):
 
 def test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs(torchrun):
     with pytest.raises(Replaced):
-        launch.launch("train", YAML, ["--schedule.steps", "40"])
+        train.run("train", YAML, ["--schedule.steps", "40"])
     arguments = torchrun["arguments"]
     assert "--nproc-per-node=3" in arguments
     assert arguments[-5:] == ["train", "--config", str(YAML), "--schedule.steps", "40"]
@@ -43,7 +42,7 @@ def test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs(torch
 
 def test_the_supervised_stage_alone_needs_the_trainer_ranks_only(torchrun):
     with pytest.raises(Replaced):
-        launch.launch("sft", YAML, [])
+        train.run("sft", YAML, [])
     assert "--nproc-per-node=2" in torchrun["arguments"]
 
 
@@ -52,7 +51,7 @@ def test_under_a_torchrun_with_one_rank_it_starts_anew_without_the_old_ranks(tor
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
     with pytest.raises(Replaced):
-        launch.launch("train", YAML, [])
+        train.run("train", YAML, [])
     left = set(torchrun["environment"])
     assert not left & set(launch.TORCHRUN_VARIABLES) and "TORCHELASTIC_RUN_ID" not in left
 
@@ -61,7 +60,7 @@ def test_another_number_of_ranks_is_refused_with_the_right_one(torchrun, monkeyp
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"started 4 ranks.*needs 3.*nproc-per-node = 3"):
-        launch.launch("train", YAML, [])
+        train.run("train", YAML, [])
 
 
 def test_a_bad_configuration_ends_with_status_2_and_names_the_key():

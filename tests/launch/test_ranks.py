@@ -3,21 +3,21 @@
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.launch.ranks import Start, start_anew
+from megatron_rl.launch import Torchrun, torchrun_for
 
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
 def ask(needed, environment, gpus, per_node=8):
-    return start_anew(needed, "run.yaml", per_node, environment, gpus)
+    return torchrun_for(needed, "run.yaml", per_node, environment, gpus)
 
 
 def test_outside_torchrun_a_node_starts_the_ranks_that_are_needed():
-    assert ask(3, {}, 0) == Start(1, 3)
-    assert ask(8, {}, 8) == Start(1, 8)
-    assert ask(3, ONE, 0) == Start(1, 3)
-    assert ask(4, ONE, 8) == Start(1, 4)
-    assert Start(1, 4).options() == ["--standalone", "--nproc-per-node=4"]
+    assert ask(3, {}, 0) == Torchrun(1, 3)
+    assert ask(8, {}, 8) == Torchrun(1, 8)
+    assert ask(3, ONE, 0) == Torchrun(1, 3)
+    assert ask(4, ONE, 8) == Torchrun(1, 4)
+    assert Torchrun(1, 4).options() == ["--standalone", "--nproc-per-node=4"]
 
 
 def test_ranks_that_are_there_start_nothing():
@@ -37,7 +37,7 @@ def test_one_rank_on_each_of_several_nodes_starts_every_nodes_gpus():
         "MASTER_PORT": "29500",
     }
     found = ask(80, environment, 4)
-    assert found == Start(20, 4, 7, ("head", 29501))
+    assert found == Torchrun(20, 4, 7, ("head", 29501))
     assert found.options() == [
         *("--nnodes=20", "--node-rank=7", "--master-addr=head", "--master-port=29501"),
         "--nproc-per-node=4",

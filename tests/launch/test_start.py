@@ -1,11 +1,10 @@
-import json
-
 import pytest
 
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
-from megatron_rl.launch import start
+from megatron_rl.models import start_checkpoint as start
 from megatron_rl.models import tiny
+from megatron_rl.trainer.sft import examples_by_step
 
 
 def config(tmp_path, **changes) -> RunConfig:
@@ -50,19 +49,8 @@ def test_examples_come_in_steps_of_the_right_size_and_the_same_each_time(tmp_pat
     save_tiny_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     c = config(tmp_path)
-    steps = list(start.examples_by_step(c, tokenizer))
+    steps = list(examples_by_step(c, tokenizer))
     assert [len(s) for s in steps] == [4] * 5
-    assert steps == list(start.examples_by_step(c, tokenizer))
+    assert steps == list(examples_by_step(c, tokenizer))
     eos = tokenizer.token_to_id("<eos>")
     assert all(completion[-1] == eos for s in steps for _, completion in s)
-
-
-def test_active_parameters_count_the_experts_that_a_token_visits(tmp_path):
-    tiny.create("tiny_scout", tmp_path / "scout")
-    h, f, layers, experts = 64, 96, 3, 4
-    expert = 3 * h * f
-    total = start.active_parameters(tmp_path / "scout")
-    path = tmp_path / "scout" / "config.json"
-    everything = json.loads(path.read_text()) | {"num_experts_per_tok": experts}
-    path.write_text(json.dumps(everything))
-    assert start.active_parameters(tmp_path / "scout") - total == layers * (experts - 1) * expert

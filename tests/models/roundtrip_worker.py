@@ -1,7 +1,7 @@
 """One of four gloo processes that take small models of all architectures through every layout.
 
 Started by `test_roundtrip.py`; rank 0 writes what it saw. Only loading and export happen here;
-training in such layouts is in `tests/policy`.
+training in such layouts is in `tests/trainer`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.policy.model import Policy
-from megatron_rl.policy.world import destroy_world, init_world
+from megatron_rl.trainer.model import Policy
+from megatron_rl.trainer.world import destroy_world, init_world
 from megatron_rl.weights.export import export
-from tests.policy.cases import ODD_VOCABULARY, run_config
+from tests.trainer.cases import ODD_VOCABULARY, run_config
 
 RANKS = 4
 FOUR = {"num_hidden_layers": 4, "layer_types": None}

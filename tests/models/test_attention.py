@@ -1,7 +1,7 @@
 """Packed, chunked, scaled and context-parallel attention equals masked attention in float64.
 
 Not exercised: Transformer Engine's kernels (a stand-in takes their place) and the collectives of
-context parallelism (`tests/policy/test_layouts.py` has them, over gloo).
+context parallelism (`tests/trainer/test_layouts.py` has them, over gloo).
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ def test_the_mapping_covers_every_name_and_shape_of_the_index(name: str) -> None
 def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None:
     import torch.distributed as dist
 
-    from megatron_rl.policy import build, parameters
-    from megatron_rl.policy.world import destroy_world, init_world
-    from tests.policy.cases import run_config
+    from megatron_rl.trainer import megatron_build, parameters
+    from megatron_rl.trainer.world import destroy_world, init_world
+    from tests.trainer.cases import run_config
 
     run, found = (
         run_config("tiny_scout", precision__params="bf16"),
@@ -64,10 +64,10 @@ def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None
     )
     init_world(run, 0, 1, dist.HashStore())
     try:
-        config = build.transformer_config(run, found, use_te=False)
+        config = megatron_build.transformer_config(run, found, use_te=False)
         config.use_cpu_initialization = True
         with torch.device("meta"):
-            module = build.build_module(run, found, config, use_te=False)
+            module = megatron_build.build_module(run, found, config, use_te=False)
     finally:
         destroy_world()
     assert sum(p.numel() for p in module.parameters()) == PARAMETERS[name]

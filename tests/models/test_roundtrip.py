@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.models.roundtrip_worker import DTYPES, MODELS, RANKS, layouts, models_of
-from tests.policy.cases import write_model
+from tests.trainer.cases import write_model
 from tests.workers import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -13,8 +13,8 @@ import zmq.asyncio
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, PromptSet
+from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.meter import Meter
-from megatron_rl.orchestrator.server import Orchestrator
 from megatron_rl.orchestrator.state import State, load_state
 from megatron_rl.rewards import Outcome, Verdict
 

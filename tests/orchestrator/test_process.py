@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import resource
-from megatron_rl.orchestrator.process import _raise_limit_of_files
+from megatron_rl.orchestrator.main import _raise_limit_of_files
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 _raise_limit_of_files()

@@ -8,12 +8,12 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.data.question import DataError
-from megatron_rl.observe import METRICS
+from megatron_rl.metrics import METRICS
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.orchestrator.rollouts import by_task, task_metrics
+from megatron_rl.orchestrator.rollout_metrics import by_task, task_metrics
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.rewards import Outcome, Verdict
-from megatron_rl.rewards.settings import RewardValues
+from megatron_rl.rewards.verifier_settings import RewardValues
 from tests.orchestrator.peers import TWO_TASKS, run, small_config
 from tests.orchestrator.test_batching import build, floats, ints, sample
 

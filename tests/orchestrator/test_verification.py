@@ -14,7 +14,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Outcome, Verdict, VerifierDown
-from megatron_rl.rewards.settings import RewardValues, VerifierSettings
+from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 from tests.orchestrator import rewards
 from tests.orchestrator.peers import Late, run, small_config, verify
 

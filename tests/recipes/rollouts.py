@@ -18,8 +18,8 @@ from megatron_rl.config import ArithmeticTask
 from megatron_rl.data import arithmetic
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.policy.microbatch import Division, Sequences, micro_batches
 from megatron_rl.rewards import Verdict, verify_exact
+from megatron_rl.trainer.batch import Division, Sequences, micro_batches
 
 ENGINE_NOISE = 1e-4
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megatron_rl import recipes
+from megatron_rl.commands.recipes import differences, of_recipe, resolved
 from megatron_rl.config import ConfigError, RunConfig, load_config
-from megatron_rl.recipes_cli import differences, of_recipe, resolved
 
 PAPER = {
     *("scalerl", "minimax", "magistral", "dapo", "grpo", "gspo", "ppo_off_policy_8"),

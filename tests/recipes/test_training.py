@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import recipes
-from megatron_rl.ablate.runs import TINY
+from megatron_rl.commands.ablate.runs import TINY
 from megatron_rl.config import RunConfig, load_config
-from megatron_rl.observe import METRICS
+from megatron_rl.metrics import METRICS
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
-from tests.policy.cases import world_of_one, write_model
 from tests.recipes.rollouts import Rollouts
+from tests.trainer.cases import world_of_one, write_model
 
 pytestmark = pytest.mark.e2e
 
@@ -55,8 +55,8 @@ def tiny(name: str, model: Path, output: Path) -> RunConfig:
 def test_every_recipe_trains_20_steps_without_a_warning(
     name: str, model: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron_rl.policy.model import Policy
-    from megatron_rl.policy.trainer import Trainer
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.step import Trainer
 
     config = tiny(name, model, tmp_path)
     assert config.recipe == name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rl.rewards.cli import app
+from megatron_rl.commands.verify import app
 from tests.rewards.test_math_golden import GOLDEN
 
 HERE = "tests.rewards.custom_rewards"

@@ -15,9 +15,9 @@ import pytest
 
 from megatron_rl.rewards.base import Outcome, SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code.cases import BadTests, read_cases, same_output, same_value
+from megatron_rl.rewards.code.code_verdict import extract_code, function_name, make_judge
 from megatron_rl.rewards.code.remote import SandboxServer
-from megatron_rl.rewards.code.verdict import extract_code, function_name, make_judge
-from megatron_rl.rewards.settings import SandboxSettings
+from megatron_rl.rewards.verifier_settings import SandboxSettings
 from tests.rewards.test_sandbox import KINDS, problem, settings_of
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"

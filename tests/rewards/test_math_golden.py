@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.rewards.math import judge, verify
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 GOLDEN = Path(__file__).with_name("golden_math.jsonl")
 CASES: list[dict[str, str]] = [json.loads(line) for line in GOLDEN.read_text().splitlines()]

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 HERE = "tests.rewards.custom_rewards"

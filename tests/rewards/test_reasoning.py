@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.data.reasoning import CHOSEN, make_reasoning
 from megatron_rl.rewards.base import Outcome, VerifierDown
-from megatron_rl.rewards.reasoning import gated, make_judge, score_function
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.reasoning_verifier import gated, make_judge, score_function
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 JUDGE = make_judge(VerifierSettings())
 GATED = (

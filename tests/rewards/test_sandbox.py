@@ -14,9 +14,9 @@ import pytest
 from megatron_rl.rewards.base import Outcome, SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code import isolation
 from megatron_rl.rewards.code.cases import read_cases
-from megatron_rl.rewards.code.run import ProgramResult, run_tests
-from megatron_rl.rewards.code.verdict import make_judge
-from megatron_rl.rewards.settings import SandboxSettings
+from megatron_rl.rewards.code.code_verdict import make_judge
+from megatron_rl.rewards.code.sandbox import ProgramResult, run_tests
+from megatron_rl.rewards.verifier_settings import SandboxSettings
 from tests.rewards.conftest import descendants, started_since
 
 LIMITS = {

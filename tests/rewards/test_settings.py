@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.rewards.base import Outcome
-from megatron_rl.rewards.settings import RewardValues, VerifierSettings
+from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 
 
 def test_only_correct_and_wrong_are_rewards_by_default() -> None:
@@ -29,7 +29,7 @@ def test_unknown_keys_and_bad_values_are_refused() -> None:
 
 def test_rewards_import_without_their_heavy_libraries() -> None:
     code = (
-        "import sys, megatron_rl.rewards, megatron_rl.rewards.pool, megatron_rl.rewards.settings\n"
+        "import sys, megatron_rl.rewards, megatron_rl.rewards.pool, megatron_rl.rewards.verifier_settings\n"
         "heavy = {'math_verify', 'sympy', 'reasoning_gym', 'torch', 'datasets', 'pyseccomp'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

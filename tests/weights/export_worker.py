@@ -2,7 +2,7 @@
 
 Run by `test_export.py` as `python -m tests.weights.export_worker FOLDER`. The model is a stand-in:
 the shards that Megatron's ranks would hold, cut from whole tensors; no Megatron is imported. What
-it does not exercise: where Megatron itself puts a parameter (`tests/policy` does).
+it does not exercise: where Megatron itself puts a parameter (`tests/trainer` does).
 """
 
 from __future__ import annotations

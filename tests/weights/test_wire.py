@@ -9,8 +9,8 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import WeightsError, check_tensors
+from megatron_rl.weights.number_format import WireFormat, dequantise, quantise
 from megatron_rl.weights.transports import check_manifest, refuse_contradictions
-from megatron_rl.weights.wire import WireFormat, dequantise, quantise
 
 L, E, H, F = "model.layers.0", 2, 256, 128
 LLAMA4 = {

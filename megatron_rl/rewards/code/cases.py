@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.rewards.code.run import ProgramResult
+from megatron_rl.rewards.code.sandbox import ProgramResult
 
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute, for expected outputs that are written with a decimal point."""

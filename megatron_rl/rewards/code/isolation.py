@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.rewards.base import SandboxUnavailable
 from megatron_rl.rewards.code import seccomp
-from megatron_rl.rewards.settings import SandboxSettings
+from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 PROBE_SECONDS = 30

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_rl.rewards.base import SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code import isolation
-from megatron_rl.rewards.code.run import ProgramResult, run_tests
-from megatron_rl.rewards.settings import SandboxSettings
+from megatron_rl.rewards.code.sandbox import ProgramResult, run_tests
+from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 FIRST_PAUSE_SECONDS = 0.2
 MAX_REQUEST = 256 * 2**20

@@ -11,7 +11,7 @@ from functools import cache
 from megatron_rl.rewards.base import Verdict
 from megatron_rl.rewards.blocking import BlockingVerifier
 from megatron_rl.rewards.math.verdict import judge
-from megatron_rl.rewards.settings import VerifierSettings
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 __all__ = ["judge", "verify"]
 

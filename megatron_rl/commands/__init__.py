@@ -1,0 +1,1 @@
+"""Commands beside training; nothing that a run executes imports them."""

@@ -1,0 +1,162 @@
+"""What a run's configuration and checkpoint mean for vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from megatron_rl.config import RunConfig
+from megatron_rl.generator.interruption import Interruption
+from megatron_rl.generator.marker import EndMarker
+from megatron_rl.generator.request_experts import returned_by_vllm
+from megatron_rl.generator.vllm_plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_rl.messages import TensorInfo
+from megatron_rl.models import architecture
+from megatron_rl.models.base import Architecture
+from megatron_rl.weights.number_format import BLOCK, WireFormat, is_quantised
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
+SCORES_AT_ONCE = 8
+"""Scored sequences in the engine beside the completions."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
+    """vLLM's arguments for this run."""
+    generation, precision = config.generation, config.precision
+    # One more than the longest sequence: scoring a whole one asks for one more token.
+    blocks = config.sequence_tokens // BLOCK_TOKENS + 1
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": _DTYPES[config.generator_dtype],
+        "seed": config.seed + engine_index,
+        "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
+        "tensor_parallel_size": config.roles.generator_tensor_parallel,
+        # The trainer computes log-probs from logits / temperature. vLLM's "processed" are those
+        # too; "raw" are the same at temperature 1, and cheaper.
+        "logprobs_mode": (
+            "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
+        ),
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_rl.generator.worker_extension.WorkerExtension",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if config.algorithm.routing_replay != "none" and returned_by_vllm():
+        arguments["enable_return_routed_experts"] = True
+    overrides: dict[str, Any] = {}
+    # TF32 concerns the trainer's backward products and fp32 operands: fp32 results here too.
+    head = "bf16" if precision.logits == "bf16" else "fp32"
+    if head != config.generator_dtype:
+        overrides["head_dtype"] = _DTYPES[head]
+    checkpoint = json.loads((Path(model_dir) / "config.json").read_text())
+    if (checkpoint.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
+        # No sequence leaves its first chunk: plain attention is the same, and needs one group of
+        # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
+        overrides["attention_chunk_size"] = None
+    text_config = checkpoint.get("text_config", checkpoint)
+    if config.weights.quantization == "fp8":
+        overrides["quantization_config"] = _fp8(checkpoint, text_config)
+        # The start checkpoint has no scales: the first version that the trainer publishes brings
+        # them, before anything is generated.
+        arguments["load_format"] = "dummy"
+    if not any(Path(model_dir).glob("*.safetensors")):
+        # A plug-in's model: the first version that the trainer publishes brings the weights.
+        arguments["load_format"] = "dummy"
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if "attn_temperature_tuning" in text_config:
+        # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
+        tuning = bool(text_config["attn_temperature_tuning"])
+        arguments["override_generation_config"] = {"attn_temperature_tuning": tuning}
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = generation.gpu_memory_fraction
+    else:
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
+        }
+    return AsyncEngineArgs(**arguments)
+
+
+def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
+    """What tells vLLM's `fp8` loader to expect the tensors of `weights.wire`.
+
+    Raises:
+        ValueError: a machine or a model that cannot take them.
+    """
+    model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
+    cuda = torch.cuda.is_available()
+    if not cuda and model_type == "llama4_text":
+        raise ValueError(
+            "weights.quantization is 'fp8': vLLM's CPU build has no FP8 experts for Llama 4, which"
+            " multiplies the router's weight into their input; set it to 'none'"
+        )
+    # vLLM's CPU build multiplies FP8 block scales by AMX alone.
+    if not cuda and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            "weights.quantization is 'fp8': vLLM multiplies FP8 weights with block scales on CUDA"
+            " devices and on CPUs with AMX, and this generator has neither; set it to 'none'"
+        )
+    if checkpoint is not text_config:
+        raise ValueError(
+            f"weights.quantization is 'fp8': a checkpoint of model_type"
+            f" {checkpoint.get('model_type')!r} has parts that are not trained, and vLLM would"
+            " quantise them; take the text model alone, or set it to 'none'"
+        )
+    if model_type == "llama4_text" and head_dim % BLOCK:
+        # vLLM reorders the rows of Llama 4's queries and keys within each head.
+        raise ValueError(
+            f"weights.quantization is 'fp8': heads of {head_dim} rows share blocks of {BLOCK} rows"
+            " with one scale, which vLLM's rotary order for Llama 4 takes apart; set it to 'none'"
+        )
+    matrices = [n for n, shape in architecture(checkpoint).shapes().items() if len(shape) == 2]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        # Routers, which vLLM would quantise where it is not told; embedding and head.
+        "modules_to_not_convert": [
+            name.removesuffix(".weight") for name in matrices if not is_quantised(name)
+        ],
+    }
+
+
+def read_architecture(model_dir: str) -> Architecture:
+    """Of a Hugging Face directory.
+
+    Raises:
+        ValueError: an architecture that is not implemented.
+    """
+    return architecture(json.loads((Path(model_dir) / "config.json").read_text()))
+
+
+def expected_tensors(config: RunConfig, model: Architecture) -> dict[str, TensorInfo]:
+    """What every weight version of the run must hold, by name."""
+    return WireFormat.of(config).expected(model.shapes())
+
+
+def interruption(config: RunConfig, tokenizer: Any) -> Interruption:
+    """How thinking is interrupted, where it is.
+
+    Raises:
+        ValueError: as tokens, the phrase does not end with the end marker.
+    """
+    generation = config.generation
+    marker = EndMarker(generation.think_end, tokenizer)
+    phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)
+    if not marker.ends(phrase):
+        raise ValueError(
+            f"generation.interruption_phrase is {generation.interruption_phrase!r}: as tokens of"
+            f" this model it is {tokenizer.convert_ids_to_tokens(phrase)}, which do not end with"
+            f" the marker generation.think_end = {generation.think_end!r}; choose another phrase"
+        )
+    return Interruption([int(t) for t in phrase], marker.end)

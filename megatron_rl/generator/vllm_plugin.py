@@ -1,0 +1,43 @@
+"""The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes.
+
+It runs in every vLLM of the environment, also in one that has nothing to do with this package, so
+it only adds: a weight-transfer backend by name.
+Processes of a generator's engine are set apart from the signals of its terminal as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+
+WEIGHT_TRANSFER_BACKEND = "megatron_rl"
+"""Name under which vLLM finds all transports of `megatron_rl.weights`."""
+ENGINE_OWNER = "MEGATRON_RL_ENGINE_OWNER"
+"""Environment variable: process id of the generator whose engine a process belongs to."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Register what a generator's engine needs; may be called any number of times."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_TRANSFER_BACKEND,
+            "megatron_rl.generator.weight_transfer",
+            "ReceivedWeights",
+        )
+    if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
+        _stay_until_the_owner_ends()
+
+
+def _stay_until_the_owner_ends() -> None:
+    # Ctrl-C and torchrun signal whole process groups, and vLLM's processes end at the first
+    # SIGINT; the run needs them until the orchestrator says Stop. In a group of their own they
+    # don't see it, so the kernel must end them when their parent is gone.
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

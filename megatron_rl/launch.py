@@ -1,0 +1,231 @@
+"""Processes of a run: torchrun, ranks, and the interpreter of the generators.
+
+One torchrun starts all ranks. Outside torchrun, and under a torchrun with one rank per node, the
+command re-executes itself with the ranks that the configuration needs, one per GPU where there
+are GPUs (`torchrun_for`). Ranks find each other through torchrun's own store.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.rendezvous import Rendezvous
+
+TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
+"""Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
+_ENTERED = "MEGATRON_RL_GENERATOR_ENTERED"
+# These belong to the environment that is left; torchrun's variables and all others are kept.
+_LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+
+
+# ---------------------------------------------------------------- torchrun and ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    """A torchrun to start on this node."""
+
+    nodes: int
+    per_node: int
+    node: int = 0
+    """Number of this node."""
+    master: tuple[str, int] | None = None
+    """Address and port of node 0; None for a single node."""
+
+    def options(self) -> list[str]:
+        """Return its command-line options."""
+        ranks = [f"--nproc-per-node={self.per_node}"]
+        if self.master is None:
+            return ["--standalone", *ranks]
+        address, port = self.master
+        where = [f"--master-addr={address}", f"--master-port={port}"]
+        return [f"--nnodes={self.nodes}", f"--node-rank={self.node}", *where, *ranks]
+
+
+def gpu_count() -> int:
+    """Return the number of visible GPUs of this node."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def torchrun_for(
+    needed: int,
+    config: str,
+    gpus_per_node: int,
+    environment: Mapping[str, str] = os.environ,
+    gpus: int | None = None,
+) -> Torchrun | None:
+    """Return the torchrun to start, or None if enough ranks are already running.
+
+    A single node without GPUs starts all ranks, up to `gpus_per_node`. A node with GPUs starts one
+    rank per GPU.
+
+    Args:
+        needed: ranks.
+        config: name of the configuration, for messages.
+        gpus_per_node: most ranks that one node without GPUs starts.
+        environment: of this process.
+        gpus: of this node; None: counted when needed.
+
+    Raises:
+        ConfigError: all GPUs of all nodes are too few; names the number of nodes it takes.
+    """
+    world = int(environment.get("WORLD_SIZE", "1"))
+    local = int(environment.get("LOCAL_WORLD_SIZE", world if world == 1 else 0))
+    under_torchrun = "RANK" in environment
+    if under_torchrun and (local != 1 or world == needed):
+        return None
+    nodes = world if under_torchrun else 1
+    if gpus is None:
+        gpus = gpu_count()
+    if not gpus and nodes > 1:
+        return None
+    if not gpus and needed > gpus_per_node:
+        raise ConfigError(
+            f"{config} needs {needed} ranks, and this node has no GPU: without GPUs a node starts"
+            f" {gpus_per_node} at most (roles.gpus_per_node); use --dry-run to look at the run"
+        )
+    if not gpus:
+        return Torchrun(1, needed)
+    per_node = min(gpus, -(-needed // nodes))
+    if per_node * nodes != needed:
+        wide = -(-needed // gpus)
+        raise ConfigError(
+            f"{config} needs {needed} ranks, one GPU each, and {nodes} node(s) of {gpus} GPU(s)"
+            f" have {gpus * nodes}: start it on {wide} node(s) with torchrun --nnodes {wide}"
+            f" --nproc-per-node {needed // wide}, ask `megatron-rl plan` for a layout of another"
+            " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    if nodes == 1:
+        return Torchrun(1, per_node)
+    # The port of the torchrun that started this process stays taken while it lives.
+    master = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]) + 1)
+    return Torchrun(nodes, per_node, int(environment["GROUP_RANK"]), master)
+
+
+def exec_torchrun(torchrun: Torchrun, arguments: Sequence[str]) -> None:
+    """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command."""
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun.options()]
+    sys.stdout.flush()
+    os.execve(sys.executable, [*command, "-m", "megatron_rl.cli", *arguments], environment)
+
+
+def check_world_size(config: RunConfig, needed: int) -> None:
+    """Raise ConfigError unless torchrun started as many ranks as the configuration needs."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    roles = config.roles
+    generators = f" + roles.generator_ranks {roles.generator_ranks}"
+    if started != needed:
+        raise ConfigError(
+            f"torchrun started {started} ranks and the configuration needs {needed}"
+            f" (roles.trainer_ranks {roles.trainer_ranks}"
+            + (generators if needed > roles.trainer_ranks else "")
+            + f"): use --nnodes x --nproc-per-node = {needed}, or change roles"
+        )
+
+
+# ---------------------------------------------------------------- torchrun's store
+
+
+def connect_store(config: RunConfig) -> Any:
+    """Connect to torchrun's key-value store, under a prefix of this start of the run."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=not agent_hosts and os.environ["RANK"] == "0",
+        timeout=timedelta(seconds=config.timeouts.startup_seconds),
+    )
+    return PrefixStore(_store_prefix(), store)
+
+
+def weights_rendezvous() -> Rendezvous:
+    """Return the address of the same store, for worker processes that torchrun did not start."""
+    from megatron_rl.weights.rendezvous import Rendezvous
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return Rendezvous(address, port, f"{_store_prefix()}/weights")
+
+
+def _store_prefix() -> str:
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"megatron_rl/{restart}"
+
+
+# ---------------------------------------------------------------- the generators' interpreter
+
+
+def generator_python(config: RunConfig) -> str | None:
+    """Return `roles.generator_python`, else the environment variable, else None (this interpreter).
+
+    Raises:
+        ConfigError: not an executable file.
+    """
+    chosen = config.roles.generator_python
+    source = "roles.generator_python"
+    if chosen is None and os.environ.get(GENERATOR_PYTHON):
+        chosen, source = Path(os.environ[GENERATOR_PYTHON]), GENERATOR_PYTHON
+    if chosen is None:
+        return None
+    path = chosen.expanduser().absolute()
+    if not (path.is_file() and os.access(path, os.X_OK)):
+        raise ConfigError(
+            f"{source} is {chosen}: no executable file is there; give the path of the python of an"
+            " environment with vLLM and megatron_rl (ENV/bin/python)"
+        )
+    return str(path)
+
+
+def enter_generator_python(config: RunConfig, arguments: Sequence[str]) -> None:
+    """Re-execute this process in the generators' interpreter, if that is another one.
+
+    The process keeps its id and torchrun's variables, so torchrun still watches it.
+
+    Args:
+        config: the run's configuration.
+        arguments: of `megatron-rl`, as this rank was started.
+
+    Raises:
+        ConfigError: the interpreter is not an executable file.
+    """
+    # Compare paths, not link targets: a virtual environment's python is a link to another's.
+    python = generator_python(config)
+    if python in (None, sys.executable) or os.environ.get(_ENTERED) == python:
+        return
+    environment = {k: v for k, v in os.environ.items() if k not in _LEFT_BEHIND}
+    environment[_ENTERED] = python
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(python, [python, "-m", "megatron_rl.cli", *arguments], environment)

@@ -1,0 +1,169 @@
+"""Megatron's arguments beside the run's configuration: each key is said in one of them only."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.models.base import Architecture
+from megatron_rl.trainer.reference import recomputes_old
+
+Parser = argparse.ArgumentParser
+Provider = Callable[[Parser], Parser]
+
+
+def add_arguments(parser: Parser) -> Parser:
+    """`--rl-config`, `--rl-set` and `--dataloader-save`, which Megatron reads but does not add."""
+    group = parser.add_argument_group("megatron_rl")
+    group.add_argument(
+        "--rl-config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of the run; without it nothing here has an effect.",
+    )
+    group.add_argument(
+        "--rl-set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Keys of the run's configuration, over those of the file.",
+    )
+    if "--dataloader-save" not in parser._option_string_actions:
+        group.add_argument(
+            "--dataloader-save",
+            metavar="DIRECTORY",
+            help="Where the data iterator's state is saved; default: where --save saves.",
+        )
+    return parser
+
+
+def peek(arguments: list[str]) -> argparse.Namespace:
+    """The plug-in's own arguments, before Megatron reads all of them."""
+    return add_arguments(Parser(add_help=False, allow_abbrev=False)).parse_known_args(arguments)[0]
+
+
+def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
+    """The configuration of the file, of `--rl-set`, and of dotted options on top.
+
+    Raises:
+        ConfigError: as `load_config` does, or a `--rl-set` without "=".
+    """
+    overrides: list[str] = []
+    for item in own.rl_set:
+        if "=" not in item:
+            raise ConfigError(f"--rl-set {item}: expected KEY=VALUE, as schedule.max_lag_steps=4")
+        overrides.append(f"--{item}")
+    return load_config(own.rl_config, [*overrides, *extra])
+
+
+_MEGATRONS = (
+    *("parallel", "optimizer", "seed", "roles.trainer_ranks", "schedule.steps"),
+    *("precision.params", "evaluation.every_steps", "checkpoint"),
+)
+"""Keys, and sections, that Megatron's own arguments decide."""
+
+
+def megatron_keys_in(own: argparse.Namespace) -> list[str]:
+    """Those of Megatron's keys that the file or `--rl-set` has nevertheless."""
+    file = yaml.safe_load(own.rl_config.read_text()) or {}
+    keys = [item.partition("=")[0] for item in own.rl_set]
+    for name, value in file.items():
+        keys += [f"{name}.{k}" for k in value] if isinstance(value, dict) else [name]
+    return [k for k in keys if k in _MEGATRONS or k.partition(".")[0] in _MEGATRONS]
+
+
+def of_megatron(args: Any, generator_ranks: int) -> list[str]:
+    """The keys that Megatron's arguments decide, as dotted options."""
+    keys = {
+        "roles.trainer_ranks": args.world_size,
+        "roles.generator_ranks": generator_ranks,
+        "seed": args.seed,
+        "schedule.steps": args.train_iters,
+        "parallel.tensor": args.tensor_model_parallel_size,
+        "parallel.pipeline": args.pipeline_model_parallel_size,
+        "parallel.virtual_pipeline": args.virtual_pipeline_model_parallel_size or 1,
+        "parallel.context": args.context_parallel_size,
+        "parallel.expert": args.expert_model_parallel_size,
+        "parallel.expert_tensor": args.expert_tensor_parallel_size or 1,
+        "parallel.sequence_parallel": str(bool(args.sequence_parallel)).lower(),
+        "parallel.distributed_optimizer": str(bool(args.use_distributed_optimizer)).lower(),
+        "precision.params": "bf16" if args.bf16 else "fp32",
+        "optimizer.learning_rate": args.lr,
+        "optimizer.clip_grad_norm": args.clip_grad,
+    }
+    if args.eval_interval:
+        keys["evaluation.every_steps"] = min(args.eval_interval, args.train_iters)
+    return [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+
+
+def check(args: Any, config: RunConfig) -> None:
+    """Refuses what does not go together.
+
+    Raises:
+        ConfigError: names the argument or the key, and the remedy.
+    """
+    a, s = config.algorithm, config.schedule
+    needs = "the plug-in's data come one micro-batch at a time from the generators"
+    for holds, said in (
+        (args.dataloader_type == "external", f"--dataloader-type is {args.dataloader_type}"),
+        (bool(args.calculate_per_token_loss), "--calculate-per-token-loss is not set"),
+        (not args.fp16, "--fp16 is set"),
+        (args.train_iters is not None, "--train-iters is not set"),
+        (args.rampup_batch_size is None, "--rampup-batch-size is set"),
+        (args.perform_rl_step is not True, "--perform-rl-step is set"),
+    ):
+        if not holds:
+            raise ConfigError(f"{said}: {needs}, with bf16 or fp32; leave that argument out")
+    if a.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.kl_coefficient is {a.kl_coefficient}: the plug-in keeps no reference"
+            " policy; set it to 0, or train with `megatron-rl train`"
+        )
+    if recomputes_old(config):
+        raise ConfigError(
+            f"algorithm.old_policy is 'trainer' with schedule.updates_per_phase ="
+            f" {s.updates_per_phase}: the plug-in keeps no earlier weights; use 'generator', or"
+            " train with `megatron-rl train`"
+        )
+    if s.packing and args.transformer_impl == "local" and "packing" in s.model_fields_set:
+        raise ConfigError(
+            "schedule.packing is true with --transformer-impl local: Megatron's own attention takes"
+            " no packed rows; set it to false, or use Transformer Engine"
+        )
+
+
+def check_model(model: Any, architecture: Architecture, directory: Path) -> None:
+    """Refuses a model that is not the one of the Hugging Face directory.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    wrong = []
+    for name, wanted in architecture.config_fields().items():
+        found = getattr(model.config, name)
+        plain = isinstance(wanted, bool | int | float | str)
+        same = math.isclose(found, wanted) if isinstance(wanted, float) else found == wanted
+        if plain and not same:
+            wrong.append(f"{name} is {found!r} and should be {wanted!r}")
+    if model.share_embeddings_and_output_weights != architecture.tied:
+        wrong.append(f"tied embeddings should be {architecture.tied}")
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is None:
+        wrong.append("position_embedding_type should be 'rope'")
+    else:
+        wanted_frequencies = architecture.inverse_frequencies().to(rotary.inv_freq.device)
+        if not rotary.inv_freq.float().allclose(wanted_frequencies, rtol=1e-5):
+            wrong.append("rotary frequencies differ (--rotary-base, --use-rope-scaling)")
+    if wrong:
+        raise ConfigError(
+            f"Megatron's arguments and {directory}/config.json describe two models: "
+            + "; ".join(wrong)
+            + ". Change the arguments, or give the directory of this model as `model`"
+        )

@@ -1,0 +1,28 @@
+"""A generator rank of a pretraining script, in a process that has imported nothing of Megatron's.
+
+    python -m megatron_rl.megatron_plugin.generator_rank CONFIG.json
+
+The configuration is a JSON file, which is removed; torchrun's variables say the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from megatron_rl.config import RunConfig
+from megatron_rl.generator.role import run_generator_rank
+from megatron_rl.launch import connect_store, weights_rendezvous
+
+
+def main(path: str) -> None:
+    """Serve as the generator of this rank, with the configuration at `path`."""
+    file = Path(path)
+    config = RunConfig.model_validate_json(file.read_text())
+    file.unlink()
+    run_generator_rank(config, int(os.environ["RANK"]), connect_store(config), weights_rendezvous())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

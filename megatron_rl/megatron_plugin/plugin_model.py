@@ -1,0 +1,65 @@
+"""The user's model chunks, seen as the shards of a Hugging Face model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+
+from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.megatron_plugin import arguments
+from megatron_rl.models import architecture
+from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters
+from megatron_rl.trainer.parameters import ModelChunk
+from megatron_rl.trainer.shards import ModelShards
+
+
+class PluggedModel(ModelShards):
+    """A model that a Megatron script built.
+
+    Args:
+        run: the configuration, with Megatron's layout in it.
+        chunks: what the script's model provider returned on this rank.
+        use_te: the modules are Transformer Engine's.
+        micro_batches: of a step, which Megatron's batch sizes give.
+
+    Raises:
+        ConfigError: the model is not that of `run.model`.
+    """
+
+    def __init__(
+        self, run: RunConfig, chunks: list[Any], *, use_te: bool, micro_batches: int
+    ) -> None:
+        self.directory = Path(run.model)
+        super().__init__(run, architecture(hf_checkpoint.read_config(self.directory)))
+        self.chunks = chunks
+        self.micro_batch_count = micro_batches
+        modules = unwrap_model(chunks)
+        for module in modules:
+            arguments.check_model(module, self.architecture, self.directory)
+        self.parameters = parameters.by_weight(
+            self.architecture,
+            [ModelChunk(m, megatron_build.layer_range(m.config, i)) for i, m in enumerate(modules)],
+            self.experts,
+            use_te,
+        )
+        self.route(modules)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        return self.micro_batch_count
+
+    def check_count(self, found: int, step: int) -> None:
+        """Refuses a step that does not fit into Megatron's number of micro-batches.
+
+        Raises:
+            ConfigError: names the sizes.
+        """
+        if found > self.micro_batch_count:
+            raise ConfigError(
+                f"step {step}: its sequences need {found} micro-batches of"
+                f" schedule.micro_batch_tokens = {self.run.schedule.micro_batch_tokens} tokens, and"
+                " --global-batch-size / (--micro-batch-size x data-parallel size) makes"
+                f" {self.micro_batch_count}: raise --global-batch-size or the tokens"
+            )

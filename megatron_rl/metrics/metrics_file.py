@@ -1,0 +1,249 @@
+"""metrics.jsonl: the one truth of a run's measurements.
+
+Layout: UTF-8, one JSON object per line, appended in one write each.
+
+    {"kind": "schema", "schema": "megatron_rl.metrics/1", "fields": {"loss": "... [nats]", ...}}
+    {"kind": "event", "step": 0, "event": "started", "unix_seconds": 1.7e9}
+    {"kind": "eval", "step": 0, "compute_tokens": 0, "pass_rate": 0.25, ...}
+    {"kind": "step", "step": 0, "loss": -0.01, "grad_norm": null, "nonfinite": ["grad_norm"], ...}
+
+A value that JSON cannot hold (NaN, infinity) stands as null and its name under `nonfinite`.
+
+Recovery: a run that was killed can leave a last line that is torn, and rows of steps that its
+checkpoint does not know. Whoever opens the file again moves both to `metrics.dropped-<n>.jsonl`
+beside it (same layout), so that the curve goes on and nothing is lost. The new file replaces the
+old one atomically, after the dropped rows are on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from megatron_rl.metrics.names import METRICS
+
+SCHEMA = "megatron_rl.metrics/1"
+Row = dict[str, Any]
+
+
+class MetricsError(ValueError):
+    """A row or a file of metrics that cannot be used; the message names the file or the field."""
+
+
+def schema_row() -> Row:
+    """The file's first line."""
+    return {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl; one writer per file.
+
+    Args:
+        path: the file. Without `resume_step`, a file that is already there is moved aside whole.
+        resume_step: go on from the checkpoint with this many updates: step rows from it on and
+            eval rows after it are moved aside; events stay.
+        strict: refuse names that are not in `METRICS`.
+
+    Raises:
+        MetricsError: another live process writes this file, or it has another schema.
+    """
+
+    def __init__(
+        self, path: str | Path, *, resume_step: int | None = None, strict: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self.strict = strict
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        dropped = None
+        if self.path.exists():
+            # Held until the file is repaired, so that two runs cannot repair it at once.
+            with open(self.path, "r+b") as old:
+                _lock(old.fileno(), self.path)
+                dropped = _move_aside(self.path, old.read(), resume_step)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        _lock(self._file.fileno(), self.path)
+        if self._file.tell() == 0:
+            self._append(schema_row())
+        if resume_step is not None:
+            note = {"rows": dropped[1], "file": dropped[0].name} if dropped else {}
+            self.event({"step": resume_step, "event": "resumed", **note})
+
+    def step(self, row: Row) -> Row:
+        """Append one optimizer step; `row["step"]` is the index of the update. Returns the row."""
+        return self._write("step", row)
+
+    def eval(self, row: Row) -> Row:
+        """Append one evaluation; `row["step"]` is the weight version. Returns the row."""
+        return self._write("eval", row)
+
+    def event(self, row: Row) -> Row:
+        """Append something that happened; `row["event"]` names it. Returns the row."""
+        return self._write("event", row)
+
+    def close(self) -> None:
+        """Bring all rows to the disk and close the file; a second call does nothing."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, kind: str, row: Row) -> Row:
+        if self.strict and (unknown := sorted(set(row) - set(METRICS))):
+            raise MetricsError(
+                f"{self.path}: {', '.join(unknown)}: not in megatron_rl.metrics.METRICS;"
+                " add the name there, with its meaning and unit"
+            )
+        nonfinite: list[str] = []
+        written = {"kind": kind, "unix_seconds": round(time.time(), 3)}
+        written |= {name: _plain(name, value, nonfinite) for name, value in row.items()}
+        written["kind"] = kind
+        key, wanted = ("event", str) if kind == "event" else ("step", int)
+        if type(written.get(key)) is not wanted:
+            raise MetricsError(
+                f"{self.path}: a row of kind {kind} has {key} = {row.get(key)!r}: it must be"
+                f" {'a name' if kind == 'event' else 'a number of optimizer steps'}"
+            )
+        if nonfinite:
+            written["nonfinite"] = nonfinite
+        self._append(written)
+        return written
+
+    def _append(self, row: Row) -> None:
+        line = memoryview(_line(row))
+        while line:
+            line = line[self._file.write(line) :]
+
+
+def read_metrics(path: str | Path) -> list[Row]:
+    """The rows of a file without its schema line; a torn last line is left out.
+
+    Raises:
+        MetricsError: no such file, another schema, or a line in the middle that is not JSON.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise MetricsError(f"{path}: no such file of metrics") from None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise MetricsError(f"{path}: line {number} is not a JSON object: {line[:80]!r}")
+    if not rows or rows[0].get("schema") != SCHEMA:
+        found = rows[0].get("schema") if rows else None
+        raise MetricsError(f"{path}: its first line says schema {found!r}, wanted {SCHEMA!r}")
+    return rows[1:]
+
+
+def last_rows(rows: list[Row], kind: str) -> list[Row]:
+    """The rows of one kind in the order of steps; of several with one step, the last written."""
+    by_step = {row["step"]: row for row in rows if row["kind"] == kind}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or "kind" not in row:
+        return None
+    return row if row["kind"] not in ("step", "eval") or "step" in row else None
+
+
+def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
+    """`value` in JSON's types; NaN and infinity become None and are named in `nonfinite`."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        nonfinite.append(name)
+        return None
+    if isinstance(value, dict):
+        return {str(key): _plain(f"{name}.{key}", v, nonfinite) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}.{i}", v, nonfinite) for i, v in enumerate(value)]
+    raise MetricsError(
+        f"{name} is a {type(value).__name__}: metrics are numbers, text, lists and mappings"
+    )
+
+
+def _keep(row: Row, resume_step: int) -> bool:
+    if row["kind"] == "step":
+        return bool(row["step"] < resume_step)
+    if row["kind"] == "eval":
+        return bool(row["step"] <= resume_step)
+    return True
+
+
+def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path, int] | None:
+    """Split the file into what stands and what is dropped; the dropped file and its rows."""
+    parsed = [(line, _parse(line)) for line in data.split(b"\n") if line]
+    head = parsed[0][1] if parsed else None
+    if head is not None and head.get("schema") != SCHEMA:
+        raise MetricsError(
+            f"{path}: its first line says schema {head.get('schema')!r}, this version writes"
+            f" {SCHEMA!r}: choose another output_dir, or move the file"
+        )
+    kept, dropped = [_line(schema_row())], []
+    for line, row in parsed:
+        if row is not None and row["kind"] == "schema":
+            continue
+        if row is None or resume_step is None or not _keep(row, resume_step):
+            dropped.append(line + b"\n")
+        else:
+            kept.append(line + b"\n")
+    moved = None
+    if dropped:
+        n = 0
+        while (aside := path.with_name(f"{path.stem}.dropped-{n}.jsonl")).exists():
+            n += 1
+        _write_durably(aside, [_line(schema_row()), *dropped])
+        moved = (aside, len(dropped))
+    fresh = path.with_name(f".{path.name}.new")
+    _write_durably(fresh, kept)
+    os.replace(fresh, path)
+    return moved
+
+
+def _write_durably(path: Path, lines: list[bytes]) -> None:
+    with open(path, "wb") as f:
+        f.writelines(lines)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _lock(fd: int, path: Path) -> None:
+    """Refuse a second live writer; a file system without locks is taken as it is."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
+            raise MetricsError(
+                f"{path}: another run writes this file; stop it or choose another output_dir"
+            ) from None
+        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise

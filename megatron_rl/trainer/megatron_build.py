@@ -1,0 +1,198 @@
+"""From the run's configuration to Megatron's objects: config, module, gradients, optimizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.models import division, specs
+from megatron_rl.models.attention import Rotary
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.mapping import padded_vocabulary
+from megatron_rl.trainer import world
+
+
+def transformer_engine() -> bool:
+    """Whether layers are Transformer Engine's: CUDA is there, and it is installed."""
+    return torch.cuda.is_available() is True and _installed("transformer_engine")
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def check_sizes(run: RunConfig, architecture: Architecture) -> None:
+    """Refuses parallel sizes that the model cannot be divided by.
+
+    Raises:
+        ValueError: names the key, its value and the model's count.
+    """
+    found = division.problems(run.parallel, architecture)
+    if found:
+        raise ValueError(found[0])
+
+
+def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
+    """Megatron's field for an uneven first stage."""
+    first = division.first_stage_layers(layers, stages, chunks)
+    return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
+
+
+def _finalize_gradients(
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+) -> None:
+    """Reduces the gradients and divides them by nothing: the loss weights hold all divisors."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _recompute(kind: str, use_te: bool) -> dict[str, Any]:
+    """Megatron's fields for `parallel.recompute`."""
+    if kind == "none":
+        return {}
+    if kind == "full":
+        units = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {"recompute_granularity": "full", **units}
+    # What is dropped without its output ("layernorm", "moe_act") needs Transformer Engine.
+    modules = ["mlp", "shared_experts", *(["layernorm", "moe_act"] if use_te else [])]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def transformer_config(
+    run: RunConfig, architecture: Architecture, use_te: bool
+) -> TransformerConfig:
+    """Megatron's configuration of this model, layout and machine."""
+    p, cuda = run.parallel, torch.cuda.is_available()
+    interleaved = p.virtual_pipeline > 1
+    dtype = torch.bfloat16 if run.precision.params == "bf16" else torch.float32
+    return TransformerConfig(
+        **architecture.config_fields(),
+        **_layers_by_stage(architecture.layers, p.pipeline, p.virtual_pipeline),
+        **_recompute(p.recompute, use_te),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=p.tensor,
+        pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline if interleaved else None,
+        # Batched, the messages of two stages to each other would take one another's place.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        context_parallel_size=p.context,
+        expert_model_parallel_size=p.expert,
+        expert_tensor_parallel_size=p.expert_tensor,
+        sequence_parallel=p.sequence_parallel,
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize_gradients,
+        variable_seq_lengths=p.pipeline > 1,  # micro-batches have shapes of their own
+        # gloo sends asynchronously from a buffer that deallocation would take away.
+        deallocate_pipeline_outputs=cuda,
+        perform_initialization=False,
+        attention_softmax_in_fp32=True,
+        gradient_accumulation_fusion=use_te and _installed("fused_weight_gradient_mlp_cuda"),
+        # The hook through which a rotary embedding is given positions; one-dimensional ones here.
+        mrope_section=[architecture.head_dim // 2],
+        apply_rope_fusion=use_te and not architecture.interleaved_rope,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        moe_grouped_gemm=use_te,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def layer_range(config: TransformerConfig, chunk: int = 0) -> range:
+    """Global numbers of the layers of model chunk `chunk` of this pipeline stage."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk
+    first = int(get_transformer_layer_offset(config, virtual, stage))
+    return range(first, first + int(get_num_layers_to_build(config, virtual, stage)))
+
+
+def build_module(
+    run: RunConfig,
+    architecture: Architecture,
+    config: TransformerConfig,
+    use_te: bool,
+    chunk: int = 0,
+) -> GPTModel:
+    """A chunk of this pipeline stage of the model, with parameters that are still undefined."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = layer_range(config, chunk)
+    own = architecture.layer_specs(use_te)[layers.start : layers.stop]
+    chunks = run.parallel.virtual_pipeline
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=own, layer_norm=specs.final_norm(use_te)),
+        padded_vocabulary(architecture.vocabulary, run.parallel.tensor),
+        architecture.positions,
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == run.parallel.pipeline - 1 and chunk == chunks - 1,
+        vp_stage=chunk if chunks > 1 else None,
+        position_embedding_type="mrope",
+        share_embeddings_and_output_weights=architecture.tied,
+    )
+    frequencies = architecture.inverse_frequencies().to(world.device())
+    model.rotary_pos_emb = Rotary(frequencies, architecture.interleaved_rope)
+    return model
+
+
+def shards_optimizer(run: RunConfig) -> bool:
+    """Whether optimizer state is sharded: asked for, and there is somebody to share it with."""
+    copies = run.data_parallel * run.parallel.context
+    return run.parallel.distributed_optimizer and copies > 1
+
+
+def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> DistributedDataParallel:
+    """The module with gradient buffers, on its device and in its number format."""
+    inner: torch.nn.Module = module.to(world.device())
+    if config.bf16:
+        inner = Float16Module(config, inner)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer(run)
+    )
+    return DistributedDataParallel(config, ddp, inner)
+
+
+def make_optimizer(
+    run: RunConfig, config: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> Any:
+    """Megatron's AdamW over the wrapped modules."""
+    o = run.optimizer
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=o.learning_rate,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.eps,
+        clip_grad=o.clip_grad_norm,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=shards_optimizer(run),
+    )
+    optimizer = get_megatron_optimizer(options, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    if not torch.cuda.is_available():
+        for group in optimizer.param_groups:
+            group["fused"] = True  # one call for all parameters; Megatron does not ask for it
+    return optimizer

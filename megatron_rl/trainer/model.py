@@ -1,0 +1,159 @@
+"""A Hugging Face model on Megatron-Core: this rank's shard of it, its gradients, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.models import architecture
+from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters
+from megatron_rl.trainer.batch import MicroBatch
+from megatron_rl.trainer.forward import forward
+from megatron_rl.trainer.head import Head, HeadLoss
+from megatron_rl.trainer.parameters import ModelChunk
+from megatron_rl.trainer.shards import ModelShards
+
+LossOf = Callable[[MicroBatch], HeadLoss]
+"""The loss of a micro-batch's tokens."""
+
+
+class Policy(ModelShards):
+    """The trained model: one pipeline stage of it on this rank, and its optimizer.
+
+    The gradient of `forward_backward` is the gradient of the plain sum of the loss terms over all
+    micro-batches and ranks, in every parallel layout.
+
+    Args:
+        run: `parallel`, `precision`, `optimizer` and `generation.temperature` count.
+        directory: Hugging Face model, whose weights are loaded.
+
+    Raises:
+        FileNotFoundError: no Hugging Face model.
+        ValueError: a model that is not implemented, or that the layout cannot divide.
+    """
+
+    def __init__(self, run: RunConfig, directory: str | Path) -> None:
+        super().__init__(run, architecture(hf_checkpoint.read_config(directory)))
+        self.directory = Path(directory)
+        megatron_build.check_sizes(run, self.architecture)
+        use_te = megatron_build.transformer_engine()
+        self.config = megatron_build.transformer_config(run, self.architecture, use_te)
+        self.modules = [
+            megatron_build.build_module(run, self.architecture, self.config, use_te, i)
+            for i in range(run.parallel.virtual_pipeline)
+        ]
+        """The chunks of this pipeline stage; one, unless the pipeline is a virtual one."""
+        self.parameters = parameters.by_weight(
+            self.architecture,
+            [
+                ModelChunk(m, megatron_build.layer_range(self.config, i))
+                for i, m in enumerate(self.modules)
+            ],
+            self.experts,
+            use_te,
+        )
+        """This rank's parameters by `Weight.megatron`."""
+        self.route(self.modules)
+        self.load_huggingface(directory)
+        self.chunks = [megatron_build.wrap(run, self.config, module) for module in self.modules]
+        self.optimizer = megatron_build.make_optimizer(run, self.config, self.chunks)
+        self._forward_backward = get_forward_backward_func()
+
+    @property
+    def module(self) -> GPTModel:
+        """The one module of this stage.
+
+        Raises:
+            ValueError: it has several (a virtual pipeline).
+        """
+        if len(self.modules) > 1:
+            raise ValueError(
+                f"this pipeline stage has {len(self.modules)} modules (parallel.virtual_pipeline):"
+                " use `modules`"
+            )
+        return self.modules[0]
+
+    def load_huggingface(self, directory: str | Path) -> None:
+        """Copies this rank's shards from a Hugging Face directory into the parameters.
+
+        Raises:
+            ValueError: names or shapes that differ from the architecture's.
+        """
+        parameters.load(self.architecture, self.parameters, self.split_rank, directory)
+
+    def forward_backward(
+        self,
+        batches: list[MicroBatch],
+        loss_of: LossOf | None,
+        *,
+        temperature: float | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Runs the pipeline schedule over this rank's micro-batches; gradients add up.
+
+        Args:
+            batches: of this data-parallel rank; their number is the same on all ranks.
+            loss_of: what is trained; None: a forward pass alone, and no gradients.
+            temperature: divides the logits; None: that of generation.
+
+        Returns:
+            (log-probs [T], entropies [T]) of each micro-batch on the last stage; [] elsewhere.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        head = Head.of(self.run, self.architecture.vocabulary)
+        if loss_of is not None:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+
+        def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            output, rows = forward(
+                model,
+                batch,
+                head,
+                None if loss_of is None else loss_of(batch),
+                temperature or self.run.generation.temperature,
+                routing=self.routing,
+            )
+
+            def summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                found.append(rows.found)
+                return loss, torch.zeros((), dtype=torch.int), {}
+
+            return output, summed
+
+        first = batches[0].tokens_BS
+        with torch.set_grad_enabled(loss_of is not None):
+            self._forward_backward(
+                forward_step_func=step,
+                data_iterator=[iter(batches) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(batches),
+                seq_length=first.shape[1],
+                micro_batch_size=first.shape[0],
+                forward_only=loss_of is None,
+            )
+        return found
+
+    def apply(self, learning_rate: float) -> float:
+        """One optimizer step with the gradients that are there.
+
+        Returns:
+            The global gradient norm before clipping.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    def set_adam(self, beta1: float, beta2: float, eps: float) -> None:
+        """Changes AdamW's constants."""
+        for group in self.optimizer.param_groups:
+            group["betas"], group["eps"] = (beta1, beta2), eps

@@ -1,0 +1,106 @@
+"""This rank's parameters by `Weight.megatron`, and their values from a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.mapping import Weight
+from megatron_rl.trainer import hf_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    """One module of this rank and which of the model's layers it holds.
+
+    Example: the second of two chunks of stage 0, in 8 layers over 2 stages: `layers` 4 and 5.
+    """
+
+    module: torch.nn.Module
+    layers: range
+    """Global numbers."""
+
+
+def by_weight(
+    architecture: Architecture, chunks: Sequence[ModelChunk], experts: range, use_te: bool
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters of all chunks, in the order of the forward pass.
+
+    Args:
+        architecture: of the model.
+        chunks: all modules of this rank.
+        experts: global numbers of the routed experts on this rank.
+        use_te: the modules are of the Transformer Engine spec.
+
+    Raises:
+        RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
+    """
+    own = [dict(chunk.module.named_parameters()) for chunk in chunks]
+    out: dict[str, torch.nn.Parameter] = {}
+    for weight in architecture.weights():
+        if weight.expert is not None and weight.expert not in experts:
+            continue
+        for chunk, named in zip(chunks, own, strict=True):
+            if weight.layer is not None and weight.layer not in chunk.layers:
+                continue
+            name = weight.parameter(use_te, chunk.layers.start, experts.start)
+            if name in named:
+                out[weight.megatron] = named.pop(name)
+    left = sorted(name for named in own for name in named)
+    if left:
+        raise RuntimeError(
+            f"{type(architecture).__name__} maps no Hugging Face tensor to {', '.join(left)}: add"
+            " them to its weights()"
+        )
+    return out
+
+
+def load(
+    architecture: Architecture,
+    parameters: dict[str, torch.nn.Parameter],
+    split_rank: Callable[[Weight], tuple[int, int]],
+    directory: str | Path,
+) -> None:
+    """Copies this rank's shards from a Hugging Face directory, one parameter at a time.
+
+    Args:
+        architecture: whose tensors the directory must hold, all of them and no other trained one.
+        parameters: of this rank, by `Weight.megatron`.
+        split_rank: (rank, size) of the group that shards a weight.
+        directory: a Hugging Face model.
+
+    Raises:
+        ValueError: names or shapes that differ from the architecture's.
+    """
+    weights = architecture.weights()
+    expected = {name for w in weights for name in w.hf}
+    with hf_checkpoint.TensorReader(directory) as reader, torch.no_grad():
+        found = reader.names() - set(architecture.passthrough(reader.names()))
+        if found != expected:
+            missing, extra = sorted(expected - found), sorted(found - expected)
+            raise ValueError(
+                f"{directory} does not hold the tensors of its config.json: missing"
+                f" {missing[:5]}, unknown {extra[:5]}"
+            )
+        own = [w for w in weights if w.megatron in parameters]
+        # In the order of the files, each of which is then mapped once.
+        for weight in sorted(own, key=lambda w: max(map(reader.file, w.hf))):
+            param = parameters[weight.megatron]
+            tensors = [reader.get(name, weight.index) for name in weight.hf]
+            shapes = [tuple(t.shape) for t in tensors]
+            if shapes != weight.hf_shapes():
+                raise ValueError(
+                    f"{' + '.join(weight.hf)} in {directory} have shapes {shapes}: its config.json"
+                    f" makes them {weight.hf_shapes()}"
+                )
+            shard = weight.split.cut(weight.pack.join(tensors), *split_rank(weight))
+            if shard.shape != param.shape:
+                raise ValueError(
+                    f"{weight.megatron} has shape {tuple(param.shape)} on this rank, and"
+                    f" {' + '.join(weight.hf)} in {directory} gives {tuple(shard.shape)}"
+                )
+            param.copy_(shard)

@@ -1,0 +1,77 @@
+"""One of two gloo processes that load converted checkpoints into parallel layouts, and save them.
+
+Run by `test_layouts.py` as `python -m tests.commands.convert.layout_worker RANK FOLDER`. In FOLDER are the
+models (`<name>`), models of the same shapes with other weights (`<name>.other`), and converted ones
+(`<name>.megatron`). Rank 0 writes `found.pt`: by layout, whether the loaded weights equal the
+model's, and where the checkpoint that this layout saved is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer.cases import run_config
+
+TP = {"parallel__tensor": 2}
+SP = {**TP, "parallel__sequence_parallel": True}
+EP = {"parallel__expert": 2}
+BF16 = {"precision__params": "bf16"}
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2": ("tiny_dense", TP),
+    "dense PP2": ("tiny_dense", {"parallel__pipeline": 2}),
+    "dense DP2 bf16": ("tiny_dense_bf16", BF16),
+    "scout EP2": ("tiny_scout", EP),
+    "scout TP2 SP ETP2": ("tiny_scout", {**SP, "parallel__expert_tensor": 2}),
+    "scout TP2 SP EP2 bf16": ("tiny_scout_bf16", {**SP, **EP, **BF16}),
+    "scout PP2": ("tiny_scout", {"parallel__pipeline": 2}),
+    "qwen3 TP2": ("tiny_qwen3", TP),
+    "qwen3 moe EP2": ("tiny_qwen3_moe", EP),
+}
+
+
+def loaded(config: Any, folder: Path, name: str) -> dict[str, Any]:
+    """What a layout makes of a converted checkpoint; complete on rank 0."""
+    from safetensors.torch import load_file
+
+    from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.weights.export import export
+
+    policy = Policy(config, folder / f"{name}.other")
+    checkpoint.load_weights(policy, folder / f"{name}.megatron" / "release")
+    weights = dict(export(policy))
+    saved = checkpoint.save(config, policy, 1)
+    # The optimizer's own copy of the parameters must be the loaded one, too.
+    policy.apply(0.0)
+    after = dict(export(policy))
+    if dist.get_rank():
+        return {}
+    wanted = load_file(folder / name / "model.safetensors")
+    equal = weights.keys() == wanted.keys() and all(
+        torch.equal(weights[n], wanted[n]) and torch.equal(after[n], wanted[n]) for n in wanted
+    )
+    return {"equal": equal, "saved": str(saved)}
+
+
+def main(rank: int, folder: Path) -> None:
+    from megatron_rl.trainer.world import destroy_world, init_world
+
+    torch.set_num_threads(1)
+    found = {}
+    for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
+        config = run_config(folder / name, 2, output_dir=folder / "out" / str(i), **options)
+        init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
+        found[layout] = loaded(config, folder, name)
+        destroy_world()
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

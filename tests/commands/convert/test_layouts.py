@@ -1,0 +1,86 @@
+"""Converted checkpoints load into every layout, and what any layout saved converts back exactly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.commands.convert import to_huggingface, to_megatron
+from tests.commands.convert.layout_worker import LAYOUTS
+from tests.trainer.cases import write_model
+
+pytestmark = pytest.mark.e2e
+
+
+def bf16(source: Path, target: Path) -> None:
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = {n: t.bfloat16() for n, t in load_file(source / "model.safetensors").items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, their conversions, and what two processes made of those in all layouts."""
+    folder = tmp_path_factory.mktemp("convert")
+    for name in {name.removesuffix("_bf16") for name, _ in LAYOUTS.values()}:
+        write_model(folder / name, name)
+        write_model(folder / f"{name}.other", name, scale=2.0)
+    for name in ("tiny_dense", "tiny_scout"):
+        bf16(folder / name, folder / f"{name}_bf16")
+        bf16(folder / f"{name}.other", folder / f"{name}_bf16.other")
+    for name in {name for name, _ in LAYOUTS.values()}:
+        to_megatron.convert(folder / name, folder / f"{name}.megatron", 10**5, 1, print)
+    command = [sys.executable, "-m", "tests.commands.convert.layout_worker"]
+    logs = [folder / f"rank{rank}.log" for rank in range(2)]
+    workers = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            worker = subprocess.Popen(
+                [*command, str(rank), str(folder)],
+                cwd=Path(__file__).parents[2],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        workers.append(worker)
+    try:
+        until = time.monotonic() + 280
+        while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
+            assert time.monotonic() < until, [log.read_text()[-2000:] for log in logs]
+            time.sleep(0.2)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for worker, log in zip(workers, logs, strict=True):
+        assert worker.returncode in (0, -9), log.read_text()[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Any:
+    return torch.load(folder / "found.pt")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_loads_the_converted_weights_bit_for_bit(found: Any, layout: str) -> None:
+    assert found[layout]["equal"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layout_saved_converts_back_byte_for_byte(
+    folder: Path, found: Any, layout: str, tmp_path: Path
+) -> None:
+    source = folder / LAYOUTS[layout][0]
+    back = to_huggingface.convert(
+        Path(found[layout]["saved"]), tmp_path / "back", source, 10**10, None, 1, print
+    )
+    name = "model.safetensors"
+    assert (back / name).read_bytes() == (source / name).read_bytes()

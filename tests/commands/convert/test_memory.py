@@ -1,0 +1,57 @@
+"""A conversion holds a few pieces of parameters, however large the checkpoint is.
+
+The full size (2 GB under 1 GB of memory) is `benchmarks/convert/memory.py`; here a tenth of it has
+a tenth of the limit, beyond what importing torch takes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands.convert import models
+
+ROOT = Path(__file__).parents[2]
+SAID = re.compile(r"peak memory of this process (\d+) MiB, of which (\d+) MiB")
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 16,
+    "vocab_size": 16000,
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts of 200 MB in bf16."""
+    folder = tmp_path_factory.mktemp("large")
+    models.write(folder / "hf", "tiny_scout", torch.bfloat16, files=4, **SIZES)
+    assert sum(p.stat().st_size for p in folder.rglob("*.safetensors")) > 190e6
+    return folder
+
+
+def test_memory_stays_far_below_the_size_of_the_checkpoint(large: Path) -> None:
+    limit_mib = 95
+    for source, target in (("hf", "megatron"), ("megatron", "back")):
+        done = subprocess.run(
+            [
+                *(sys.executable, str(ROOT / "tools/convert_checkpoint.py")),
+                *(str(large / source), str(large / target)),
+                *("--part-size", "50MB", "--max-shard-size", "50MB"),
+            ],
+            capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = SAID.search(" ".join(done.stdout.split()))
+        assert found is not None, done.stdout
+        assert int(found[1]) - int(found[2]) < limit_mib, done.stdout
+    index = json.loads((large / "back" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) >= 4

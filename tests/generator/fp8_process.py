@@ -1,0 +1,98 @@
+"""Quantises by modelopt, checks bounds, and writes versions for an engine.
+
+`python -m tests.generator.fp8_process FOLDER`, in a process of its own: modelopt's import takes
+seconds and leaves hooks in other libraries.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.weights.buckets import tensor_info
+from megatron_rl.weights.manifest import check_tensors
+from megatron_rl.weights.number_format import SCALE_SUFFIX, WireFormat, dequantise, quantise
+from megatron_rl.weights.transports.disk import DiskPublisher
+from tests.generator import tiny_models
+from tests.weights.test_wire import LLAMA4, E, F, L, checkpoint
+
+SEEDS = (1, 2, 1)
+"""Of the weights of each version."""
+WIRE = WireFormat(torch.bfloat16, fp8=True)
+
+
+def check_bounds() -> None:
+    """A matrix with a block of zeros, an outlier and a tiny element."""
+    w = torch.randn(384, 256, generator=torch.Generator().manual_seed(3))
+    w[:128, :128] = 0
+    w[0, 200], w[300, 10] = 1e4, 1e-30
+    stored, scale = quantise("w", w)
+    assert stored.dtype == torch.float8_e4m3fn
+    assert (stored.shape, scale.shape, scale.dtype) == (w.shape, (3, 2), torch.float32)
+    back = dequantise(stored, scale)
+    assert torch.isfinite(back).all()
+    assert (back[:128, :128] == 0).all()
+    full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    # Half a unit in the last of 4 significant bits; 2^-10 below the smallest normal number.
+    bound = torch.maximum(w.abs() / 16, full * 2**-10) * (1 + 1e-5)
+    assert ((back - w).abs() <= bound).all()
+    torch.testing.assert_close(scale[0, 1], torch.tensor(1e4 / 448))
+    blocks = (3, 128, 2, 128)
+    largest = [t.view(blocks).abs().amax((1, 3)) for t in (back, w)]
+    torch.testing.assert_close(*largest)  # a block's largest element is exact
+    again, _ = quantise("w", w)
+    assert torch.equal(again.view(torch.uint8), stored.view(torch.uint8))
+
+
+def check_experts() -> None:
+    """Llama 4's fused experts come out one by one, as linear layers have them."""
+    tensors = checkpoint()
+    stream = dict(WIRE.stream(iter(tensors.items())))
+    expected = WIRE.expected(LLAMA4)
+    assert list(stream) == list(expected)
+    check_tensors(tuple(tensor_info(n, t) for n, t in stream.items()), expected, 1)
+    for e in range(E):
+        both = tensors[f"{L}.feed_forward.experts.gate_up_proj"][e]
+        down = tensors[f"{L}.feed_forward.experts.down_proj"][e]
+        for part, matrix in (("gate", both[:, :F].T), ("up", both[:, F:].T), ("down", down.T)):
+            name = f"{L}.feed_forward.experts.{e}.{part}_proj.weight"
+            found = dequantise(stream[name], stream[name + SCALE_SUFFIX])
+            assert found.shape == matrix.shape
+            assert (found - matrix).abs().max() <= matrix.abs().max() / 16
+
+
+def dequantised(stream: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices that an engine computes with, by the checkpoint's names, in fp32."""
+    return {
+        n: dequantise(t, stream[n + SCALE_SUFFIX]) if n + SCALE_SUFFIX in stream else t.float()
+        for n, t in stream.items()
+        if not n.endswith(SCALE_SUFFIX)
+    }
+
+
+def write_versions(folder: Path) -> None:
+    """Versions on disk, their manifests, and what transformers loads for reference."""
+    publisher = DiskPublisher(folder / "weights", keep=len(SEEDS))
+    for version, seed in enumerate(SEEDS):
+        model = tiny_models.build("qwen3_moe_fp8", seed)
+        whole = folder / f"whole{version}"
+        model.save_pretrained(whole)
+        stream = dict(WIRE.stream(iter(tiny_models.checkpoint(whole).items())))
+        manifest = publisher.publish(version, iter(stream.items()), 100_000)
+        (folder / f"manifest{version}.json").write_bytes(msgspec.json.encode(manifest))
+        model.save_pretrained(folder / f"rounded{version}")
+        rounded = {n: t.contiguous() for n, t in dequantised(stream).items()}
+        path = folder / f"rounded{version}" / "model.safetensors"
+        save_file(rounded, path, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    check_bounds()
+    check_experts()
+    write_versions(Path(sys.argv[1]))
+    print("QUANTISED")

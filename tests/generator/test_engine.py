@@ -1,0 +1,239 @@
+"""The engine against transformers in fp32: updates, prefix cache, interruption, scores."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from megatron_rl.generator import engine as engine_module
+from megatron_rl.generator import sampling
+from megatron_rl.generator.interruption import Completion
+from megatron_rl.generator.vllm_args import interruption
+from megatron_rl.messages import VersionSpan
+from megatron_rl.weights.manifest import WeightsError
+from tests.generator.conftest import run_config
+from tests.generator.tiny_models import END, reference_logprobs, tokenizer
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-4
+
+
+def prompt(i: int, length: int = 10) -> list[int]:
+    return [1, *(8 + (7 * i + 3 * j) % 20 for j in range(length - 2)), 4]
+
+
+def worst_error(served, prompt_ids: list[int], completion: Completion, budget: int) -> float:
+    """Largest difference of a sampled token's log-prob to the reference.
+
+    Tokens of the thinking budget come from one request, those after it from a second one, whose
+    prompt is what came before.
+    """
+    pieces = [(0, min(budget, len(completion.token_ids)))]
+    if len(completion.token_ids) > budget:
+        pieces.append((completion.forced[1] or budget, len(completion.token_ids)))
+    worst = 0.0
+    for start, end in pieces:
+        spans = [
+            VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start)
+            for s in completion.spans
+            if s.start < end and s.end > start
+        ]
+        before = prompt_ids + completion.token_ids[:start]
+        expected = reference_logprobs(served.models, before, completion.token_ids[start:end], spans)
+        found = torch.tensor(completion.logprobs[start:end])
+        worst = max(worst, (found - expected).abs().max().item())
+    return worst
+
+
+def check_lengths(completion: Completion) -> None:
+    count = len(completion.token_ids)
+    ends = [s.end for s in completion.spans]
+    assert len(completion.logprobs) == count == ends[-1]
+    assert [s.start for s in completion.spans] == [0, *ends[:-1]]
+
+
+def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
+    engine, budget, answer = served.engine, 120, 10
+    manifests = [served.publish(seed) for seed in range(100, 110)]
+    prompts = [prompt(i, 8 + i % 5) for i in range(48)]
+
+    async def work():
+        tasks = [asyncio.create_task(engine.complete(p, budget, answer, 1.0)) for p in prompts]
+        times = []
+        for manifest in manifests:
+            await asyncio.sleep(0.1)
+            times.append(await engine.update(manifest))
+        return await asyncio.gather(*tasks), times, await engine.held_weights()
+
+    completions, times, held = served.run(work)
+
+    # Updates land in flight, and nothing is aborted or lost.
+    assert engine.aborted == 0
+    assert sum(t.requests_in_flight > 0 for t in times) >= 3
+    assert max(len(c.spans) for c in completions) >= 3
+    newest = manifests[-1].version
+    for completion in completions:
+        check_lengths(completion)
+        assert all(0 <= s.version <= newest for s in completion.spans)
+        assert len(completion.token_ids) <= budget + len(engine.interruption.phrase) + answer
+
+    # Log-probs: of one version, and of several with the old KV cache kept.
+    several = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(c.spans) > 1]
+    single = [(p, c) for p, c in zip(prompts, completions, strict=True) if len(c.spans) == 1]
+    checked = several[:12] + single[:6]
+    worst = max(worst_error(served, p, c, budget) for p, c in checked)
+    print(
+        f"{served.kind}: {len(several)} of {len(prompts)} with several versions, error {worst:.1e}"
+    )
+    assert worst < TOLERANCE
+
+    # After ten updates the engine holds the newest version, name by name, bit by bit.
+    expected = served.published(newest)
+    assert held.keys() == expected.keys()
+    assert [n for n in expected if not torch.equal(held[n], expected[n])] == []
+
+
+def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
+    engine, long_prompt = served.engine, prompt(3, 80)  # two full blocks of 32
+    params = sampling.sampling(8, 1.0)
+
+    async def work():
+        before = [(await engine._request(long_prompt, params))[0] for _ in range(2)]
+        await engine.update(served.publish(200))
+        return before, [(await engine._request(long_prompt, params))[0] for _ in range(2)]
+
+    before, after = served.run(work)
+    assert [o[-1].num_cached_tokens for o in before] == [0, 64]
+    assert [o[-1].num_cached_tokens for o in after] == [0, 64]
+    for outputs in after:
+        piece = sampling.piece_of(outputs)
+        expected = reference_logprobs(
+            served.models, long_prompt, piece.token_ids, [VersionSpan(engine.version, 0, 8)]
+        )
+        assert (torch.tensor(piece.logprobs) - expected).abs().max() < TOLERANCE
+
+
+def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, monkeypatch):
+    monkeypatch.setattr(engine_module, "FIRST_TOKEN_SECONDS", 0.0)
+    engine, manifest = served.engine, served.publish(300)
+    prompts = [prompt(i, 90) for i in range(24)]
+    withdrawn: list[str] = []
+    abort = engine._llm.abort
+
+    async def count_and_abort(ids: list[str]) -> None:
+        withdrawn.extend(ids)
+        await abort(ids)
+
+    monkeypatch.setattr(engine._llm, "abort", count_and_abort)
+
+    async def work():
+        tasks = [asyncio.create_task(engine.complete(p, 6, 3, 1.0)) for p in prompts]
+        while not engine.in_flight:
+            await asyncio.sleep(0)
+        await engine._swap(manifest)  # `update` reads the files first, and they would begin
+        return await asyncio.gather(*tasks)
+
+    completions = served.run(work)
+    assert withdrawn
+    assert engine.aborted == 0
+    for p, completion in zip(prompts, completions, strict=True):
+        check_lengths(completion)
+        assert worst_error(served, p, completion, 6) < TOLERANCE
+
+
+def test_interruption_forces_the_phrase_at_the_budget_and_bounds_the_answer(served):
+    engine, budget, answer = served.engine, 12, 5
+    prompts = [prompt(i) for i in range(24)]
+
+    async def work():
+        return await asyncio.gather(*(engine.complete(p, budget, answer, 1.0) for p in prompts))
+
+    completions = served.run(work)
+    forced = 0
+    for p, completion in zip(prompts, completions, strict=True):
+        check_lengths(completion)
+        ids = completion.token_ids
+        if completion.forced != (0, 0):
+            forced += 1
+            assert completion.forced == (budget, budget + len(engine.interruption.phrase))
+            assert ids[budget : completion.forced[1]] == engine.interruption.phrase
+            assert END not in ids[:budget]
+            assert len(ids) <= completion.forced[1] + answer
+        elif END in ids:
+            assert len(ids) <= ids.index(END) + 1 + answer
+            assert ids.index(END) < budget
+        assert worst_error(served, p, completion, budget) < TOLERANCE
+    assert forced >= 8
+
+
+def test_a_marker_of_two_tokens_interrupts_as_well(served, monkeypatch):
+    engine, budget, answer = served.engine, 100, 5
+    config = run_config(served.folder.parent / "v0", think_end="ab", interruption_phrase="(ab")
+    rule = interruption(config, tokenizer())
+    monkeypatch.setattr(engine, "interruption", rule)
+
+    async def work():
+        return await asyncio.gather(
+            *(engine.complete(prompt(i), budget, answer, 1.0) for i in range(24))
+        )
+
+    completions = served.run(work)
+    for completion in completions:
+        check_lengths(completion)
+        end = completion.forced[1] or rule.end(completion.token_ids)
+        assert len(completion.token_ids) <= (end + answer if end >= 0 else budget)
+        if completion.forced != (0, 0):
+            assert completion.forced == (budget, budget + len(rule.phrase))
+            assert completion.token_ids[budget : completion.forced[1]] == rule.phrase
+            assert rule.end(completion.token_ids[:budget]) == -1
+    assert any(c.forced != (0, 0) for c in completions)
+
+
+def test_scores_are_the_log_probs_of_the_weights_held(served):
+    engine = served.engine
+    prompts = [prompt(i, 40) for i in range(12)]
+    completions = [prompt(i + 5, 10 + i)[1:] for i in range(12)]
+
+    async def work():
+        first = await engine.score(prompts, completions)
+        await engine.update(served.publish(400))
+        return first, await engine.score(prompts, completions)
+
+    for version, scores in served.run(work):
+        for p, c, found in zip(prompts, completions, scores, strict=True):
+            expected = reference_logprobs(served.models, p, c, [VersionSpan(version, 0, len(c))])
+            assert (torch.tensor(found) - expected).abs().max() < TOLERANCE
+
+
+def test_a_version_that_is_not_right_is_refused_and_the_engine_goes_on_with_the_old_one(served):
+    engine, version = served.engine, served.engine.version
+    manifest = served.publish(500)
+    bucket = served.publisher.directory / f"v{manifest.version:06d}" / manifest.buckets[1]
+    data = bytearray(bucket.read_bytes())
+    data[-3] ^= 4
+    bucket.write_bytes(data)
+    renamed = msgspec.structs.replace(manifest.tensors[0], name="model.other.weight")
+    other_names = msgspec.structs.replace(manifest, tensors=(renamed, *manifest.tensors[1:]))
+
+    async def work():
+        with pytest.raises(WeightsError, match=rf"version {manifest.version}, .*00001.safetensors"):
+            await engine.update(manifest)
+        with pytest.raises(WeightsError, match=r"1 unexpected \['model.other.weight'\]"):
+            await engine.update(other_names)
+        return await engine.complete(prompt(1), 20, 5, 1.0), await engine.held_weights()
+
+    completion, held = served.run(work)
+    assert engine.version == version == completion.spans[-1].version
+    expected = served.published(version)
+    assert all(torch.equal(held[n], expected[n]) for n in expected)
+    assert worst_error(served, prompt(1), completion, 20) < TOLERANCE
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_the_sizes(served):
+    with pytest.raises(ValueError, match=r"a prompt of 300 tokens .* generation.max_prompt_tokens"):
+        served.run(lambda: served.engine.complete(prompt(0, 300), 150, 20, 1.0))

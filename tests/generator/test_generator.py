@@ -1,0 +1,185 @@
+"""What the role tells the orchestrator, and how it ends; the engine is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_rl.config import RunConfig
+from megatron_rl.generator.serve import _Generator
+from megatron_rl.messages import (
+    Failed,
+    Generate,
+    Hello,
+    Manifest,
+    Sample,
+    SaveState,
+    Stop,
+    UpdateWeights,
+    VersionSpan,
+    decode,
+    encode,
+)
+from megatron_rl.weights.manifest import WeightsError
+
+
+class FakeEngine:
+    """Answers at once, counts, and fails where a test wants it to."""
+
+    running = most = 0
+    fails_to_start = False
+    stopped = 0
+    routes = None
+
+    def __init__(self, config, index, model_dir, version, rendezvous):
+        if FakeEngine.fails_to_start:
+            raise RuntimeError("Engine core initialization failed")
+        self.version, self.aborted = version, 0
+
+    async def prepare(self):
+        pass
+
+    async def complete(self, prompt, thinking_budget, answer_budget, temperature):
+        FakeEngine.running += 1
+        FakeEngine.most = max(FakeEngine.most, FakeEngine.running)
+        try:
+            await asyncio.sleep(0.002 if thinking_budget < 1000 else 3600)
+        finally:
+            FakeEngine.running -= 1
+            if thinking_budget == 1001:
+                raise RuntimeError("EngineCore died")
+        return SimpleNamespace(
+            token_ids=[5], logprobs=[-0.5], forced=(0, 0), spans=[VersionSpan(0, 0, 1)],
+            finish_reason="stop",
+        )  # fmt: skip
+
+    async def update(self, manifest):
+        raise WeightsError("weights version 3, /dev/shm/run/v000003/00000.safetensors: checksum")
+
+    def stop(self):
+        FakeEngine.stopped += 1
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    module = SimpleNamespace(Engine=FakeEngine)
+    monkeypatch.setitem(sys.modules, "megatron_rl.generator.engine", module)
+    monkeypatch.setattr(FakeEngine, "most", 0)
+    monkeypatch.setattr(FakeEngine, "stopped", 0)
+    monkeypatch.setattr(FakeEngine, "fails_to_start", False)
+
+
+def config(**timeouts: float) -> RunConfig:
+    return RunConfig(generation={"concurrent_completions": 4}, timeouts=timeouts)
+
+
+def generate(group: int = 0, thinking: int = 10, temperature: float = 1.0) -> Generate:
+    return Generate(group=group, prompt_id=0, prompt=[1], thinking_budgets=[thinking] * 8,
+                    answer_budget=4, temperature=temperature)  # fmt: skip
+
+
+def play(conversation, run_config: RunConfig):
+    """Run the role against `conversation(send, receive)`; what it received and the role's error."""
+
+    async def work():
+        received: list[object] = []
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            role = asyncio.create_task(
+                _Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}").run("unused", 0)
+            )
+
+            async def receive(kind):
+                while True:
+                    received.append(decode((await socket.recv_multipart())[1]))
+                    if isinstance(received[-1], kind):
+                        return received[-1]
+
+            async def send(message):
+                await socket.send_multipart([b"generator-0", encode(message)])
+
+            async with asyncio.timeout(20):
+                await conversation(send, receive, socket)
+                (error,) = await asyncio.gather(role, return_exceptions=True)
+        return received, error
+
+    return asyncio.run(work())
+
+
+def test_completions_are_bounded_and_answered_one_by_one_until_stop():
+    async def conversation(send, receive, socket):
+        assert (await receive(Hello)).capacity == 4
+        await send(generate(0))
+        await send(generate(1))
+        for _ in range(16):
+            await receive(Sample)
+        await send(Stop())
+
+    received, error = play(conversation, config())
+    assert error is None
+    assert FakeEngine.most == 4
+    assert [m.group for m in received if isinstance(m, Sample)] == [0] * 8 + [1] * 8
+    assert FakeEngine.stopped == 1
+
+
+def test_stop_ends_the_role_while_requests_run_and_the_engine_dies():
+    async def conversation(send, receive, socket):
+        await receive(Hello)
+        await send(generate(0, thinking=1001))
+        await asyncio.sleep(0.1)
+        await send(Stop())
+
+    received, error = play(conversation, config())
+    assert error is None
+    assert not any(isinstance(m, Failed) for m in received)
+    assert FakeEngine.stopped == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (
+            UpdateWeights(manifest=Manifest(version=3, path="/x", buckets=(), checksums=(),
+                                            tensors=(), num_bytes=0)),
+            "generator 0 (rank 2): WeightsError: weights version 3, /dev/shm/run/v000003",
+        ),
+        (generate(temperature=0.7), "temperature 0.7, but log-probs are computed for"),
+        (SaveState(step=1, directory=""), "a generator does not answer SaveState"),
+    ],
+)  # fmt: skip
+def test_any_error_is_reported_and_ends_the_role(message, text):
+    async def conversation(send, receive, socket):
+        await receive(Hello)
+        await send(generate(0, thinking=1000))
+        await send(message)
+        assert text in (await receive(Failed)).error
+
+    _, error = play(conversation, config())
+    assert isinstance(error, Exception)
+    assert FakeEngine.stopped == 1
+
+
+def test_an_engine_that_does_not_start_is_reported():
+    FakeEngine.fails_to_start = True
+
+    async def conversation(send, receive, socket):
+        assert "Engine core initialization failed" in (await receive(Failed)).error
+
+    _, error = play(conversation, config())
+    assert isinstance(error, RuntimeError)
+
+
+def test_an_orchestrator_that_is_gone_ends_the_role():
+    async def conversation(send, receive, socket):
+        await receive(Hello)
+        socket.close(linger=0)
+
+    _, error = play(conversation, config(shutdown_seconds=0.4))
+    assert isinstance(error, ConnectionError)
+    assert "timeouts.shutdown_seconds" in str(error)
+    assert FakeEngine.stopped == 1

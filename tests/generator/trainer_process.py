@@ -1,0 +1,156 @@
+"""A trainer of one rank in a process of its own, told what to do over a connection.
+
+`python -m tests.generator.trainer_process ADDRESS`; every command is answered by one object, or by
+the text of a `WeightsError` after the word "refused".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl import messages
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.rendezvous import Rendezvous
+from megatron_rl.weights.transports import open_publisher
+from tests.trainer.cases import batch, run_config
+
+
+@dataclass
+class TrainerOfOne:
+    """The commands."""
+
+    directory: str
+    version: int
+    """Of the start; every step makes the next."""
+    params: str = "fp32"
+    """`precision.params`."""
+
+    def __post_init__(self) -> None:
+        from megatron_rl.trainer.model import Policy
+        from megatron_rl.trainer.step import Trainer
+        from megatron_rl.trainer.world import init_world
+
+        config = run_config(
+            self.directory, optimizer__learning_rate=3e-3, precision__params=self.params
+        )
+        init_world(config, 0, 1, dist.HashStore())
+        self.config, self.policy = config, Policy(config, self.directory)
+        self.trainer = Trainer(config, self.policy)
+        self.publisher: Any = None
+
+    def open(self, rendezvous: Rendezvous, weights: dict[str, Any], seconds: float) -> None:
+        """Publish by this `weights` section from now on."""
+        self.close()
+        tree = self.config.model_dump(mode="json")
+        tree["weights"] |= weights
+        tree["timeouts"]["transfer_seconds"] = seconds
+        self.config = type(self.config).model_validate(tree)
+        self.publisher = open_publisher(self.config, 0, rendezvous)
+
+    def train(self) -> None:
+        """One optimizer step."""
+        self.trainer.train_step(batch(self.version, seed=self.version), self.version)
+        self.version += 1
+
+    def publish(self) -> Any:
+        """The manifest of the weights held now."""
+        from megatron_rl.weights.export import export_for_generators
+
+        stream = export_for_generators(self.config, self.policy)
+        return self.publisher.publish(self.version, stream, self.config.weights.bucket_bytes)
+
+    def flip_a_bit(self) -> None:
+        """Break what is held of the newest version (transport `gloo`)."""
+        self.publisher._held[self.version][0][100] ^= 1
+
+    def failure(self, seconds: float) -> str:
+        """What the publisher reports within this time."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            try:
+                self.publisher.raise_if_failed()
+            except WeightsError as e:
+                return str(e)
+            time.sleep(0.01)
+        return "nothing"
+
+    def score(self, examples: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Log-probs of completions under the weights held now."""
+        from megatron_rl.trainer.batch import Sequences
+
+        sequences = Sequences.of_examples(examples)
+        micro = self.policy.micro_batches(sequences)
+        flat = np.zeros(len(sequences.token_ids))
+        for one, (logprobs_T, _) in zip(
+            micro, self.policy.forward_backward(micro, None), strict=True
+        ):
+            flat[one.source_T.numpy()] = logprobs_T.numpy()
+        return [flat[sequences.completion_positions(i)].tolist() for i in range(len(examples))]
+
+    def metrics(self, message: messages.Batch, routing_replay: str) -> dict[str, float]:
+        """Of a step with this batch that is not applied, with `algorithm.routing_replay`."""
+        from megatron_rl.trainer.router_replay import Routing
+
+        policy = self.policy
+        policy.routing = Routing(policy.modules, policy.architecture, routing_replay)
+        tree = self.config.model_dump(mode="json")
+        tree["algorithm"]["routing_replay"] = routing_replay
+        self.trainer.config = policy.run = type(self.config).model_validate(tree)
+        work = self.trainer.prepare(message, message.step)
+        outputs = policy.forward_backward(work.own, work.loss)
+        found, _ = work.report(outputs, counts=True)
+        return found
+
+    def weights(self) -> dict[str, Any]:
+        """All weights by the checkpoint's names, as numpy arrays."""
+        from megatron_rl.weights.export import export
+
+        return {name: tensor.numpy() for name, tensor in export(self.policy)}
+
+    def close(self) -> None:
+        """End the publisher."""
+        if self.publisher is not None:
+            self.publisher.close()
+        self.publisher = None
+
+
+def serve(address: str) -> None:
+    """Answer commands until the other side hangs up."""
+    from megatron_rl.trainer.world import destroy_world
+
+    torch.set_num_threads(1)
+    trainer: TrainerOfOne | None = None
+    with Client(address) as connection:
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                break
+            try:
+                if name == "start":
+                    if trainer is not None:
+                        trainer.close()
+                        destroy_world()
+                    trainer, answer = TrainerOfOne(*arguments), None
+                else:
+                    answer = getattr(trainer, name)(*arguments)
+            except WeightsError as e:
+                answer = ("refused", str(e))
+            connection.send(answer)
+    if trainer is not None:
+        trainer.close()
+        destroy_world()
+
+
+if __name__ == "__main__":
+    assert Path(sys.argv[1]).exists(), "the test listens first"
+    serve(sys.argv[1])

@@ -1,0 +1,201 @@
+"""wandb and TensorBoard show what metrics.jsonl holds, each at its own step."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import RunConfig
+from megatron_rl.metrics import MetricsWriter, read_metrics
+from megatron_rl.metrics.mirror import MirrorError, histogram, scalars
+from megatron_rl.metrics.sink import RunSink
+from megatron_rl.metrics.tensorboard_mirror import TensorBoardMirror
+from megatron_rl.metrics.wandb_mirror import WandbMirror
+
+ROW: dict[str, Any] = {
+    "kind": "step",
+    "step": 0,
+    "loss": -0.25,
+    "tokens": 100,
+    "grad_norm": None,
+    "nonfinite": ["grad_norm"],
+    "prompt_ids": [1, 2],
+    "lag_histogram": {"0": 5, "2": 3},
+}
+
+
+def test_scalars_leave_out_text_null_lists_and_bookkeeping() -> None:
+    assert scalars(ROW) == {"loss": -0.25, "tokens": 100.0}
+
+
+def test_histogram_fills_gaps_and_refuses_what_is_none() -> None:
+    assert histogram({"0": 5, "2": 3}) == [(0, 5), (1, 0), (2, 3)]
+    assert histogram({"right": 3}) is None
+    assert histogram({}) is None
+    assert histogram([1]) is None
+
+
+# ---------------------------------------------------------------- TensorBoard
+
+
+def tensorboard_events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"histograms": 0, "scalars": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+    mirror = TensorBoardMirror(tmp_path)
+    for step in range(3):
+        mirror.log("step", step, ROW | {"step": step, "loss": -step})
+    mirror.log("eval", 2, {"kind": "eval", "step": 2, "pass_rate": 0.5})
+    mirror.log("event", 2, {"kind": "event", "event": "saved", "seconds": 3.0})
+    mirror.close()
+    events = tensorboard_events(tmp_path / "tensorboard")
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0), (1, -1), (2, -2)]
+    assert [(e.step, e.value) for e in events.Scalars("eval/pass_rate")] == [(2, 0.5)]
+    assert sorted(events.Tags()["scalars"]) == ["eval/pass_rate", "train/loss", "train/tokens"]
+    (first, *_) = events.Histograms("train/lag_histogram")
+    assert first.histogram_value.bucket == [5, 0, 3]
+    assert first.histogram_value.sum == 6
+
+
+def test_a_resumed_run_shows_one_curve_in_tensorboard(tmp_path: Path) -> None:
+    mirror = TensorBoardMirror(tmp_path)
+    for step in range(6):
+        mirror.log("step", step, {"step": step, "loss": 1.0})
+    mirror.close()
+    mirror = TensorBoardMirror(tmp_path, first_step=4)
+    mirror.log("step", 4, {"step": 4, "loss": 2.0})
+    mirror.close()
+    events = tensorboard_events(tmp_path / "tensorboard").Scalars("train/loss")
+    assert [(e.step, e.value) for e in events] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        mirror = TensorBoardMirror(tmp_path)
+        mirror.log("step", 0, {"step": 0, "loss": loss})
+        mirror.close()
+    events = tensorboard_events(tmp_path / "tensorboard").Scalars("train/loss")
+    assert [(e.step, e.value) for e in events] == [(0, 2)]
+
+
+# ---------------------------------------------------------------- wandb
+
+
+BLOCK_BYTES, FULL, LAST = 32768, 1, 4
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Records of an offline run: a LevelDB log (crc32, uint16 length, type, bytes) of protos."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data = file.read_bytes()
+    assert data[:4] == b":W&B"
+    at, part, records = 7, b"", []
+    while at + 7 <= len(data):
+        if BLOCK_BYTES - at % BLOCK_BYTES < 7:  # the rest of a block is padding
+            at += BLOCK_BYTES - at % BLOCK_BYTES
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (FULL, LAST):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            records.append(record)
+            part = b""
+    return records
+
+
+def test_wandb_offline_holds_every_row_with_its_own_step(tmp_path: Path) -> None:
+    mirror = WandbMirror(tmp_path, mode="offline", config={"seed": 3})
+    for step in range(3):
+        mirror.log("step", step, ROW | {"step": step})
+    # An evaluation that comes late keeps its row: wandb's own step is not used.
+    mirror.log("eval", 1, {"kind": "eval", "step": 1, "pass_rate": 0.5})
+    mirror.close()
+    assert (tmp_path / "wandb_run_id.txt").read_text()
+    records = wandb_records(tmp_path)
+    rows = [
+        {i.key or ".".join(i.nested_key): i.value_json for i in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
+    assert [r["train/step"] for r in rows if "train/step" in r] == ["0", "1", "2"]
+    (evaluation,) = [r for r in rows if "eval/step" in r]
+    assert (evaluation["eval/step"], evaluation["eval/pass_rate"]) == ("1", "0.5")
+    assert "train/prompt_ids" not in rows[0]
+    assert rows[0]["train/lag_histogram._type"] == '"histogram"'
+    assert rows[0]["train/lag_histogram.values"] == "[5,0,3]"
+    metrics = {
+        r.metric.name or r.metric.glob_name: r.metric.step_metric
+        for r in records
+        if r.HasField("metric")
+    }
+    assert metrics["train/*"] == "train/step"
+    assert metrics["eval/*"] == "eval/step"
+
+
+def test_a_resumed_run_keeps_its_wandb_id_and_a_new_one_takes_another(tmp_path: Path) -> None:
+    ids = []
+    for first_step in (0, 4, 0):
+        WandbMirror(tmp_path, mode="offline", first_step=first_step).close()
+        ids.append((tmp_path / "wandb_run_id.txt").read_text())
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize(
+    ("blocked", "start"),
+    [
+        ("wandb", "WandbMirror({folder!r}, mode='offline')"),
+        ("tensorboard", "TensorBoardMirror({folder!r})"),
+    ],
+)
+def test_a_mirror_that_is_not_installed_names_the_extra(
+    tmp_path: Path, blocked: str, start: str
+) -> None:
+    code = (
+        f"import sys; sys.modules[{blocked!r}] = None\n"
+        "from megatron_rl.metrics.wandb_mirror import WandbMirror\n"
+        "from megatron_rl.metrics.tensorboard_mirror import TensorBoardMirror\n"
+        + start.format(folder=str(tmp_path))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert MirrorError.__name__ in done.stderr
+    assert "pip install 'megatron_rl[io]'" in done.stderr
+    assert f"metrics.{blocked}" in done.stderr
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def test_the_sink_writes_the_truth_and_its_mirrors(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "output_dir": str(tmp_path),
+            "metrics": {"tensorboard": True, "wandb": "offline", "terminal": "off"},
+        }
+    )
+    path = tmp_path / "metrics.jsonl"
+    with RunSink(config, MetricsWriter(path, strict=True)) as sink:
+        sink.eval({"step": 0, "pass_rate": 0.25})
+        sink.step({"step": 0, "loss": 1.0})
+        sink.event({"event": "saved", "step": 1})
+        sink.note("saving")
+        sink.tick()
+    assert [row["kind"] for row in read_metrics(path)] == ["eval", "step", "event"]
+    tags = tensorboard_events(tmp_path / "tensorboard").Tags()["scalars"]
+    assert sorted(tags) == ["eval/pass_rate", "train/loss"]
+    assert len([r for r in wandb_records(tmp_path) if r.HasField("history")]) == 2

@@ -1,0 +1,149 @@
+"""Two gloo ranks of `test_head.py` that train a step by the fused and by the plain head.
+
+Rank 0 writes the differences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.trainer import megatron_build, world
+from megatron_rl.trainer.head import HeadLoss
+from megatron_rl.trainer.model import Policy
+from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.export import export
+from tests.trainer.cases import batch, gradients, run_config
+
+SP = {"parallel__tensor": 2, "parallel__sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2": ("dense", {"parallel__tensor": 2}),
+    "dense TP2 SP": ("dense", SP),
+    "dense PP2": ("dense", {"parallel__pipeline": 2}),
+    "dense CP2": ("dense", {"parallel__context": 2}),
+    "dense DP2 overlap": ("dense", {}),
+    "tied TP2": ("tied", {"parallel__tensor": 2}),
+    "tied PP2": ("tied", {"parallel__pipeline": 2}),
+    "scout EP2": ("scout", {"parallel__expert": 2}),
+    "scout TP2 SP": ("scout", SP),
+}
+"""Name -> (model, options)."""
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "row kernel": {},
+    "one pass": {
+        "algorithm__loss": {"kind": "ppo_clip"},
+        "algorithm__old_policy": "trainer",
+        "algorithm__correction": {"kind": "token_truncation", "max_ratio": 1.1},
+        "algorithm__kl_coefficient": 0.1,
+    },
+    "two passes": {"algorithm__loss": {"kind": "gspo", "min_ratio": 0.9, "max_ratio": 1.1}},
+}
+"""By the way that the fused head computes them."""
+CASES = [
+    (layout, way)
+    for layout in LAYOUTS
+    for way in ALGORITHMS
+    if way == "row kernel" or layout in ("dense TP2", "dense PP2", "dense CP2", "scout EP2")
+]
+"""What is compared: every layout, and every way in the layouts that differ most."""
+
+
+def step(config: Any, directory: Path) -> tuple[Any, ...]:
+    """(way, metrics, probe, gradients, weights after the step) of one trainer step; on rank 0."""
+    policy = Policy(config, directory)
+    run, apply, way = policy._forward_backward, policy.apply, HeadLoss.way
+    seen: dict[str, Any] = {}
+    # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
+    policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=not kw["forward_only"])
+
+    def observed(rate: float) -> float:
+        seen["gradients"] = gradients(policy)
+        return apply(rate)
+
+    def observed_way(loss: HeadLoss, kind: Any) -> Any:
+        seen["way"] = way(loss, kind)
+        return seen["way"]
+
+    policy.apply = observed  # type: ignore[method-assign]
+    HeadLoss.way = observed_way  # type: ignore[method-assign]
+    try:
+        done = Trainer(config, policy).train_step(batch(sequences=9), 0)
+    finally:
+        HeadLoss.way = way  # type: ignore[method-assign]
+    # The probe and the way are the last stage's; rank 1 is in it in every layout.
+    said = [seen.get("way", "")]
+    dist.broadcast_object_list(said, src=1)
+    return said[0], done.metrics, done.probe_logprobs, seen["gradients"], dict(export(policy))
+
+
+def apart(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> dict[str, Any]:
+    """Differences, largest ones; of gradients, by tensor and relative in the Euclidean norm."""
+    (way, metrics, probe, grads, weights), (_, metrics_2, probe_2, grads_2, weights_2) = (
+        fused,
+        plain,
+    )
+    norms = {name: float(gradient.norm()) for name, gradient in grads_2.items()}
+    return {
+        "way": way,
+        "metrics": {n: abs(metrics[n] - metrics_2[n]) for n in metrics_2},
+        "probe": max(
+            abs(x - y)
+            for a, b in zip(probe, probe_2, strict=True)
+            for x, y in zip(a, b, strict=True)
+        ),
+        "gradients": {n: float((grads[n] - grads_2[n]).norm()) / (norms[n] or 1.0) for n in norms},
+        "weights": max(float((weights[n] - weights_2[n]).abs().max()) for n in weights_2),
+        "least gradient": min(norms.values()),
+    }
+
+
+def overlapping(run: Any, config: Any, module: Any) -> Any:
+    """`megatron_build.wrap`, with gradients that are reduced during the backward pass."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    chunk = DistributedDataParallel(config, ddp, module.to(world.device()))
+    config.no_sync_func = chunk.no_sync
+    return chunk
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    wrap = megatron_build.wrap
+    for i, (layout, (model, options)) in enumerate(LAYOUTS.items()):
+
+        def config(kind: str, algorithm: dict[str, Any], options: Any = options) -> Any:
+            return run_config(
+                folder / model,  # noqa: B023
+                2,
+                output_dir=folder / f"out{i}",  # noqa: B023
+                kernels__head=kind,
+                # Adam's step is nearly proportional to gradients that are small beside this.
+                optimizer__eps=1e-2,
+                parallel__distributed_optimizer="overlap" not in layout,  # noqa: B023
+                **options,
+                **algorithm,
+            )
+
+        store = dist.FileStore(str(folder / f"store{i}"), 2)
+        try:
+            world.init_world(config("fused", {}), rank, 2, store)
+        except ValueError as error:
+            found[layout] = str(error)
+            continue
+        megatron_build.wrap = overlapping if "overlap" in layout else wrap
+        found[layout] = {}
+        for name, algorithm in ALGORITHMS.items():
+            if (layout, name) not in CASES:
+                continue
+            pair = [step(config(kind, algorithm), folder / model) for kind in ("fused", "plain")]
+            if rank == 0:
+                found[layout][name] = apart(*pair)
+        megatron_build.wrap = wrap
+        world.destroy_world()
+    if rank == 0:
+        torch.save(found, folder / "found.pt")

@@ -1,0 +1,286 @@
+"""One of two gloo processes that take the tiny models through every parallel layout.
+
+Started by `test_layouts.py`; rank 0 writes what it saw.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl import messages
+from tests.trainer.cases import (
+    ODD_VOCABULARY,
+    batch,
+    distances,
+    gradients,
+    run_config,
+    with_random_routes,
+)
+
+STEPS = 3
+EXAMPLES = [([1, 5, 6], [7, 2]), ([1, 9], [3, 4, 5, 2]), ([1, 8, 8, 8], [2])]
+EXPERTS = {"parallel__expert": 2}
+SHARDED = {"parallel__distributed_optimizer": True}
+PLAIN = {"parallel__distributed_optimizer": False}
+TP = {"parallel__tensor": 2}
+SP = {**TP, "parallel__sequence_parallel": True}
+PP = {"parallel__pipeline": 2}
+CP = {"parallel__context": 2}
+PADDED = {"schedule__packing": False}
+# Short micro-batches: 8 of them, of as many shapes, go round the stages.
+VPP = {**PP, "parallel__virtual_pipeline": 2, "schedule__micro_batch_tokens": 16}
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense TP2": ("tiny_dense", TP),
+    "dense TP2 SP": ("tiny_dense", SP),
+    "dense PP2": ("tiny_dense", PP),
+    "dense DP2": ("tiny_dense", PLAIN),
+    "dense DP2 distributed optimizer": ("tiny_dense", SHARDED),
+    "scout EP2": ("tiny_scout", {**EXPERTS, **PLAIN}),
+    "scout EP2 distributed optimizer": ("tiny_scout", {**EXPERTS, **SHARDED}),
+    "scout TP2 SP": ("tiny_scout", {**SP, **PLAIN}),
+    "scout TP2 SP ETP2": ("tiny_scout", {**SP, "parallel__expert_tensor": 2}),
+    "scout TP2 SP EP2": ("tiny_scout", {**SP, **EXPERTS}),
+    "scout PP2": ("tiny_scout", PP),
+    "scout DP2 distributed optimizer": ("tiny_scout", SHARDED),
+    "dense DP2 padded": ("tiny_dense", {**PLAIN, **PADDED}),
+    "dense CP2": ("tiny_dense", {**CP, **PLAIN}),
+    "scout CP2 EP2 distributed optimizer": ("tiny_scout", {**CP, **EXPERTS, **SHARDED}),
+    "chunked scout DP2": ("chunked_scout", PLAIN),
+    "chunked scout CP2": ("chunked_scout", CP),
+    "chunked scout CP2 padded": ("chunked_scout", {**CP, **PADDED}),
+    "qwen3 TP2": ("tiny_qwen3", TP),
+    "qwen3 moe TP2 SP EP2": ("tiny_qwen3_moe", {**SP, **EXPERTS}),
+    "tied dense PP2 VPP2": ("deep_dense", VPP),
+    "scout PP2 VPP2": ("deep_scout", VPP),
+    "replayed scout TP2 SP EP2 recomputed": (
+        "replayed_scout",
+        {**SP, **EXPERTS, "parallel__recompute": "full"},
+    ),
+    "replayed scout PP2 VPP2 recomputed": (
+        "replayed_scout",
+        {**VPP, "parallel__recompute": "full"},
+    ),
+    "replayed scout CP2 padded": ("replayed_scout", {**CP, **PADDED}),
+}
+DEEP_SCOUT = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "moe_layers": [0, 1, 3],
+    "layer_types": None,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny_dense": ("tiny_dense", {"vocab_size": ODD_VOCABULARY}),
+    "tiny_scout": ("tiny_scout", {}),
+    "tiny_qwen3": ("tiny_qwen3", {}),
+    "tiny_qwen3_moe": ("tiny_qwen3_moe", {}),
+    # Sequences have up to 20 tokens: chunks and temperature steps begin within them.
+    "chunked_scout": (
+        "tiny_scout",
+        {"attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.3},
+    ),
+    # Two layers for each of two stages: a virtual pipeline of two chunks.
+    "deep_dense": ("tiny_dense", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "deep_scout": ("tiny_scout", DEEP_SCOUT),
+    "replayed_scout": ("tiny_scout", DEEP_SCOUT),
+}
+"""Name -> (tiny model that it starts from, changes in its config.json)."""
+LOOPED = "scout EP2 distributed optimizer"
+CHECKPOINTED = (
+    *("dense TP2", "scout EP2 distributed optimizer", "scout PP2", "scout PP2 VPP2"),
+    "scout CP2 EP2 distributed optimizer",
+)
+
+
+def routing(model: str) -> dict[str, str]:
+    return {"algorithm__routing_replay": "replay"} if model.startswith("replayed") else {}
+
+
+def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
+    """Trains a few steps; what is compared between layouts, complete on rank 0."""
+    from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.sft import run_supervised
+    from megatron_rl.trainer.step import Trainer
+    from megatron_rl.weights.export import export
+
+    policy = Policy(config, directory)
+    if check_resume:  # an optimizer that never stepped
+        path = checkpoint.save(config, policy, 0)
+        assert checkpoint.load(config, policy, path) == 0
+    trainer = Trainer(config, policy)
+    seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": []}
+    run, finalize = policy._forward_backward, policy.config.finalize_model_grads_func
+    # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
+    policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=True)
+    assert finalize is not None
+    apply = policy.apply
+
+    def observed(learning_rate: float) -> float:
+        seen["gradients"].append(gradients(policy))
+        return apply(learning_rate)
+
+    policy.apply = observed  # type: ignore[method-assign]
+    for step in range(STEPS):
+        message = batch(step, seed=step)
+        if policy.routing is not None:
+            message = with_random_routes(message, policy.architecture)
+        done = trainer.train_step(message, step)
+        seen["metrics"].append(done.metrics)
+        seen.setdefault("probe", []).append(done.probe_logprobs)
+        # Buckets of a few kilobytes: fused experts must stay together all the same.
+        seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
+    seen["supervised"] = []
+    run_supervised(
+        config, policy, iter([EXAMPLES] * 2), lambda step, loss: seen["supervised"].append(loss)
+    )
+    if check_resume:
+        seen["resumed"] = _resumes_exactly(config, directory, policy)
+    return seen
+
+
+def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any]:
+    from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.step import Trainer
+    from megatron_rl.weights.export import export
+
+    path = checkpoint.save(config, policy, STEPS)
+    other = Policy(config, directory)
+    step = checkpoint.load(config, other, path)
+    both = []
+    for one in (policy, other):
+        done = Trainer(config, one).train_step(batch(step, seed=step), step)
+        both.append((done.metrics, dict(export(one))))
+    (metrics, weights), (metrics_2, weights_2) = both
+    return {
+        "step": step,
+        "metrics": metrics == metrics_2,
+        "weights": all(torch.equal(weights[n], weights_2[n]) for n in weights),
+    }
+
+
+def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+    """Largest differences of a layout from the single process."""
+
+    def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+        return max(float((a[n] - b[n]).abs().max()) for n in b)
+
+    pairs = zip(seen["metrics"], alone["metrics"], strict=True)
+    probes = zip(seen["probe"], alone["probe"], strict=True)
+    exports = list(zip(seen["exports"], alone["exports"], strict=True))
+    return {
+        "names": list(seen["exports"][0]) == list(alone["exports"][0]),
+        "start_is_exact": apart(*exports[0]) == 0.0,
+        "metrics": [{k: abs(a[k] - b[k]) for k in a.keys() | b.keys()} for a, b in pairs],
+        "gradients": distances(seen["gradients"][0], alone["gradients"][0]),
+        "weights": [apart(a, b) for a, b in exports],
+        "moved": apart(seen["exports"][-1], seen["exports"][0]),
+        "supervised": abs(seen["supervised"][-1] - alone["supervised"][-1]),
+        "probe": [
+            max(
+                float((torch.tensor(x) - torch.tensor(y)).abs().max())
+                for x, y in zip(a, b, strict=True)
+            )
+            for a, b in probes
+        ],
+        "resumed": seen.get("resumed"),
+    }
+
+
+class Orchestrator:
+    """The edge: batches without end; the loop is stopped from the other rank."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def next_batch(self, step: int) -> messages.Batch:
+        return batch(step, seed=step)
+
+    def step_done(
+        self, done: messages.StepDone, wait_seconds: float, publish_seconds: float
+    ) -> None:
+        self.heard.append(("done", done.step))
+
+    def published(self, published: messages.Published) -> None:
+        self.heard.append(("published", published.manifest.version))
+
+    def save_state(self, step: int, directory: str) -> None:
+        self.heard.append(("save", step))
+
+    def done(self, done: messages.TrainerDone) -> None:
+        self.heard.append(("end", done.step, done.interrupted))
+
+    def release(self, version: int) -> None:
+        pass
+
+    versions_needed_from = 0
+
+    def publish(self, version: int, stream: Any, bucket_bytes: int) -> messages.Manifest:
+        names = [name for name, _ in stream]
+        return messages.Manifest(
+            version=version,
+            path="",
+            buckets=(),
+            checksums=(),
+            tensors=(),
+            num_bytes=len(names),
+        )
+
+
+def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> list[Any]:
+    """What rank 0's client hears when rank 1 alone is asked to stop, before step 2."""
+    from megatron_rl.train import train_loop
+    from megatron_rl.trainer.model import Policy
+
+    asked: list[int] = []
+
+    def stop_requested() -> bool:
+        asked.append(1)
+        return rank == 1 and len(asked) > 2
+
+    client = Orchestrator() if rank == 0 else None
+    train_loop(
+        config,
+        Policy(config, directory),
+        client,
+        publisher=client,
+        start_step=0,
+        stop_requested=stop_requested,
+    )
+    return client.heard if client else []
+
+
+def main(rank: int, folder: Path) -> None:
+    from megatron_rl.trainer.world import destroy_world, init_world
+
+    torch.set_num_threads(1)
+    alone: dict[str, Any] = {}
+    if rank == 0:
+        for name in MODELS:
+            out = folder / "out" / name
+            config = run_config(folder / name, output_dir=out, **routing(name))
+            init_world(config, 0, 1, dist.HashStore())
+            resumes = name in ("tiny_dense", "tiny_scout")
+            alone[name] = observe(config, folder / name, check_resume=resumes)
+            destroy_world()
+    resumed = {n: seen["resumed"] for n, seen in alone.items() if "resumed" in seen}
+    found: dict[str, Any] = {"alone": resumed}
+    for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
+        out = folder / "out" / str(i)
+        config = run_config(folder / name, 2, output_dir=out, **options, **routing(name))
+        init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
+        seen = observe(config, folder / name, check_resume=layout in CHECKPOINTED)
+        if layout == LOOPED:
+            found["loop"] = loop_stopped_by_the_other_rank(config, folder / name, rank)
+        destroy_world()
+        if rank == 0:
+            found[layout] = compare(seen, alone[name])
+    if rank == 0:
+        torch.save(found, folder / "found.pt")

@@ -1,0 +1,96 @@
+"""Checkpoints: whole or not there, newest first, refused by name (resuming is in test_layouts)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RunConfig
+from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.model import Policy
+from tests.trainer.cases import run_config, world_of_one, write_model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[RunConfig, Policy]]:
+    directory = write_model(tmp_path / "hf", "tiny_dense")
+    config = run_config(directory, output_dir=tmp_path / "out", checkpoint__keep=2)
+    with world_of_one(config):
+        yield config, Policy(config, directory)
+
+
+def names(config: RunConfig) -> list[str]:
+    return sorted(p.name for p in checkpoint.folder(config).iterdir())
+
+
+def test_state_is_written_into_the_same_directory_before_it_counts(
+    run: tuple[RunConfig, Policy],
+) -> None:
+    config, policy = run
+
+    def write_state(directory: str) -> None:
+        assert checkpoint.find_latest(checkpoint.folder(config)) is None
+        assert not (Path(directory) / "trainer.json").exists()
+        (Path(directory) / "orchestrator.json").write_text("{}")
+
+    # A model that never stepped can be saved as well.
+    path = checkpoint.save(config, policy, 0, write_state)
+    assert path == checkpoint.find_latest(checkpoint.folder(config))
+    assert sorted(p.name for p in path.iterdir()) == ["model", "orchestrator.json", "trainer.json"]
+    latest = json.loads((checkpoint.folder(config) / "latest.json").read_text())
+    assert latest == {"format": 1, "step": 0, "directory": "step_000000"}
+    assert checkpoint.load(config, policy, path) == 0
+
+
+def test_the_newest_are_kept_and_a_step_can_be_saved_again(run: tuple[RunConfig, Policy]) -> None:
+    config, policy = run
+    for step in (2, 10, 30, 30):
+        checkpoint.save(config, policy, step)
+    assert names(config) == ["latest.json", "step_000010", "step_000030"]
+
+
+def test_a_failed_state_writer_leaves_the_previous_checkpoint(
+    run: tuple[RunConfig, Policy], caplog: pytest.LogCaptureFixture
+) -> None:
+    config, policy = run
+    good = checkpoint.save(config, policy, 1)
+
+    def fails(directory: str) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(config, policy, 2, fails)
+    assert checkpoint.find_latest(checkpoint.folder(config)) == good
+    assert "step_000002.tmp was left by a save that did not end" in caplog.text
+    checkpoint.save(config, policy, 2)
+    assert names(config) == ["latest.json", "step_000001", "step_000002"]
+
+
+def test_torn_directories_are_passed_over_with_a_warning(
+    run: tuple[RunConfig, Policy], caplog: pytest.LogCaptureFixture
+) -> None:
+    config, policy = run
+    good = checkpoint.save(config, policy, 3)
+    torn = good.with_name("step_000009")
+    shutil.copytree(good, torn)
+    (torn / "trainer.json").write_text('{"format": 1, "st')
+    good.with_name("step_000010").mkdir()
+    assert checkpoint.find_latest(checkpoint.folder(config)) == good
+    assert "step_000009 is incomplete" in caplog.text
+    assert "step_000010 is incomplete" in caplog.text
+    assert checkpoint.find_latest(config.output_dir / "nowhere") is None
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        checkpoint.load(config, policy, torn)
+
+
+def test_another_format_is_refused(run: tuple[RunConfig, Policy]) -> None:
+    config, policy = run
+    path = checkpoint.save(config, policy, 3)
+    about = json.loads((path / "trainer.json").read_text())
+    (path / "trainer.json").write_text(json.dumps({**about, "format": 2}))
+    with pytest.raises(ValueError, match="has format 2: this program reads 1"):
+        checkpoint.load(config, policy, path)
