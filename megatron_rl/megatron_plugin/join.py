@@ -1,4 +1,4 @@
-"""The two roles under one torchrun, and the wrappers around what a script gives to `pretrain`."""
+"""Join a pretraining script to a run: the roles under one torchrun, and wrappers for `pretrain`."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from megatron_rl.config.saved import save_config
 from megatron_rl.launch import connect_store, generator_python, weights_rendezvous
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.megatron_plugin.data_iterator import (
-    RolloutIterator,
-    Rollouts,
-    loss_of,
+    MicroBatchIterator,
+    PluginSteps,
+    loss_function,
     state_folder,
 )
-from megatron_rl.megatron_plugin.plugin_model import PluggedModel
+from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
 from megatron_rl.patching import require
 from megatron_rl.trainer import world
 from megatron_rl.trainer.client import TrainerClient
-from megatron_rl.trainer.forward import forward
+from megatron_rl.trainer.model import forward
 from megatron_rl.weights.transports import open_publisher
 
 CONFIG = "plugin_config"
-"""Key of the store under which the trainers tell the generators their configuration."""
+"""Store key of the configuration that the trainers pass to the generators."""
 
 
 def join(argv: list[str] | None = None) -> PretrainingPlugin:
-    """Learns this rank's role; the first call of a script. Generators serve here until the end.
+    """Find this rank's role; the first call of a script. A generator rank does not return.
 
     Args:
         argv: the script's arguments; those of the process by default.
 
     Raises:
-        ConfigError: `--rl-config` names a configuration that cannot run on the ranks that are here.
+        ConfigError: `--rl-config` names a configuration that cannot run on the ranks that were started.
         PatchNeededError: Megatron-Core here has a fault that would spoil the run.
     """
     require("pretrain", "trainer")
@@ -56,27 +56,27 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     trainers = ranks - config.roles.generator_ranks
     if "MASTER_PORT" not in os.environ or trainers < 1:
         raise ConfigError(
-            f"{ranks} ranks are started and roles.generator_ranks is"
-            f" {config.roles.generator_ranks}: start the script by torchrun with the ranks of the"
-            " trainers and as many more"
+            f"{ranks} ranks were started and roles.generator_ranks is"
+            f" {config.roles.generator_ranks}: start the script by torchrun with the trainers'"
+            " ranks plus that many"
         )
     store, rendezvous = connect_store(config), weights_rendezvous()
     if rank >= trainers:
         _serve(store)
-    # From here on this world is Megatron's.
+    # Megatron reads WORLD_SIZE: show it the trainer ranks only.
     os.environ["WORLD_SIZE"] = str(trainers)
-    return PretrainingPlugin(own, _Wires(store, rendezvous))
+    return PretrainingPlugin(own, _Connections(store, rendezvous))
 
 
 def _serve(store: Any) -> None:
-    """Becomes a generator, with the configuration that the trainers have found."""
+    """Replace this process by a generator with the configuration that the trainers resolved."""
     config = RunConfig.model_validate_json(store.get(CONFIG))
     with tempfile.NamedTemporaryFile("w", prefix="megatron_rl_", suffix=".json", delete=False) as f:
         f.write(config.model_dump_json())
     python = generator_python(config) or sys.executable
     sys.stdout.flush()
     sys.stderr.flush()
-    # A process of its own: nothing that the script has imported is in the engine's way.
+    # A new process: the engine must not inherit the script's imports.
     os.execve(
         python,
         [python, "-m", "megatron_rl.megatron_plugin.generator_rank", f.name],
@@ -84,8 +84,8 @@ def _serve(store: Any) -> None:
     )
 
 
-class _Wires:
-    """What connects this rank to the others."""
+class _Connections:
+    """Connections of this rank to the others."""
 
     def __init__(self, store: Any, rendezvous: Any) -> None:
         self.store, self.rendezvous = store, rendezvous
@@ -99,24 +99,25 @@ class PretrainingPlugin:
 
     Args:
         own: the plug-in's arguments; None without `--rl-config`.
-        wires: to the other ranks.
+        connections: to the other ranks; None without `--rl-config`.
     """
 
-    def __init__(self, own: Any, wires: _Wires | None) -> None:
-        self._own, self._wires = own, wires
+    def __init__(self, own: Any, connections: _Connections | None) -> None:
+        self._own, self._connections = own, connections
         self._modules: list[Any] = []
         self._wrapped: list[Any] = []
-        self._rollouts: Rollouts | None = None
+        self._steps: PluginSteps | None = None
         self._config: RunConfig | None = None
+        self._model: PluginModel | None = None
         self._ended = False
 
     @property
     def active(self) -> bool:
-        """Whether the script trains by reinforcement."""
-        return self._wires is not None
+        """True if the script trains by reinforcement learning."""
+        return self._connections is not None
 
     def arguments(self, provider: arguments.Provider | None = None) -> arguments.Provider:
-        """For `extra_args_provider`: the script's own arguments and the plug-in's."""
+        """Return `extra_args_provider` with the plug-in's arguments after the script's own."""
 
         def both(parser: arguments.Parser) -> arguments.Parser:
             parser = arguments.add_arguments(provider(parser) if provider else parser)
@@ -127,7 +128,7 @@ class PretrainingPlugin:
         return both
 
     def model(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """For `model_provider`: the script's own model, whose gradients are divided by nothing."""
+        """Return `model_provider`, whose model then divides its gradients by nothing."""
         if not self.active:
             return provider
 
@@ -141,18 +142,18 @@ class PretrainingPlugin:
         return build
 
     def step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """For `forward_step_func`: the loss of the run's algorithm in place of the script's."""
+        """Return `forward_step_func` with the loss of the run's algorithm in place of the script's."""
         return self._forward_step if self.active else forward_step
 
     def data(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """For `train_valid_test_dataset_provider`; call it after Megatron has read its arguments.
+        """Return `train_valid_test_dataset_provider`; call it after Megatron has read its arguments.
 
         Raises:
             ConfigError: arguments and configuration that don't go together.
         """
         if not self.active:
             return provider
-        assert self._wires is not None
+        assert self._connections is not None
         from megatron.training import get_args
 
         args = get_args()
@@ -160,7 +161,7 @@ class PretrainingPlugin:
         if file_keys:
             raise ConfigError(
                 f"{', '.join(file_keys)} in {self._own.rl_config} or --rl-set: Megatron's own"
-                " arguments decide that; take it out"
+                " arguments decide these keys; remove them"
             )
         generators = arguments.read(self._own, []).roles.generator_ranks
         config = arguments.read(self._own, arguments.of_megatron(args, generators))
@@ -169,15 +170,15 @@ class PretrainingPlugin:
             config.schedule.packing = False
         self._config = config
         if args.rank == 0:
-            self._wires.store.set(CONFIG, config.model_dump_json())
+            self._connections.store.set(CONFIG, config.model_dump_json())
 
-        def iterators(_: Any, vp_stage: int | None = None) -> tuple[RolloutIterator, None, None]:
-            if self._rollouts is None:
-                self._rollouts = self._start(config, args)
+        def iterators(_: Any, vp_stage: int | None = None) -> tuple[MicroBatchIterator, None, None]:
+            if self._steps is None:
+                self._steps = self._start(config, args)
             count = _micro_batches(args)
             save = args.dataloader_save
             directory = Path(save) if save and args.rank == 0 else None
-            return RolloutIterator(self._rollouts, args.iteration, count, directory), None, None
+            return MicroBatchIterator(self._steps, args.iteration, count, directory), None, None
 
         if args.dataloader_save is None:
             args.dataloader_save = args.save
@@ -185,23 +186,23 @@ class PretrainingPlugin:
         return iterators
 
     def finish(self) -> None:
-        """After `pretrain`: the last weights go out, the last evaluation and the report are made.
+        """Publish the last weights, and wait for the last evaluation and the report.
 
         Raises:
             OrchestratorFailed: the orchestrator did not end well.
         """
-        if self._rollouts is None or self._ended:
+        if self._steps is None or self._ended:
             return
         assert self._config is not None
-        self._rollouts.publish(self._rollouts.steps)
+        self._steps.publish(self._steps.steps)
         self._leave(self._config.timeouts.evaluation_seconds)
 
-    def _start(self, config: RunConfig, args: Any) -> Rollouts:
-        """Orchestrator, transport and model, once Megatron has loaded its checkpoint."""
-        wires = self._wires
-        assert wires is not None
+    def _start(self, config: RunConfig, args: Any) -> PluginSteps:
+        """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
+        connections = self._connections
+        assert connections is not None
         world.join_world(config)
-        model = PluggedModel(
+        model = self._model = PluginModel(
             config,
             self._modules,
             use_te=args.transformer_impl == "transformer_engine",
@@ -211,41 +212,43 @@ class PretrainingPlugin:
             save_config(config)
             state = _saved_state(args)
             orchestrator = OrchestratorProcess(config, model.directory, {}, state)
-            wires.orchestrator = orchestrator
-            wires.store.set("model_dir", str(model.directory))
-            wires.store.set("orchestrator", orchestrator.endpoint)
-            wires.client = TrainerClient(
+            connections.orchestrator = orchestrator
+            connections.store.set("model_dir", str(model.directory))
+            connections.store.set("orchestrator", orchestrator.endpoint)
+            connections.client = TrainerClient(
                 orchestrator.endpoint,
                 config.timeouts,
                 active_parameters=model.architecture.active_parameters(),
                 alive=orchestrator.ended,
             )
         atexit.register(self._leave_early)
-        publisher = open_publisher(config, args.rank, wires.rendezvous)
+        publisher = open_publisher(config, args.rank, connections.rendezvous)
         if publisher is not None:
-            wires.stack.callback(publisher.close)
-        return Rollouts(config, model, wires.client, publisher, args.iteration, self._whole)
+            connections.stack.callback(publisher.close)
+        return PluginSteps(
+            config, model, connections.client, publisher, args.iteration, self._complete_parameters
+        )
 
     def _leave(self, seconds: float) -> None:
-        self._ended, wires, config = True, self._wires, self._config
-        assert wires is not None and config is not None and self._rollouts is not None
-        steps = self._rollouts.steps
-        with wires.stack:
-            if wires.client is None or wires.orchestrator is None:
+        self._ended, connections, config = True, self._connections, self._config
+        assert connections is not None and config is not None and self._steps is not None
+        steps = self._steps.steps
+        with connections.stack:
+            if connections.client is None or connections.orchestrator is None:
                 return
             interrupted = steps < config.schedule.steps
-            wires.client.done(TrainerDone(step=steps, interrupted=interrupted))
-            wires.client.close()
-            # Generators may still read the last version.
-            wires.orchestrator.wait(seconds)
+            connections.client.done(TrainerDone(step=steps, interrupted=interrupted))
+            connections.client.close()
+            # Generators may still be reading the last version.
+            connections.orchestrator.wait(seconds)
 
     def _leave_early(self) -> None:
-        """`pretrain` has left the process (a signal, `--exit-interval`), or failed."""
-        if not self._ended and self._config is not None and self._rollouts is not None:
+        """End the run when `pretrain` exits the process (a signal, `--exit-interval`) or fails."""
+        if not self._ended and self._config is not None and self._steps is not None:
             self._leave(self._config.timeouts.shutdown_seconds)
 
-    def _whole(self) -> None:
-        """Completes the parameters where an all-gather is still to come."""
+    def _complete_parameters(self) -> None:
+        """Run the all-gather of parameters that Megatron has deferred."""
         for chunk in self._wrapped:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -258,26 +261,19 @@ class PretrainingPlugin:
         if all(chunk is not model for chunk in self._wrapped):
             self._wrapped.append(model)
         batch = next(data_iterator)
-        output, rows = forward(
-            model,
-            batch.micro,
-            batch.head,
-            batch.loss,
-            batch.temperature,
-            routing=batch.routing,
-            stock_attention=True,
-        )
-        return output, loss_of(batch, rows)
+        assert self._model is not None
+        output = forward(model, batch.context, routing=self._model.routing, stock_attention=True)
+        return output, loss_function(batch.count)
 
     def _finalize(
         self, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """Reduces the gradients and divides by nothing: the loss weights hold all divisors."""
+        """Reduce the gradients and divide by nothing: the loss weights hold all divisors."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(model, None, **kwargs)
-        if self._rollouts is not None:
-            self._rollouts.trained()
+        if self._steps is not None:
+            self._steps.trained()
 
 
 def _micro_batches(args: Any) -> int:
@@ -285,7 +281,7 @@ def _micro_batches(args: Any) -> int:
 
 
 def _saved_state(args: Any) -> Path | None:
-    """The orchestrator's state of the iteration that Megatron has loaded; None at iteration 0.
+    """Return the orchestrator's state of the iteration that Megatron loaded; None at iteration 0.
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""The user's model chunks, seen as the shards of a Hugging Face model."""
+"""The model chunks of a Megatron script, as shards of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_rl.trainer.parameters import ModelChunk
 from megatron_rl.trainer.shards import ModelShards
 
 
-class PluggedModel(ModelShards):
+class PluginModel(ModelShards):
     """A model that a Megatron script built.
 
     Args:
         run: the configuration, with Megatron's layout in it.
-        chunks: what the script's model provider returned on this rank.
+        chunks: results of the script's model provider on this rank.
         use_te: the modules are Transformer Engine's.
-        micro_batches: of a step, which Megatron's batch sizes give.
+        micro_batches: of a step, by Megatron's batch sizes.
 
     Raises:
         ConfigError: the model is not that of `run.model`.
@@ -48,10 +48,11 @@ class PluggedModel(ModelShards):
 
     @property
     def micro_batch_multiple(self) -> int:
+        """Number of micro-batches of a step, which Megatron fixes."""
         return self.micro_batch_count
 
     def check_count(self, found: int, step: int) -> None:
-        """Refuses a step that does not fit into Megatron's number of micro-batches.
+        """Refuse a step that does not fit into Megatron's number of micro-batches.
 
         Raises:
             ConfigError: names the sizes.

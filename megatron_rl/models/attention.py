@@ -10,63 +10,14 @@ positions of a row over all context-parallel ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_rl.models.packing import (
-    Bounds,
-    longest,
-    own_positions,
-    pieces,
-    refined,
-    within_sequence,
-)
-
-
-@dataclass
-class Rows(PackedSeqParams):
-    """Where the sequences of a micro-batch lie; all its rows are cut alike.
-
-    `qkv_format` stays unset: positions restart through `Rotary`, not through Megatron's loop over
-    sequences, so that activations keep the shape [s, b, h] whether rows are packed or padded.
-    """
-
-    bounds: Bounds = ()
-    """Of a whole row, over all context-parallel ranks."""
-    positions_s: Tensor = field(default_factory=torch.Tensor)
-    """int64: position of each of this rank's tokens within its sequence."""
-    _thd: dict[tuple[int | None, int], PackedSeqParams] = field(default_factory=dict)
-
-    @classmethod
-    def of_bounds(cls, bounds: Bounds, rank: int, size: int, device: torch.device) -> Rows:
-        """Rows of these bounds, as context-parallel rank `rank` of `size` holds them."""
-        own = within_sequence(bounds, own_positions(bounds, rank, size))
-        return cls(bounds=bounds, positions_s=torch.from_numpy(own).to(device))
-
-    def thd(self, chunk: int | None, rows: int) -> PackedSeqParams:
-        """Transformer Engine's parameters for `rows` such rows behind each other, in chunks."""
-        if (chunk, rows) not in self._thd:
-            fine = refined(self.bounds, chunk)
-            ends = [row * fine[-1] + end for row in range(rows) for end in fine[1:]]
-            ends_n = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions_s.device)
-            # The same object as "padded" says that nothing lies between the sequences.
-            self._thd[chunk, rows] = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=ends_n,
-                cu_seqlens_kv=ends_n,
-                cu_seqlens_q_padded=ends_n,
-                cu_seqlens_kv_padded=ends_n,
-                max_seqlen_q=longest(fine),
-                max_seqlen_kv=longest(fine),
-                pad_between_seqs=False,
-            )
-        return self._thd[chunk, rows]
+from megatron_rl.models.packing import Rows, longest, pieces
 
 
 class Rotary(torch.nn.Module):

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
+from torch import Tensor
 
 Bounds = tuple[int, ...]
 """0, the end of each sequence, and S last."""
@@ -103,3 +107,149 @@ def pieces(bounds: Bounds, chunk: int | None, rank: int, size: int) -> Pieces:
                 keys.append(int(run[-1]) + 1 - start)
                 slots.append(slot[start : run[-1] + 1])
     return Pieces(tuple(queries), tuple(keys), np.concatenate(slots))
+
+
+@dataclass
+class Rows(PackedSeqParams):
+    """Where the sequences of a micro-batch lie; all its rows are cut alike.
+
+    `qkv_format` stays unset: positions restart through `Rotary`, not through Megatron's loop over
+    sequences, so that activations keep the shape [s, b, h] whether rows are packed or padded.
+    """
+
+    bounds: Bounds = ()
+    """Of a whole row, over all context-parallel ranks."""
+    positions_s: Tensor = field(default_factory=torch.Tensor)
+    """int64: position of each of this rank's tokens within its sequence."""
+    _thd: dict[tuple[int | None, int], PackedSeqParams] = field(default_factory=dict)
+
+    @classmethod
+    def of_bounds(cls, bounds: Bounds, rank: int, size: int, device: torch.device) -> Rows:
+        """Rows of these bounds, as context-parallel rank `rank` of `size` holds them."""
+        own = within_sequence(bounds, own_positions(bounds, rank, size))
+        return cls(bounds=bounds, positions_s=torch.from_numpy(own).to(device))
+
+    def thd(self, chunk: int | None, rows: int) -> PackedSeqParams:
+        """Transformer Engine's parameters for `rows` such rows behind each other, in chunks."""
+        if (chunk, rows) not in self._thd:
+            fine = refined(self.bounds, chunk)
+            ends = [row * fine[-1] + end for row in range(rows) for end in fine[1:]]
+            ends_n = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions_s.device)
+            # The same object as "padded" says that nothing lies between the sequences.
+            self._thd[chunk, rows] = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=ends_n,
+                cu_seqlens_kv=ends_n,
+                cu_seqlens_q_padded=ends_n,
+                cu_seqlens_kv_padded=ends_n,
+                max_seqlen_q=longest(fine),
+                max_seqlen_kv=longest(fine),
+                pad_between_seqs=False,
+            )
+        return self._thd[chunk, rows]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Rules by which the sequences of a step become rows of micro-batches (`plan_rows`).
+
+    Example: 2 data-parallel ranks, rows of 8 tokens: `RowLayout(ranks=2, max_tokens=8)`.
+    """
+
+    ranks: int = 1
+    """Data-parallel size."""
+    max_tokens: int = 16384
+    """Most tokens of a micro-batch, padding included; one sequence is always allowed."""
+    packed: bool = True
+    """One row of many sequences per micro-batch, rather than one padded row per sequence."""
+    multiple: int = 1
+    """The positions of a row on one context-parallel rank are a multiple of this."""
+    context: int = 1
+    """Context-parallel size."""
+    count_multiple: int = 1
+    """Pad the number of micro-batches to a multiple of this with empty ones."""
+
+    def sequence(self, length: int) -> int:
+        """Return the positions that a sequence takes in a packed row."""
+        return _round_up(length, 2 * self.context if self.context > 1 else 1)
+
+    def row(self, length: int) -> int:
+        """Return the positions of a row that holds `length` tokens."""
+        c = self.context
+        return _round_up(length, math.lcm(2 * c, c * self.multiple) if c > 1 else self.multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchRows:
+    """Micro-batch j of every data-parallel rank."""
+
+    length: int
+    """Positions of a row."""
+    rows: int
+    by_rank: list[list[list[int]]]
+    """Sequences of each row of each rank; a rank with fewer rows than `rows` gets empty ones."""
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def plan_rows(lengths: NDArray[np.int64], layout: RowLayout) -> list[MicroBatchRows]:
+    """Divide a step's sequences into micro-batches of the same shapes on all ranks.
+
+    Sequences are dealt to the ranks in rounds, longest first; in a packed row, the rank with the
+    fewest tokens takes the longest sequence of a round.
+
+    Example: `plan_rows([5, 3, 4], RowLayout(ranks=2, max_tokens=8))` is
+    `[MicroBatchRows(7, 1, [[[0]], [[2, 1]]])]`, and without packing
+    `[MicroBatchRows(5, 1, [[[0]], [[2]]]), MicroBatchRows(3, 1, [[[1]], []])]`.
+    """
+    order, n = np.argsort(-lengths, kind="stable").tolist(), layout.ranks
+    rounds = [order[i : i + n] for i in range(0, len(order), n)]
+    fill = _packed_rows if layout.packed else _padded_rows
+    micro_batches = fill(rounds, lengths, layout)
+    count = _round_up(max(1, len(micro_batches)), layout.count_multiple)
+    empty = MicroBatchRows(layout.row(1), 1, [[] for _ in range(n)])
+    return micro_batches + [empty] * (count - len(micro_batches))
+
+
+def _packed_rows(
+    rounds: list[list[int]], lengths: NDArray[np.int64], layout: RowLayout
+) -> list[MicroBatchRows]:
+    out: list[MicroBatchRows] = []
+    used: list[int] = [0] * layout.ranks
+    chosen: list[list[int]] = [[] for _ in used]
+
+    def close_row() -> None:
+        rows = [[row] if row else [] for row in chosen]
+        out.append(MicroBatchRows(layout.row(max(used)), 1, rows))
+
+    for indices in rounds:
+        # The rank with the fewest tokens takes the longest sequence of the round.
+        takers = sorted(range(layout.ranks), key=used.__getitem__)
+        sizes = [layout.sequence(int(lengths[i])) for i in indices]
+        need = max(used[r] + size for r, size in zip(takers, sizes, strict=False))
+        if any(used) and layout.row(need) > layout.max_tokens:
+            close_row()
+            used, chosen = [0] * layout.ranks, [[] for _ in used]
+            takers = list(range(layout.ranks))
+        for r, i, size in zip(takers, indices, sizes, strict=False):
+            used[r] += size
+            chosen[r].append(i)
+    if any(used):
+        close_row()
+    return out
+
+
+def _padded_rows(
+    rounds: list[list[int]], lengths: NDArray[np.int64], layout: RowLayout
+) -> list[MicroBatchRows]:
+    out: list[MicroBatchRows] = []
+    start = 0
+    while start < len(rounds):
+        length = layout.row(int(lengths[rounds[start][0]]))
+        chosen = rounds[start : start + max(1, layout.max_tokens // length)]
+        by_rank = [[[x[r]] for x in chosen if r < len(x)] for r in range(layout.ranks)]
+        out.append(MicroBatchRows(length, len(chosen), by_rank))
+        start += len(chosen)
+    return out

@@ -67,7 +67,7 @@ class TrainerClient:
             interruptible=True,
         )
         if batch is None:
-            return m.Batch.stopping(step, self.versions_needed_from)
+            return m.Batch(step=step, stop=True, versions_needed_from=self.versions_needed_from)
         self.versions_needed_from = batch.versions_needed_from
         return batch
 

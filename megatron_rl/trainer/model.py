@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.models import architecture
-from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters
+from megatron_rl.models.packing import Rows
+from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters, world
 from megatron_rl.trainer.batch import MicroBatch
-from megatron_rl.trainer.forward import forward
-from megatron_rl.trainer.head import Head, HeadLoss
+from megatron_rl.trainer.loss import HeadPass, LmHead, Objective, head_loss
 from megatron_rl.trainer.parameters import ModelChunk
+from megatron_rl.trainer.router_replay import Routing
 from megatron_rl.trainer.shards import ModelShards
-
-LossOf = Callable[[MicroBatch], HeadLoss]
-"""The loss of a micro-batch's tokens."""
 
 
 class Policy(ModelShards):
@@ -90,57 +90,44 @@ class Policy(ModelShards):
 
     def forward_backward(
         self,
-        batches: list[MicroBatch],
-        loss_of: LossOf | None,
+        micro_batches: list[MicroBatch],
+        objective: Objective | None,
         *,
         temperature: float | None = None,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Runs the pipeline schedule over this rank's micro-batches; gradients add up.
+    ) -> None:
+        """Run the pipeline schedule over this rank's micro-batches; gradients add up.
+
+        Sets `logprobs_T` and `entropy_T` of each micro-batch on the last pipeline stage.
 
         Args:
-            batches: of this data-parallel rank; their number is the same on all ranks.
-            loss_of: what is trained; None: a forward pass alone, and no gradients.
+            micro_batches: of this data-parallel rank; their number is the same on all ranks.
+            objective: trained; None: a forward pass alone, and no gradients.
             temperature: divides the logits; None: that of generation.
-
-        Returns:
-            (log-probs [T], entropies [T]) of each micro-batch on the last stage; [] elsewhere.
         """
-        found: list[tuple[Tensor, Tensor]] = []
-        head = Head.of(self.run, self.architecture.vocabulary)
-        if loss_of is not None:
+        head = LmHead.of(self.run, self.architecture.vocabulary)
+        if objective is not None:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            batch = next(iterator)
-            output, rows = forward(
-                model,
-                batch,
-                head,
-                None if loss_of is None else loss_of(batch),
-                temperature or self.run.generation.temperature,
-                routing=self.routing,
+            micro = next(iterator)
+            context = HeadPass(
+                head, micro, objective, temperature or self.run.generation.temperature
             )
+            return forward(model, context, routing=self.routing), _summed
 
-            def summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                found.append(rows.found)
-                return loss, torch.zeros((), dtype=torch.int), {}
-
-            return output, summed
-
-        first = batches[0].tokens_BS
-        with torch.set_grad_enabled(loss_of is not None):
+        first = micro_batches[0].tokens_BS
+        with torch.set_grad_enabled(objective is not None):
             self._forward_backward(
                 forward_step_func=step,
-                data_iterator=[iter(batches) for _ in self.chunks],
+                data_iterator=[iter(micro_batches) for _ in self.chunks],
                 model=self.chunks,
-                num_microbatches=len(batches),
+                num_microbatches=len(micro_batches),
                 seq_length=first.shape[1],
                 micro_batch_size=first.shape[0],
-                forward_only=loss_of is None,
+                forward_only=objective is None,
             )
-        return found
 
     def apply(self, learning_rate: float) -> float:
         """One optimizer step with the gradients that are there.
@@ -157,3 +144,50 @@ class Policy(ModelShards):
         """Changes AdamW's constants."""
         for group in self.optimizer.param_groups:
             group["betas"], group["eps"] = (beta1, beta2), eps
+
+
+def forward(
+    model: Any,
+    context: HeadPass,
+    *,
+    routing: Routing | None = None,
+    stock_attention: bool = False,
+) -> Tensor:
+    """Run a chunk of a model over a micro-batch, up to its summed loss.
+
+    Args:
+        model: a chunk of a `GPTModel`, wrapped or not.
+        context: the micro-batch, and what the LM head computes from it.
+        routing: the model's routers, where they follow the generator's or are compared with them.
+        stock_attention: the model has Megatron's own attention, not that of `models.specs`: packed
+            rows are then in Megatron's "thd" format, and padded ones need nothing.
+
+    Returns:
+        The activations of the chunk; on the last stage, the summed loss.
+    """
+    micro = context.micro
+    rows = Rows.of_bounds(
+        micro.bounds,
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        world.device(),
+    )
+    packing: Any = rows
+    if stock_attention:
+        packing = rows.thd(None, len(micro.tokens_BS)) if len(micro.bounds) > 2 else None
+    following = nullcontext() if routing is None else routing.following(model, micro.experts_RLK)
+    with following:
+        output: Tensor = model(
+            micro.tokens_BS,
+            rows.positions_s.expand_as(micro.tokens_BS),
+            None,
+            packed_seq_params=packing,
+            output_processor=head_loss,
+            output_processor_context=context,
+        )
+    return output
+
+
+def _summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return Megatron's (loss, number of tokens, logged values): the loss is divided by nothing."""
+    return loss, torch.zeros((), dtype=torch.int), {}

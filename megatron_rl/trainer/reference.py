@@ -1,61 +1,104 @@
 """The fixed policies of a step beside the trained one: the old policy, and the reference.
 
-Where old log-probs come from (`algorithm.old_policy`):
+Source of the old log-probs (`algorithm.old_policy`):
 
 - `generator`: the generator's own at sampling time; nothing is computed here.
 - `trainer`, one update per phase: the current policy's, so that the ratio is 1 and the importance
-  correction alone tells the generator's policy from it; nothing extra is computed.
+  correction alone separates the generator's policy from it; nothing extra is computed.
 - `trainer`, k updates per phase: those of the weights at the phase's start, from a frozen copy.
   A run that is resumed within a phase no longer has that copy; it takes the generator's log-probs,
   which are of the same weights, until the next phase begins.
 
 The reference (`algorithm.kl_coefficient`) is the start checkpoint. With `algorithm.kl_reset_steps`
-it becomes the current policy every so many steps; each such reference is kept below
-`output_dir/reference/step_000100`, so that a resumed run goes on with the right one.
+it becomes the current policy at that interval; each such reference is kept below
+`output_dir/reference/step_000100`, so that a resumed run continues with the right one.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch
-from megatron_rl.trainer.frozen import FrozenWeights
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.model import Policy
 
 FOLDER = "reference"
 
 
-@dataclass(frozen=True, slots=True)
-class AnchorLogprobs:
-    """Log-probs by flat position of the step [N], on the CPU; None where none are needed."""
-
-    old: Tensor | None
-    reference: Tensor | None
-
-
 def recomputes_old(config: RunConfig) -> bool:
-    """Whether the algorithm needs log-probs of earlier weights of the trainer."""
+    """Return True if the algorithm needs log-probs of earlier weights of the trainer."""
     return config.algorithm.old_policy == "trainer" and config.schedule.updates_per_phase > 1
 
 
 def old_is_current(config: RunConfig, step: int) -> bool:
-    """Whether the old policy of this step is the current one, without its gradient."""
+    """Return True if the old policy of this step is the current one, without its gradient."""
     a, s = config.algorithm, config.schedule
     if a.loss.against == "none":
         return True
     return a.old_policy == "trainer" and step == s.phase_start(step)
 
 
-class Anchors:
-    """The frozen policies that a run's algorithm asks for; none of them costs anything otherwise.
+class FrozenWeights:
+    """A copy of a policy's weights, in their number format, on their device.
+
+    It costs one extra copy of this rank's parameters and one extra forward pass per batch. There
+    is no second module: the frozen weights replace the trained ones during the pass.
+
+    Args:
+        policy: its module computes; its weights are the same after each call.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._weights = {name: p.data.clone() for name, p in policy.parameters.items()}
+
+    def take(self) -> None:
+        """Freeze the weights that the policy has now."""
+        for name, p in self._policy.parameters.items():
+            self._weights[name].copy_(p.data)
+
+    def take_huggingface(self, directory: str | Path) -> None:
+        """Freeze the weights of a Hugging Face directory of the same architecture.
+
+        Raises:
+            ValueError: names or shapes that differ from the architecture's.
+        """
+        self._swap()
+        try:
+            self._policy.load_huggingface(directory)
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor | None]:
+        """Return the log-probs [T] of each micro-batch under the frozen weights.
+
+        Collective over the ranks of a model; None on other pipeline stages than the last.
+        """
+        self._swap()
+        try:
+            self._policy.forward_backward(micro_batches, None)
+        finally:
+            self._swap()
+        return [micro.logprobs_T for micro in micro_batches]
+
+    def _swap(self) -> None:
+        for name, p in self._policy.parameters.items():
+            trained = p.data.clone()
+            p.data.copy_(self._weights[name])
+            self._weights[name].copy_(trained)
+
+
+class FixedPolicies:
+    """The frozen policies that a run's algorithm needs; others cost nothing.
 
     Args:
         config: `algorithm`, `schedule` and `output_dir` count.
@@ -69,30 +112,29 @@ class Anchors:
         self._old_phase = -1
         self._reference: FrozenWeights | None = None
 
-    def old_is_current(self, step: int) -> bool:
-        """Whether the old policy of this step is the current one, without its gradient."""
-        return old_is_current(self._config, step)
+    def add_logprobs(self, micro_batches: list[MicroBatch], step: int) -> None:
+        """Set the micro-batches' old and reference log-probs, where the algorithm needs them.
 
-    def logprobs(self, batches: list[MicroBatch], tokens: int, step: int) -> AnchorLogprobs:
-        """Log-probs of a step's completions; collective over the trainer ranks.
+        Collective over the trainer ranks.
 
         Args:
-            batches: micro-batches of this data-parallel rank.
-            tokens: flat positions of the whole step.
+            micro_batches: of this data-parallel rank.
             step: optimizer steps that are in the policy's weights.
         """
-        old = reference = None
         if self._recomputes:
             phase = self._config.schedule.phase_start(step)
             if step == phase:
                 self._freeze_old(phase)
             elif self._old is not None and self._old_phase == phase:
-                old = self._old.logprobs(batches, tokens)
+                logprobs = self._old.logprobs(micro_batches)
+                for micro, logprobs_T in zip(micro_batches, logprobs, strict=True):
+                    micro.old_logprobs_T = logprobs_T
         if self._config.algorithm.kl_coefficient:
             # The generator's experts are those of the policy, not of other weights.
-            live = [replace(micro, routes_RLK=None) for micro in batches]
-            reference = self._reference_at(step).logprobs(live, tokens)
-        return AnchorLogprobs(old, reference)
+            live = [replace(micro, experts_RLK=None) for micro in micro_batches]
+            logprobs = self._reference_at(step).logprobs(live)
+            for micro, logprobs_T in zip(micro_batches, logprobs, strict=True):
+                micro.reference_logprobs_T = logprobs_T
 
     def _freeze_old(self, phase: int) -> None:
         if self._old is None:
@@ -117,7 +159,7 @@ class Anchors:
 
 
 def newest_before(folder: Path, step: int) -> Path | None:
-    """The saved reference of the latest reset up to a step; None when there was none."""
+    """Return the saved reference of the latest reset up to a step; None if there was none."""
     kept = [p for p in sorted(folder.glob("step_??????")) if p <= _at(folder, step)]
     return kept[-1] if kept else None
 

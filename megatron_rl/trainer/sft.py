@@ -18,18 +18,22 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from megatron_rl.algorithm.losses.reinforce import Reinforce
+from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import RunConfig
 from megatron_rl.data.splits import demonstrations
 from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from megatron_rl.models import start_checkpoint, tiny
 from megatron_rl.trainer import world
-from megatron_rl.trainer.batch import Sequences
-from megatron_rl.trainer.head import HeadLoss
+from megatron_rl.trainer.batch import batch_of_examples, micro_batches_of
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
+from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 
 Example = tuple[list[int], list[int]]
 """(prompt, completion) as token ids."""
+CROSS_ENTROPY = Objective(Algorithm(loss=Reinforce()))
+"""With advantage 1 and the generator out of the formula, REINFORCE is the log-likelihood."""
 FINAL_RATE = 0.1
 """The cosine ends at this part of the peak learning rate."""
 REPORT_EVERY = 20
@@ -76,13 +80,11 @@ def run_supervised(
 
 
 def _train(config: RunConfig, policy: Policy, examples: list[Example], step: int) -> Tensor:
-    sequences = Sequences.of_examples(examples)
-    own = policy.micro_batches(sequences)
     weight = 1.0 / sum(len(completion) for _, completion in examples)
-    loss = HeadLoss(terms=lambda logprobs_C, entropy_C, place: -weight * logprobs_C)
-    found = policy.forward_backward(own, lambda micro: loss, temperature=1.0)
+    micro_batches = micro_batches_of(batch_of_examples(examples, weight), policy)
+    policy.forward_backward(micro_batches, CROSS_ENTROPY, temperature=1.0)
     policy.apply(learning_rate(config, step))
-    losses = [-weight * logprobs_T.sum() for logprobs_T, _ in found]
+    losses = [-weight * m.logprobs_T.sum() for m in micro_batches if m.logprobs_T is not None]
     return torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
-from megatron_rl.trainer.batch import Division, MicroBatch, Sequences, micro_batches
 from megatron_rl.trainer.router_replay import Routing
 from megatron_rl.weights.export import ExportPlan, PlanKey
 
@@ -63,21 +62,6 @@ class ModelShards:
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
-
-    def micro_batches(self, sequences: Sequences) -> list[MicroBatch]:
-        """This rank's part of a step's sequences."""
-        p, schedule = self.run.parallel, self.run.schedule
-        division = Division(
-            ranks=parallel_state.get_data_parallel_world_size(),
-            max_tokens=schedule.micro_batch_tokens,
-            packed=schedule.packing,
-            multiple=p.tensor if p.sequence_parallel else 1,
-            context=p.context,
-            count_multiple=self.micro_batch_multiple,
-        )
-        rank = parallel_state.get_data_parallel_rank()
-        context_rank = parallel_state.get_context_parallel_rank()
-        return micro_batches(sequences, division, rank, context_rank)
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -1,14 +1,19 @@
-"""One RL step: a batch message in, one optimizer step and its metrics out.
+"""One RL step of the trainer: a batch in, one optimizer step and its metrics out.
 
 The trainer computes `sum(loss_weight * term)` over the whole batch and nothing else; the
-orchestrator has put every divisor into the loss weights.
+orchestrator has put every divisor into the loss weights. From the batch's bytes to the gradient:
+
+    next_batch            the bytes, on every rank
+    batch.py              MicroBatch: this rank's tokens, rows by models/packing.py
+    model.py              Policy.forward_backward: Megatron's schedule over `forward`
+    loss.py               head_loss, in Megatron's output hook: the objective over the LM head
+    kernels/fused.py      linear_loss -> linear.py -> heads.py, library.py: loss and gradient
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,19 +22,36 @@ import torch.distributed as dist
 from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import world
+from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
 from megatron_rl.trainer.client import TrainerClient
+from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
-from megatron_rl.trainer.reference import Anchors
+from megatron_rl.trainer.reference import FixedPolicies, old_is_current
 from megatron_rl.trainer.shards import ModelShards
-from megatron_rl.trainer.step_work import StepWork
+from megatron_rl.trainer.step_metrics import report
 from megatron_rl.weights.export import export_for_generators
 from megatron_rl.weights.transports.base import Publisher
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warm-up to a constant; step 0 already learns (`1 / warmup_steps` of the rate)."""
-    o = config.optimizer
-    return o.learning_rate * min(1.0, (step + 1) / max(1, o.warmup_steps))
+def next_batch(
+    client: TrainerClient | None, step: int, stop_requested: Callable[[], bool]
+) -> tuple[messages.Batch, bool]:
+    """Return (the batch, True if any rank was interrupted), the same on every rank; collective."""
+    group = world.control_group()
+    data = messages.encode(client.next_batch(step)) if client is not None else b""
+    # One MAX all-reduce for both: only rank 0 has a size; any rank may request a stop.
+    header = torch.tensor([len(data), int(stop_requested())])
+    dist.all_reduce(header, op=dist.ReduceOp.MAX, group=group)
+    size, stop = header.tolist()
+    if client is not None:
+        buffer = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+    else:
+        buffer = torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(buffer, src=0, group=group)
+    batch = messages.decode(buffer.numpy().tobytes())
+    if not isinstance(batch, messages.Batch):
+        raise TypeError(f"step {step}: expected a Batch, received {type(batch).__name__}")
+    return batch, bool(stop)
 
 
 class Trainer:
@@ -42,10 +64,10 @@ class Trainer:
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self.config, self.policy = config, policy
-        self._anchors = Anchors(config, policy)
+        self._fixed = FixedPolicies(config, policy)
 
     def train_step(self, batch: messages.Batch, step: int) -> messages.StepDone:
-        """Trains one batch; collective over the trainer ranks.
+        """Train on one batch; collective over the trainer ranks.
 
         Args:
             batch: the same on every rank.
@@ -61,37 +83,37 @@ class Trainer:
                 the last checkpoint and the last published version are not.
         """
         started = time.perf_counter()
-        work = self.prepare(batch, step)
-        outputs = self.policy.forward_backward(work.own, work.loss)
+        micro_batches, objective = self.prepare(batch, step)
+        self.policy.forward_backward(micro_batches, objective)
         rate = learning_rate(self.config, step)
         norm = self.policy.apply(rate)
-        found, probe = work.report(outputs, self.policy.reports)
-        found |= {"grad_norm": norm, "learning_rate": rate}
-        if not np.isfinite([found["loss"], norm]).all():
+        metrics, probe = report(batch, micro_batches, objective, self.policy)
+        metrics |= {"grad_norm": norm, "learning_rate": rate}
+        if not np.isfinite([metrics["loss"], norm]).all():
             raise FloatingPointError(
-                f"step {step}: loss {found['loss']} and gradient norm {norm}: not finite; look at"
+                f"step {step}: loss {metrics['loss']} and gradient norm {norm}: not finite; look at"
                 " ratio_max and the generator's log-probs of this batch"
             )
         return messages.StepDone(
             step=step,
-            metrics=found,
+            metrics=metrics,
             probe_logprobs=probe,
             wait_seconds=0.0,
             train_seconds=time.perf_counter() - started,
         )
 
-    def prepare(self, batch: messages.Batch, step: int) -> StepWork:
-        """What this rank has to do for a batch; see `train_step`."""
-        algorithm, anchors = self.config.algorithm, self._anchors
-        work = StepWork.of_batch(batch, step, self.policy, algorithm)
-        logprobs = anchors.logprobs(work.own, len(work.sequences.token_ids), step)
-        work.inputs = replace(
-            work.inputs,
-            old=logprobs.old,
-            old_is_current=anchors.old_is_current(step),
-            reference=logprobs.reference,
-        )
-        return work
+    def prepare(self, batch: messages.Batch, step: int) -> tuple[list[MicroBatch], Objective]:
+        """Return this rank's micro-batches with all log-probs they need, and their objective."""
+        check_routed_experts(batch, self.policy)
+        micro_batches = micro_batches_of(batch, self.policy)
+        self._fixed.add_logprobs(micro_batches, step)
+        return micro_batches, Objective(self.config.algorithm, old_is_current(self.config, step))
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Return the rate of a linear warm-up to a constant; step 0 has `1 / warmup_steps` of it."""
+    o = config.optimizer
+    return o.learning_rate * min(1.0, (step + 1) / max(1, o.warmup_steps))
 
 
 def publish_weights(
@@ -101,7 +123,7 @@ def publish_weights(
     publisher: Publisher | None,
     version: int,
 ) -> float:
-    """Seconds that the export of the current weights as `version` took; collective."""
+    """Export the current weights as `version`; collective. Return the seconds it took."""
     started = time.perf_counter()
     stream = export_for_generators(config, policy)
     manifest = None
@@ -113,24 +135,3 @@ def publish_weights(
     if client is not None and manifest is not None:
         client.published(messages.Published(manifest=manifest, seconds=seconds))
     return seconds
-
-
-def next_batch(
-    client: TrainerClient | None, step: int, stop_requested: Callable[[], bool]
-) -> tuple[messages.Batch, bool]:
-    """(the batch, whether any rank is asked to stop), the same on every rank."""
-    group = world.control_group()
-    data = messages.encode(client.next_batch(step)) if client is not None else b""
-    # One message agrees on both: the size is rank 0's, a stop is anybody's.
-    header = torch.tensor([len(data), int(stop_requested())])
-    dist.all_reduce(header, op=dist.ReduceOp.MAX, group=group)
-    size, stop = header.tolist()
-    if client is not None:
-        buffer = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(buffer, src=0, group=group)
-    batch = messages.decode(buffer.numpy().tobytes())
-    if not isinstance(batch, messages.Batch):
-        raise TypeError(f"step {step}: expected a Batch, received {type(batch).__name__}")
-    return batch, bool(stop)

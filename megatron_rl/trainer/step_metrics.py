@@ -1,4 +1,4 @@
-"""Token statistics of one step, as sums that add up over micro-batches and ranks.
+"""Metrics of one step, as sums that add up over micro-batches and ranks.
 
 Means are over the trained tokens (loss weight > 0: sampled completion tokens of used sequences).
 Shape legend: T completion tokens of this rank.
@@ -7,51 +7,91 @@ Shape legend: T completion tokens of this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithm.objective import Sums
+from megatron_rl import messages
+from megatron_rl.trainer import world
+from megatron_rl.trainer.batch import MicroBatch, completion_positions
+from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.router_replay import COUNTS
+from megatron_rl.trainer.shards import ModelShards
 
 TOKEN_SUMS = (
-    *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
-    *("same_error", "same_tokens", "corrected", "reference_kl"),
+    "loss",
+    "tokens",
+    "ratio",
+    "ratio_squared",
+    "clipped",
+    "outside",
+    "kl",
+    "entropy",
+    "same_error",
+    "same_tokens",
+    "corrected",
+    "reference_kl",
 )
 SUMS = (*TOKEN_SUMS, *COUNTS)
 NEAR_ONE = (0.9, 1.1)
 """Ratios outside of this are counted as `ratio_outside_0.9_1.1`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArrays:
-    """The completion tokens that this rank answers for, all [T]."""
+def report(
+    batch: messages.Batch,
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    shards: ModelShards,
+) -> tuple[dict[str, float], list[list[float]]]:
+    """Return metrics of the whole batch and the probe's log-probs, the same on every rank.
 
-    logprobs: Tensor
-    entropy: Tensor
-    generator_logprobs: Tensor
-    loss_weights: Tensor
-    same_version: Tensor
-    """bool: sampled under the weights that were just differentiated, like all its sequence."""
-
-
-def local_sums(tokens: TokenArrays, objective: Sequence[Sums]) -> tuple[Tensor, Tensor]:
-    """(sums in the order of `TOKEN_SUMS`, maxima [ratio, same-version error]) of this rank, fp64.
-
-    Args:
-        tokens: of all micro-batches.
-        objective: what the objective summed up in each micro-batch.
+    Collective over the trainer ranks, after the forward pass of all micro-batches.
     """
-    trained = tokens.loss_weights > 0
-    difference = (tokens.logprobs - tokens.generator_logprobs).double()
-    log_ratio = difference[trained]
+    positions = [completion_positions(batch, i) for i in batch.probe]
+    probe_positions = np.concatenate([np.zeros(0, dtype=np.int64), *positions])
+    probe = torch.zeros(len(probe_positions), dtype=torch.float64)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    maxima = torch.zeros(2, dtype=torch.float64)
+    if shards.reports:
+        sums[: len(TOKEN_SUMS)], maxima = _local_sums(micro_batches, objective)
+        if len(probe):
+            by_position = torch.zeros(len(batch.token_ids) // 4, dtype=torch.float64)
+            source_T = torch.cat([micro.source_T for micro in micro_batches])
+            by_position[source_T] = _joined(micro_batches, "logprobs_T").double()
+            probe = by_position[torch.from_numpy(probe_positions)]
+    if shards.routing is not None:
+        sums[len(TOKEN_SUMS) :] = shards.routing.take_counts()
+    _reduce(sums, maxima, probe)
+    metrics = _named(sums, maxima)
+    if shards.routing is not None:
+        metrics |= _named_routes(sums)
+    algorithm = objective.algorithm
+    if algorithm.correction.kind == "none":
+        del metrics["corrected_fraction"]
+    if not algorithm.kl_coefficient:
+        del metrics["kl_reference"]
+    return metrics, [part.tolist() for part in probe.split([len(p) for p in positions])]
+
+
+def _joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
+    """Return a per-token array of all micro-batches [T], on the CPU."""
+    return torch.cat([getattr(micro, name) for micro in micro_batches]).cpu()
+
+
+def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tuple[Tensor, Tensor]:
+    """Return this rank's (sums in the order of `TOKEN_SUMS`, maxima [ratio, error]), fp64."""
+    logprobs_T = _joined(micro_batches, "logprobs_T")
+    trained_T = _joined(micro_batches, "loss_weights_T") > 0
+    difference_T = (logprobs_T - _joined(micro_batches, "generator_logprobs_T")).double()
+    log_ratio = difference_T[trained_T]
     ratio = log_ratio.exp()
     outside = (ratio < NEAR_ONE[0]) | (ratio > NEAR_ONE[1])
-    same_error = difference[tokens.same_version].abs()
+    same_error = difference_T[_joined(micro_batches, "same_version_T")].abs()
+    parts = [objective.sums(micro) for micro in micro_batches]
     loss, clipped, corrected, reference_kl = (
-        sum(float(getattr(part, name)) for part in objective)
+        sum(float(getattr(part, name)) for part in parts)
         for name in ("loss", "clipped", "corrected", "reference_kl")
     )
     sums = [
@@ -63,7 +103,7 @@ def local_sums(tokens: TokenArrays, objective: Sequence[Sums]) -> tuple[Tensor, 
         outside.sum(),
         # k3 of KL(gen || train): E_gen[rho - 1 - log rho], never negative.
         (ratio - 1 - log_ratio).sum(),
-        tokens.entropy[trained].double().sum(),
+        _joined(micro_batches, "entropy_T")[trained_T].double().sum(),
         same_error.sum(),
         len(same_error),
         corrected,
@@ -76,8 +116,9 @@ def local_sums(tokens: TokenArrays, objective: Sequence[Sums]) -> tuple[Tensor, 
     )
 
 
-def reduce_sums(sums: Tensor, maxima: Tensor, probe: Tensor, group: dist.ProcessGroup) -> None:
-    """Adds up sums and probe log-probs, and takes the maxima, over `group`, in place."""
+def _reduce(sums: Tensor, maxima: Tensor, probe: Tensor) -> None:
+    """Add up sums and probe log-probs, and take the maxima, over all trainer ranks, in place."""
+    group = world.control_group()
     flat = torch.cat([sums, probe])
     dist.all_reduce(flat, group=group)
     sums.copy_(flat[: len(sums)])
@@ -85,8 +126,8 @@ def reduce_sums(sums: Tensor, maxima: Tensor, probe: Tensor, group: dist.Process
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
 
 
-def named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
-    """The metrics of a step by their names in metrics.jsonl, from the sums of the whole world."""
+def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
+    """Return the metrics of a step by their names in metrics.jsonl."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     ratio_max, same_max = maxima.tolist()
     n, same = max(total["tokens"], 1.0), max(total["same_tokens"], 1.0)
@@ -109,8 +150,8 @@ def named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     }
 
 
-def named_routes(sums: Tensor) -> dict[str, float]:
-    """How far the trainer's routers are from the generator's, from the sums of the whole world."""
+def _named_routes(sums: Tensor) -> dict[str, float]:
+    """Return the fractions of routed experts that differ between trainer and generator."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     known = max(total["routes"], 1.0)
     return {

@@ -85,16 +85,20 @@ class TrainerOfOne:
 
     def score(self, examples: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Log-probs of completions under the weights held now."""
-        from megatron_rl.trainer.batch import Sequences
+        from megatron_rl.trainer.batch import (
+            batch_of_examples,
+            completion_positions,
+            micro_batches_of,
+        )
 
-        sequences = Sequences.of_examples(examples)
-        micro = self.policy.micro_batches(sequences)
-        flat = np.zeros(len(sequences.token_ids))
-        for one, (logprobs_T, _) in zip(
-            micro, self.policy.forward_backward(micro, None), strict=True
-        ):
-            flat[one.source_T.numpy()] = logprobs_T.numpy()
-        return [flat[sequences.completion_positions(i)].tolist() for i in range(len(examples))]
+        examples_batch = batch_of_examples(examples)
+        micro_batches = micro_batches_of(examples_batch, self.policy)
+        self.policy.forward_backward(micro_batches, None)
+        flat = np.zeros(len(examples_batch.token_ids) // 4)
+        for micro in micro_batches:
+            flat[micro.source_T.numpy()] = micro.logprobs_T.numpy()
+        positions = [completion_positions(examples_batch, i) for i in range(len(examples))]
+        return [flat[p].tolist() for p in positions]
 
     def metrics(self, message: messages.Batch, routing_replay: str) -> dict[str, float]:
         """Of a step with this batch that is not applied, with `algorithm.routing_replay`."""
@@ -105,10 +109,11 @@ class TrainerOfOne:
         tree = self.config.model_dump(mode="json")
         tree["algorithm"]["routing_replay"] = routing_replay
         self.trainer.config = policy.run = type(self.config).model_validate(tree)
-        work = self.trainer.prepare(message, message.step)
-        outputs = policy.forward_backward(work.own, work.loss)
-        found, _ = work.report(outputs, counts=True)
-        return found
+        from megatron_rl.trainer.step_metrics import report
+
+        micro_batches, objective = self.trainer.prepare(message, message.step)
+        policy.forward_backward(micro_batches, objective)
+        return report(message, micro_batches, objective, policy)[0]
 
     def weights(self) -> dict[str, Any]:
         """All weights by the checkpoint's names, as numpy arrays."""

@@ -14,13 +14,13 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.megatron_plugin import arguments, join
-from megatron_rl.megatron_plugin.data_iterator import Rollouts
-from megatron_rl.megatron_plugin.plugin_model import PluggedModel
-from megatron_rl.trainer.forward import forward
-from megatron_rl.trainer.head import Head
-from megatron_rl.trainer.model import Policy
+from megatron_rl.megatron_plugin.data_iterator import PluginSteps
+from megatron_rl.megatron_plugin.plugin_model import PluginModel
+from megatron_rl.trainer.batch import micro_batches_of
+from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
+from megatron_rl.trainer.model import Policy, forward
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.step_work import StepWork
+from megatron_rl.trainer.step_metrics import report
 from tests.trainer.cases import batch, run_config, world_of_one, write_model
 
 
@@ -74,20 +74,17 @@ def test_the_loss_and_the_gradient_are_those_of_the_own_loop(world: None, direct
     done = Trainer(config, policy).train_step(batch(), 0)
 
     config.schedule.packing = False
-    plugged = PluggedModel(config, [module], use_te=False, micro_batches=3)
-    work = StepWork.of_batch(batch(), 0, plugged, config.algorithm)
-    assert len(work.own) == 3
-    head = Head.of(config, plugged.architecture.vocabulary)
+    plugged = PluginModel(config, [module], use_te=False, micro_batches=3)
+    micro_batches, objective = micro_batches_of(batch(), plugged), Objective(config.algorithm)
+    assert len(micro_batches) == 3
+    head = LmHead.of(config, plugged.architecture.vocabulary)
     chunk.zero_grad_buffer()
-    outputs, loss = [], 0.0
-    for micro in work.own:
-        summed, rows = forward(
-            chunk, micro, head, work.loss(micro), temperature=1.0, stock_attention=True
-        )
+    loss = 0.0
+    for micro in micro_batches:
+        summed = forward(chunk, HeadPass(head, micro, objective, 1.0), stock_attention=True)
         summed.backward()
         loss += float(summed.detach())
-        outputs.append(rows.found)
-    found, _ = work.report(outputs, plugged.reports)
+    found, _ = report(batch(), micro_batches, objective, plugged)
     assert loss == pytest.approx(done.metrics["loss"], rel=1e-6)
     for name, value in found.items():
         assert value == pytest.approx(done.metrics[name], rel=1e-6, abs=1e-6), name
@@ -100,17 +97,16 @@ def test_the_loss_and_the_gradient_are_those_of_the_own_loop(world: None, direct
 def test_a_step_with_too_many_micro_batches_names_the_sizes(world: None, directory: Path) -> None:
     config = run_config(directory, schedule__packing=False, schedule__micro_batch_tokens=1)
     policy = Policy(config, directory)
-    plugged = PluggedModel(config, [script_model(policy)], use_te=False, micro_batches=2)
-    work = StepWork.of_batch(batch(), 0, plugged, config.algorithm)
+    plugged = PluginModel(config, [script_model(policy)], use_te=False, micro_batches=2)
     with pytest.raises(ConfigError, match="--global-batch-size"):
-        plugged.check_count(len(work.own), 0)
+        plugged.check_count(len(micro_batches_of(batch(), plugged)), 0)
 
 
 def test_a_model_of_other_sizes_is_refused_by_field(world: None, directory: Path) -> None:
     config = run_config(directory)
     module = script_model(Policy(config, directory), layernorm_epsilon=1e-3, hidden_dropout=0.1)
     with pytest.raises(ConfigError, match=r"layernorm_epsilon is 0\.001.*hidden_dropout is 0\.1"):
-        PluggedModel(config, [module], use_te=False, micro_batches=1)
+        PluginModel(config, [module], use_te=False, micro_batches=1)
 
 
 def test_the_orchestrators_state_is_saved_beside_megatrons(tmp_path: Path) -> None:
@@ -120,8 +116,8 @@ def test_the_orchestrators_state_is_saved_beside_megatrons(tmp_path: Path) -> No
         def save_state(self, step: int, directory: str) -> None:
             said.append((step, directory))
 
-    rollouts = Rollouts(None, None, Client(), None, 7, lambda: None)  # type: ignore[arg-type]
-    assert rollouts.save_state(tmp_path) == {"step": 7}
+    steps = PluginSteps(None, None, Client(), None, 7, lambda: None)  # type: ignore[arg-type]
+    assert steps.save_state(tmp_path) == {"step": 7}
     assert said == [(7, str(tmp_path / "iter_0000007" / "megatron_rl"))]
     assert Path(said[0][1]).is_dir()
 

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
 from megatron_rl.config import ArithmeticTask
 from megatron_rl.data import arithmetic
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.models.packing import RowLayout
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict, verify_exact
-from megatron_rl.trainer.batch import Division, Sequences, micro_batches
+from megatron_rl.trainer.batch import batch_of_examples, divide
 
 ENGINE_NOISE = 1e-4
 
@@ -92,19 +93,19 @@ class Rollouts:
             logprobs=noisy,
             forced=forced,
             spans=[m.VersionSpan(version, 0, len(ids))],
-            started_version=version,
             finish_reason="length" if index == 2 and group % 3 == 0 else "stop",
         )
 
     def _logprobs(self, policy: Any, prompt_ids: list[int]) -> list[list[float]]:
         """Under the policy, of every completion of these prompts, in order."""
         examples = [(self.prompts[p], c) for p in prompt_ids for c in self._completions[p]]
-        own = micro_batches(Sequences.of_examples(examples), Division(max_tokens=10**6))
+        batch = batch_of_examples(examples)
+        (micro,) = divide(batch, policy.architecture, RowLayout(max_tokens=10**6))
         with torch.no_grad():
-            ((found, _),) = policy.forward_backward(own, None)
+            policy.forward_backward([micro], None)
         lengths = [len(p) + len(c) for p, c in examples]
         flat = torch.zeros(sum(lengths))
-        flat[own[0].source_T] = found.float()
+        flat[micro.source_T] = micro.logprobs_T.float()
         rows = flat.split(lengths)
         return [row[len(p) :].tolist() for row, (p, _) in zip(rows, examples, strict=True)]
 

@@ -47,7 +47,7 @@ class Seen:
             trainer = Trainer(config, policy)
             if callable(message):
                 message = message(policy.architecture)
-            (micro,) = trainer.prepare(message, 0).own
+            ((micro,), _) = trainer.prepare(message, 0)
             self.origin = micro.origin_BS.T.reshape(-1).numpy()
             self.message = message
             apply, policy.apply = policy.apply, self._apply  # type: ignore[method-assign]

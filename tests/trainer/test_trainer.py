@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from megatron_rl import messages
-from megatron_rl.models import architecture
-from megatron_rl.trainer.batch import Division, Sequences, micro_batches
-from megatron_rl.trainer.hf_checkpoint import read_config
+from megatron_rl.trainer.batch import (
+    batch_of_examples,
+    completion_positions,
+    micro_batches_of,
+    same_version,
+)
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer, learning_rate
-from megatron_rl.trainer.step_work import same_version_tokens
 from tests.trainer.cases import batch, gradients, run_config, world_of_one, write_model
 
 EMPTY = np.zeros(0, dtype="<f4").tobytes()
@@ -70,20 +72,22 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    s = Sequences.of_batch(message, architecture(read_config(directory)))
+    bounds, prompts, token_ids = (
+        messages.ints(x) for x in (message.bounds, message.prompt_lengths, message.token_ids)
+    )
     advantages, generator, weights = (
         torch.tensor(messages.floats(x))
         for x in (message.advantages, message.generator_logprobs, message.loss_weights)
     )
     versions = messages.ints(message.versions)
     logps, entropies, where = [], [], []
-    for i in range(len(s.lengths)):  # sequence by sequence, with nothing padded
-        ids = torch.tensor(s.token_ids[s.bounds[i] : s.bounds[i + 1]].astype(np.int64))
+    for i in range(len(prompts)):  # sequence by sequence, with nothing padded
+        ids = torch.tensor(token_ids[bounds[i] : bounds[i + 1]].astype(np.int64))
         all_logps = torch.log_softmax(model(ids[None]).logits[0], -1)
-        rows = torch.arange(int(s.prompt_lengths[i]), len(ids))
+        rows = torch.arange(int(prompts[i]), len(ids))
         logps.append(all_logps[rows - 1, ids[rows]])
         entropies.append(-(all_logps.exp() * all_logps).sum(-1)[rows - 1])
-        where.append(torch.from_numpy(s.completion_positions(i)))
+        where.append(torch.from_numpy(completion_positions(message, i)))
     logp, entropy, source = torch.cat(logps), torch.cat(entropies), torch.cat(where)
     gen, w = generator[source], weights[source]
     ratio = torch.exp(logp.detach() - gen)
@@ -93,7 +97,7 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
     name = "model.norm.weight"
     torch.testing.assert_close(found[name], model.model.norm.weight.grad, atol=1e-6, rtol=1e-4)
     own = ratio[w > 0]
-    same = same_version_tokens(s, versions, 4)[source]
+    same = torch.from_numpy(same_version(bounds, versions, 4))[source]
     error = (logp.detach() - gen).abs()[same]
     want = {
         "loss": loss.item(),
@@ -116,16 +120,6 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
     assert set(done.metrics) == {*want, "grad_norm"}
     for i, found_probe in zip(message.probe, done.probe_logprobs, strict=True):
         np.testing.assert_allclose(found_probe, logps[i].detach(), atol=1e-5)
-
-
-def test_a_sequence_is_of_one_version_when_all_its_sampled_tokens_are() -> None:
-    s = Sequences.of_examples([([1], [2, 3]), ([1], [2, 3, 4]), ([1, 1], [2])])
-    versions = np.array([-1, 6, 7, -1, 7, -1, 7, -1, -1, 7], dtype=np.int32)
-    assert same_version_tokens(s, versions, 7).tolist() == [
-        *(False, False, False),  # its first token is of version 6
-        *(False, True, False, True),  # the forced one (-1) does not count and does not break
-        *(False, False, True),
-    ]
 
 
 def test_a_batch_without_a_trained_token_still_steps(world: None, directory: Path) -> None:
@@ -153,25 +147,27 @@ def test_a_batch_without_a_trained_token_still_steps(world: None, directory: Pat
 
 def test_padding_never_leaks_into_a_shorter_sequence(world: None, directory: Path) -> None:
     # The same short sequence beside a short and beside a long one.
-    policy = Policy(run_config(directory), directory)
+    policy = Policy(run_config(directory, schedule__micro_batch_tokens=10**6), directory)
     short = ([5, 6, 7], [0, 2, 8])  # pad and eos inside are tokens like others
     seen = []
     for other in (([3], [4]), ([3] * 9, [4] * 30)):
-        own = micro_batches(Sequences.of_examples([short, other]), Division(max_tokens=10**6))
-        (found,) = policy.forward_backward(own, None)
-        row = own[0].source_T < 6
-        seen.append(found[0][row])
+        (micro,) = micro_batches_of(batch_of_examples([short, other]), policy)
+        policy.forward_backward([micro], None)
+        assert micro.logprobs_T is not None
+        seen.append(micro.logprobs_T[micro.source_T < 6])
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-6)
 
 
 def test_temperature_divides_the_logits(world: None, directory: Path) -> None:
-    own = micro_batches(Sequences.of_examples([([5, 6, 7], [8, 9])]), Division())
     policy = Policy(run_config(directory, generation__temperature=0.5), directory)
+    (micro,) = micro_batches_of(batch_of_examples([([5, 6, 7], [8, 9])]), policy)
 
     def logprobs(**kwargs: Any) -> torch.Tensor:
-        return policy.forward_backward(own, None, **kwargs)[0][0]
+        policy.forward_backward([micro], None, **kwargs)
+        assert micro.logprobs_T is not None
+        return micro.logprobs_T
 
-    module = policy.module(own[0].tokens_BS, torch.arange(5)[None], None)[0]
+    module = policy.module(micro.tokens_BS, torch.arange(5)[None], None)[0]
     for temperature, found in ((0.5, logprobs()), (1.0, logprobs(temperature=1.0))):
         want = torch.log_softmax(module / temperature, -1)[[2, 3], [8, 9]]
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

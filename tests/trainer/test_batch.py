@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.models.packing import own_positions
-from megatron_rl.trainer.batch import Division, Sequences, Slot, micro_batches, plan
+from megatron_rl import messages
+from megatron_rl.models import architecture, tiny
+from megatron_rl.models.packing import MicroBatchRows, RowLayout, own_positions, plan_rows
+from megatron_rl.trainer.batch import (
+    MicroBatch,
+    batch_of_examples,
+    completion_positions,
+    divide,
+    same_version,
+)
 
 pairs = st.lists(
     st.tuples(
@@ -22,18 +31,27 @@ pairs = st.lists(
 )
 
 
-def test_worked_examples() -> None:
-    two = Division(ranks=2, max_tokens=8)
-    assert plan(np.array([5, 3, 4]), two) == [Slot(7, 1, [[[0]], [[2, 1]]])]
-    assert plan(np.array([5, 3, 4]), Division(ranks=2, max_tokens=6)) == [
-        Slot(5, 1, [[[0]], [[2]]]),
-        Slot(3, 1, [[[1]], []]),
-    ]
-    assert plan(np.array([], dtype=np.int64), two) == [Slot(1, 1, [[], []])]
+ARCHITECTURE = architecture(tiny.CONFIGS["tiny_dense"])
 
-    sequences = Sequences.of_examples([([5, 6], [8]), ([7], [9, 2])])
-    assert sequences.bounds.tolist() == [0, 3, 6]
-    (one,) = micro_batches(sequences, Division(max_tokens=100, multiple=4))
+
+def divided(
+    batch: messages.Batch, layout: RowLayout, rank: int = 0, context_rank: int = 0
+) -> list[MicroBatch]:
+    return divide(batch, ARCHITECTURE, layout, rank, context_rank)
+
+
+def test_worked_examples() -> None:
+    two = RowLayout(ranks=2, max_tokens=8)
+    assert plan_rows(np.array([5, 3, 4]), two) == [MicroBatchRows(7, 1, [[[0]], [[2, 1]]])]
+    assert plan_rows(np.array([5, 3, 4]), RowLayout(ranks=2, max_tokens=6)) == [
+        MicroBatchRows(5, 1, [[[0]], [[2]]]),
+        MicroBatchRows(3, 1, [[[1]], []]),
+    ]
+    assert plan_rows(np.array([], dtype=np.int64), two) == [MicroBatchRows(1, 1, [[], []])]
+
+    batch = batch_of_examples([([5, 6], [8]), ([7], [9, 2])])
+    assert messages.ints(batch.bounds).tolist() == [0, 3, 6]
+    (one,) = divided(batch, RowLayout(max_tokens=100, multiple=4))
     assert one.tokens_BS.tolist() == [[5, 6, 8, 7, 9, 2, 0, 0]]
     assert one.origin_BS.tolist() == [[0, 1, 2, 3, 4, 5, -1, -1]]
     assert one.bounds == (0, 3, 6, 8)  # the padding is a sequence too
@@ -43,14 +61,20 @@ def test_worked_examples() -> None:
 
 
 def test_worked_examples_of_padded_rows() -> None:
-    two = Division(ranks=2, max_tokens=8, packed=False)
-    assert plan(np.array([5, 3, 4]), two) == [Slot(5, 1, [[[0]], [[2]]]), Slot(3, 1, [[[1]], []])]
-    even = Division(max_tokens=10, multiple=2, packed=False)
-    assert plan(np.array([5, 3, 4]), even) == [Slot(6, 1, [[[0]]]), Slot(4, 2, [[[2], [1]]])]
-    assert plan(np.array([], dtype=np.int64), two) == [Slot(1, 1, [[], []])]
+    two = RowLayout(ranks=2, max_tokens=8, packed=False)
+    assert plan_rows(np.array([5, 3, 4]), two) == [
+        MicroBatchRows(5, 1, [[[0]], [[2]]]),
+        MicroBatchRows(3, 1, [[[1]], []]),
+    ]
+    even = RowLayout(max_tokens=10, multiple=2, packed=False)
+    assert plan_rows(np.array([5, 3, 4]), even) == [
+        MicroBatchRows(6, 1, [[[0]]]),
+        MicroBatchRows(4, 2, [[[2], [1]]]),
+    ]
+    assert plan_rows(np.array([], dtype=np.int64), two) == [MicroBatchRows(1, 1, [[], []])]
 
-    sequences = Sequences.of_examples([([5, 6], [8]), ([7], [9, 2])])
-    (one,) = micro_batches(sequences, Division(max_tokens=100, packed=False))
+    batch = batch_of_examples([([5, 6], [8]), ([7], [9, 2])])
+    (one,) = divided(batch, RowLayout(max_tokens=100, packed=False))
     assert one.tokens_BS.tolist() == [[5, 6, 8], [7, 9, 2]]
     # Position-major rows: token 8 at position 2 of row 0 is predicted by (1, 0) = 1 * 2 + 0.
     assert one.rows_T.tolist() == [1, 2, 3]
@@ -60,8 +84,8 @@ def test_worked_examples_of_padded_rows() -> None:
 
 def test_a_predictor_may_be_on_another_context_parallel_rank_than_its_token() -> None:
     # One sequence, padded to 8: rank 0 has positions 0, 1, 6, 7 and rank 1 has 2, 3, 4, 5.
-    sequences = Sequences.of_examples([([5, 6], [8, 7, 9, 2])])
-    ranks = [micro_batches(sequences, Division(context=2), 0, c)[0] for c in range(2)]
+    batch = batch_of_examples([([5, 6], [8, 7, 9, 2])])
+    ranks = [divided(batch, RowLayout(context=2), 0, c)[0] for c in range(2)]
     assert ranks[0].tokens_BS.tolist() == [[5, 6, 0, 0]]
     assert ranks[1].tokens_BS.tolist() == [[8, 7, 9, 2]]
     assert (ranks[0].rows_T.tolist(), ranks[0].targets_T.tolist()) == ([1], [8])
@@ -84,13 +108,11 @@ def test_every_completion_token_is_once_on_one_rank(
     context: int,
     packed: bool,
 ) -> None:
-    sequences = Sequences.of_examples(examples)
-    division = Division(
+    batch = batch_of_examples(examples)
+    layout = RowLayout(
         ranks=ranks, max_tokens=max_tokens, packed=packed, multiple=multiple, context=context
     )
-    by_rank = [
-        micro_batches(sequences, division, r, c) for r in range(ranks) for c in range(context)
-    ]
+    by_rank = [divided(batch, layout, r, c) for r in range(ranks) for c in range(context)]
     shapes = [[m.tokens_BS.shape for m in own] for own in by_rank]
     assert all(own == shapes[0] for own in shapes)
     assert shapes[0]
@@ -106,11 +128,11 @@ def test_every_completion_token_is_once_on_one_rank(
             found += micro.source_T.tolist()
             origin_R, tokens_R = micro.origin_BS.t().flatten(), micro.tokens_BS.t().flatten()
             assert (origin_R[micro.rows_T] + 1 == micro.source_T).all()
-            assert (sequences.token_ids[micro.source_T] == micro.targets_T.numpy()).all()
+            assert (messages.ints(batch.token_ids)[micro.source_T] == micro.targets_T.numpy()).all()
             real = origin_R >= 0
-            assert (sequences.token_ids[origin_R[real]] == tokens_R[real].numpy()).all()
+            assert (messages.ints(batch.token_ids)[origin_R[real]] == tokens_R[real].numpy()).all()
             assert (tokens_R[~real] == 0).all()
-    want = [p for i in range(len(examples)) for p in sequences.completion_positions(i)]
+    want = [p for i in range(len(examples)) for p in completion_positions(batch, i)]
     assert sorted(found) == want
 
 
@@ -118,11 +140,11 @@ def test_every_completion_token_is_once_on_one_rank(
 def test_sequences_of_a_packed_row_start_at_its_bounds(
     examples: list[tuple[list[int], list[int]]], ranks: int, max_tokens: int, context: int
 ) -> None:
-    sequences = Sequences.of_examples(examples)
-    division = Division(ranks=ranks, max_tokens=max_tokens, context=context)
+    batch = batch_of_examples(examples)
+    layout = RowLayout(ranks=ranks, max_tokens=max_tokens, context=context)
     starts = []
     for r in range(ranks):
-        parts = [micro_batches(sequences, division, r, c) for c in range(context)]
+        parts = [divided(batch, layout, r, c) for c in range(context)]
         for micros in zip(*parts, strict=True):
             bounds = micros[0].bounds
             origin_S = np.full(bounds[-1], -2)
@@ -134,11 +156,11 @@ def test_sequences_of_a_packed_row_start_at_its_bounds(
                 starts += real[:1].tolist()
                 assert (origin_S[a : a + len(real)] == np.arange(len(real)) + origin_S[a]).all()
                 assert (origin_S[a + len(real) : b] == -1).all()
-    assert sorted(starts) == sequences.bounds[:-1].tolist()
+    assert sorted(starts) == messages.ints(batch.bounds)[:-1].tolist()
 
 
 def test_order_is_deterministic_and_longest_first() -> None:
-    slots = plan(np.array([3, 9, 3, 9, 1]), Division(max_tokens=1))
+    slots = plan_rows(np.array([3, 9, 3, 9, 1]), RowLayout(max_tokens=1))
     assert [s.by_rank for s in slots] == [[[[1]]], [[[3]]], [[[0]]], [[[2]]], [[[4]]]]
     assert [s.length for s in slots] == [9, 9, 3, 3, 1]
 
@@ -146,17 +168,17 @@ def test_order_is_deterministic_and_longest_first() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_empty_micro_batches_fill_up_to_a_multiple_and_divide_nothing_anew(packed: bool) -> None:
     lengths = np.array([9, 8, 7, 6, 5])
-    few = Division(ranks=2, max_tokens=9, packed=packed)
+    few = RowLayout(ranks=2, max_tokens=9, packed=packed)
     many = dataclasses.replace(few, count_multiple=4)
-    slots = plan(lengths, few)
+    slots = plan_rows(lengths, few)
     assert len(slots) == 3
-    assert plan(lengths, many) == [*slots, Slot(1, 1, [[], []])]
-    assert len(plan(lengths[:0], many)) == 4
+    assert plan_rows(lengths, many) == [*slots, MicroBatchRows(1, 1, [[], []])]
+    assert len(plan_rows(lengths[:0], many)) == 4
 
 
 def test_packed_ranks_have_nearly_the_same_to_do() -> None:
     lengths = np.random.default_rng(0).integers(30, 60, 128)
-    (slot,) = plan(lengths, Division(ranks=4, max_tokens=10**6))
+    (slot,) = plan_rows(lengths, RowLayout(ranks=4, max_tokens=10**6))
     used = [sum(int(lengths[i]) for i in row) for (row,) in slot.by_rank]
     assert max(used) - min(used) <= 30
     assert slot.length == max(used)
@@ -165,7 +187,7 @@ def test_packed_ranks_have_nearly_the_same_to_do() -> None:
 @pytest.mark.parametrize(
     ("bounds", "prompts", "what"),
     [
-        ([0, 3, 6], [1], "1 prompt lengths for 2 sequences"),
+        ([0, 3, 6], [1], "1 prompt lengths for 2 batch"),
         ([0, 3, 5], [1, 1], "don't divide 6 tokens"),
         ([0, 3, 3, 6], [1, 1, 1], "don't divide 6 tokens"),
         ([0, 3, 6], [1, 4], "sequence 1 has 3 tokens and a prompt of 4"),
@@ -175,5 +197,20 @@ def test_packed_ranks_have_nearly_the_same_to_do() -> None:
 def test_arrays_that_do_not_fit_are_refused(
     bounds: list[int], prompts: list[int], what: str
 ) -> None:
+    batch = msgspec.structs.replace(
+        batch_of_examples([([1, 2], [3, 4, 5, 6])]),
+        bounds=np.array(bounds, dtype="<i4").tobytes(),
+        prompt_lengths=np.array(prompts, dtype="<i4").tobytes(),
+    )
     with pytest.raises(ValueError, match=what):
-        Sequences(np.arange(6, dtype=np.int32), np.array(bounds), np.array(prompts))
+        divided(batch, RowLayout())
+
+
+def test_a_sequence_is_of_one_version_when_all_its_sampled_tokens_are() -> None:
+    bounds = np.array([0, 3, 7, 10])
+    versions = np.array([-1, 6, 7, -1, 7, -1, 7, -1, -1, 7], dtype=np.int32)
+    assert same_version(bounds, versions, 7).tolist() == [
+        *(False, False, False),  # its first token is of version 6
+        *(False, True, False, True),  # the forced one (-1) does not count and does not break
+        *(False, False, True),
+    ]

@@ -1,4 +1,4 @@
-"""Two gloo ranks of `test_head.py` that train a step by the fused and by the plain head.
+"""Two gloo ranks of `test_loss.py` that train a step by the fused and by the plain head.
 
 Rank 0 writes the differences.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.trainer import megatron_build, world
-from megatron_rl.trainer.head import HeadLoss
+from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.export import export
@@ -54,7 +54,7 @@ CASES = [
 def step(config: Any, directory: Path) -> tuple[Any, ...]:
     """(way, metrics, probe, gradients, weights after the step) of one trainer step; on rank 0."""
     policy = Policy(config, directory)
-    run, apply, way = policy._forward_backward, policy.apply, HeadLoss.way
+    run, apply, way = policy._forward_backward, policy.apply, Objective.method
     seen: dict[str, Any] = {}
     # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
     policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=not kw["forward_only"])
@@ -63,16 +63,16 @@ def step(config: Any, directory: Path) -> tuple[Any, ...]:
         seen["gradients"] = gradients(policy)
         return apply(rate)
 
-    def observed_way(loss: HeadLoss, kind: Any) -> Any:
-        seen["way"] = way(loss, kind)
+    def observed_way(objective: Objective, kind: Any) -> Any:
+        seen["way"] = way(objective, kind)
         return seen["way"]
 
     policy.apply = observed  # type: ignore[method-assign]
-    HeadLoss.way = observed_way  # type: ignore[method-assign]
+    Objective.method = observed_way  # type: ignore[method-assign]
     try:
         done = Trainer(config, policy).train_step(batch(sequences=9), 0)
     finally:
-        HeadLoss.way = way  # type: ignore[method-assign]
+        Objective.method = way  # type: ignore[method-assign]
     # The probe and the way are the last stage's; rank 1 is in it in every layout.
     said = [seen.get("way", "")]
     dist.broadcast_object_list(said, src=1)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.models import architecture, tiny
-from megatron_rl.trainer.batch import Division, Sequences, micro_batches
-from megatron_rl.trainer.frozen import FrozenWeights
+from megatron_rl.models.packing import RowLayout
+from megatron_rl.trainer.batch import MicroBatch, divide
 from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
 from megatron_rl.trainer.model import Policy
-from megatron_rl.trainer.reference import FOLDER, Anchors, newest_before
+from megatron_rl.trainer.reference import (
+    FOLDER,
+    FixedPolicies,
+    FrozenWeights,
+    newest_before,
+    old_is_current,
+)
 from megatron_rl.trainer.step import Trainer
 from tests.trainer.cases import batch, run_config, world_of_one, write_model
 from tests.trainer.test_logprobs import GROUP
@@ -40,15 +45,19 @@ def world(directory: Path) -> Iterator[None]:
         yield
 
 
-def own_batches(step: int) -> tuple[list[Any], int]:
-    sequences = Sequences.of_batch(batch(step), architecture(tiny.CONFIGS["tiny_dense"]))
-    return micro_batches(sequences, Division(max_tokens=40)), len(sequences.token_ids)
+def micro_batches(step: int) -> list[MicroBatch]:
+    return divide(batch(step), architecture(tiny.CONFIGS["tiny_dense"]), RowLayout(max_tokens=40))
+
+
+def joined(micros: list[MicroBatch], name: str) -> torch.Tensor:
+    return torch.cat([getattr(micro, name) for micro in micros])
 
 
 def logprobs(policy: Policy, step: int) -> torch.Tensor:
-    """Under the weights that the policy has now, by flat position."""
-    batches, tokens = own_batches(step)
-    return FrozenWeights(policy).logprobs(batches, tokens)
+    """Under the weights that the policy has now."""
+    micros = micro_batches(step)
+    FrozenWeights(policy).logprobs(micros)
+    return joined(micros, "logprobs_T")
 
 
 def test_frozen_weights_stay_and_the_policys_are_left_alone(world: None, directory: Path) -> None:
@@ -56,8 +65,9 @@ def test_frozen_weights_stay_and_the_policys_are_left_alone(world: None, directo
     frozen, start = FrozenWeights(policy), logprobs(policy, 0)
     Trainer(run_config(directory), policy).train_step(batch(0), 0)
     trained = {name: p.data.clone() for name, p in policy.parameters.items()}
-    batches, tokens = own_batches(0)
-    torch.testing.assert_close(frozen.logprobs(batches, tokens), start, atol=0, rtol=0)
+    micros = micro_batches(0)
+    frozen.logprobs(micros)
+    torch.testing.assert_close(joined(micros, "logprobs_T"), start, atol=0, rtol=0)
     assert all(torch.equal(p.data, trained[n]) for n, p in policy.parameters.items())
     assert (logprobs(policy, 0) - start).abs().max() > 1e-4
 
@@ -70,15 +80,16 @@ def test_the_old_policy_is_the_phases_first_until_the_next_begins(
     trainer, at_start = Trainer(config, policy), {}
     for step in range(5):
         phase = step - step % 3
-        batches, tokens = own_batches(step)
         if step == phase:
             at_start[phase] = FrozenWeights(policy)
-        assert trainer._anchors.old_is_current(step) == (step == phase)
+        assert old_is_current(config, step) == (step == phase)
         trainer.train_step(batch(step), step)
         if step != phase:
-            old = trainer._anchors.logprobs(batches, tokens, step).old
+            micros, want = micro_batches(step), micro_batches(step)
+            trainer._fixed.add_logprobs(micros, step)
+            at_start[phase].logprobs(want)
             torch.testing.assert_close(
-                old, at_start[phase].logprobs(batches, tokens), atol=0, rtol=0
+                joined(micros, "old_logprobs_T"), joined(want, "logprobs_T"), atol=0, rtol=0
             )
 
 
@@ -95,19 +106,19 @@ def test_a_run_resumed_within_a_phase_takes_the_generators_logprobs(
     world: None, directory: Path
 ) -> None:
     config = run_config(directory, **PHASES)
-    anchors = Anchors(config, Policy(config, directory))
-    batches, tokens = own_batches(4)
-    assert anchors.logprobs(batches, tokens, 4).old is None
-    assert not anchors.old_is_current(4)
-    assert anchors.old_is_current(6)
+    micros = micro_batches(4)
+    FixedPolicies(config, Policy(config, directory)).add_logprobs(micros, 4)
+    assert all(micro.old_logprobs_T is None for micro in micros)
+    assert not old_is_current(config, 4)
+    assert old_is_current(config, 6)
 
 
 def test_nothing_is_frozen_where_nothing_is_asked_for(world: None, directory: Path) -> None:
     config = run_config(directory)
-    anchors = Anchors(config, Policy(config, directory))
-    found = anchors.logprobs(*own_batches(0), 0)
-    assert (found.old, found.reference) == (None, None)
-    assert anchors._old is anchors._reference is None
+    fixed, micros = FixedPolicies(config, Policy(config, directory)), micro_batches(0)
+    fixed.add_logprobs(micros, 0)
+    assert all(m.old_logprobs_T is m.reference_logprobs_T is None for m in micros)
+    assert fixed._old is fixed._reference is None
 
 
 def test_the_reference_is_the_start_checkpoint_after_a_resume_too(
@@ -121,9 +132,10 @@ def test_the_reference_is_the_start_checkpoint_after_a_resume_too(
     second = trainer.train_step(batch(0), 1).metrics
     assert first["kl_reference"] == pytest.approx(0.0, abs=1e-7)
     assert second["kl_reference"] > 1e-6
-    resumed = Anchors(config, policy).logprobs(*own_batches(0), 2)
-    assert resumed.reference is not None
-    torch.testing.assert_close(resumed.reference, start, atol=0, rtol=0)
+    micros = micro_batches(0)
+    FixedPolicies(config, policy).add_logprobs(micros, 2)
+    reference = joined(micros, "reference_logprobs_T")
+    torch.testing.assert_close(reference, start, atol=0, rtol=0)
 
 
 def test_the_kl_term_pulls_back_to_the_reference(world: None, directory: Path) -> None:
@@ -150,13 +162,14 @@ def test_a_reset_reference_is_kept_for_a_resumed_run(
     folder = tmp_path / FOLDER
     assert newest_before(folder, 1) is None
     assert newest_before(folder, 3) == folder / "step_000002"
-    resumed = Anchors(config, policy).logprobs(*own_batches(0), 3)
-    assert resumed.reference is not None
-    torch.testing.assert_close(resumed.reference, at[2], atol=1e-6, rtol=1e-6)
+    micros = micro_batches(0)
+    FixedPolicies(config, policy).add_logprobs(micros, 3)
+    reference = joined(micros, "reference_logprobs_T")
+    torch.testing.assert_close(reference, at[2], atol=1e-6, rtol=1e-6)
     # A new run in the same folder begins with the start checkpoint.
-    fresh = Anchors(config, policy).logprobs(*own_batches(0), 0)
-    assert fresh.reference is not None
-    torch.testing.assert_close(fresh.reference, at[0], atol=0, rtol=0)
+    FixedPolicies(config, policy).add_logprobs(micros, 0)
+    reference = joined(micros, "reference_logprobs_T")
+    torch.testing.assert_close(reference, at[0], atol=0, rtol=0)
     assert not folder.exists()
 
 

@@ -13,12 +13,14 @@ import torch
 
 from megatron_rl.algorithm.losses.gspo import Gspo
 from megatron_rl.algorithm.settings import Algorithm
-from megatron_rl.trainer.batch import Division, Sequences, micro_batches
-from megatron_rl.trainer.head import HeadLoss
-from megatron_rl.trainer.inputs import MicroInputs, StepInputs
+from megatron_rl.models import architecture, tiny
+from megatron_rl.models.packing import RowLayout
+from megatron_rl.trainer.batch import MicroBatch, batch_of_examples, divide, micro_batches_of
+from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
+from megatron_rl.trainer.sft import CROSS_ENTROPY
 from tests.trainer.cases import ODD_VOCABULARY, run_config, world_of_one, write_model
-from tests.trainer.head_worker import CASES
+from tests.trainer.loss_worker import CASES
 from tests.workers import run_ranks
 
 TOLERANCE = 1e-6
@@ -31,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     write_model(folder / "dense", "tiny_dense", vocab_size=ODD_VOCABULARY)
     write_model(folder / "tied", "tiny_dense", vocab_size=ODD_VOCABULARY, tie_word_embeddings=True)
     write_model(folder / "scout", "tiny_scout")
-    run_ranks("tests.trainer.head_worker", 2, folder, 550)
+    run_ranks("tests.trainer.loss_worker", 2, folder, 550)
     return torch.load(folder / "found.pt")
 
 
@@ -49,21 +51,11 @@ def test_a_step_of_the_fused_head_equals_that_of_the_plain_one(
     assert seen["weights"] <= TOLERANCE
 
 
-def inputs() -> MicroInputs:
+def one_micro_batch() -> MicroBatch:
     """Of one sequence with a completion of two tokens."""
-    (micro,) = micro_batches(Sequences.of_examples([([5, 6, 7], [8, 9])]), Division())
-    zeros_N = torch.zeros(5)
-    step = StepInputs(
-        generator_logprobs=zeros_N,
-        advantages=zeros_N,
-        loss_weights=zeros_N,
-        sequence_of=zeros_N.long(),
-        sequences=1,
-        old=None,
-        old_is_current=False,
-        reference=None,
-    )
-    return step.of(micro, zeros_N.device)
+    batch = batch_of_examples([([5, 6, 7], [8, 9])])
+    (micro,) = divide(batch, architecture(tiny.CONFIGS["tiny_dense"]), RowLayout())
+    return micro
 
 
 @pytest.mark.parametrize(
@@ -79,17 +71,17 @@ def inputs() -> MicroInputs:
     ],
 )
 def test_the_way_follows_from_the_algorithm(algorithm: dict[str, Any], way: str) -> None:
-    loss = inputs().loss(Algorithm.model_validate(algorithm))
-    assert loss.way("fused") == way
-    assert loss.way("plain") == "plain"
+    objective = Objective(Algorithm.model_validate(algorithm))
+    assert objective.method("fused") == way
+    assert objective.method("plain") == "plain"
 
 
 def test_a_loss_that_wrongly_says_per_token_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gspo, "per_token", True)
-    loss = inputs().loss(Algorithm.model_validate({"loss": "gspo"}))
-    assert loss.way("fused") == "one pass"
+    objective = Objective(Algorithm.model_validate({"loss": "gspo"}))
+    assert objective.method("fused") == "one pass"
     with pytest.raises(RuntimeError, match="per_token = False"):
-        loss.terms(torch.zeros(2), None, slice(0, 2))
+        objective.terms(one_micro_batch(), torch.zeros(2), None, slice(0, 2))
 
 
 def test_tokens_are_independent_where_the_algorithm_says_so() -> None:
@@ -107,39 +99,37 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
 
 def test_a_forward_pass_alone_leaves_gradients_and_graph_alone(world: Policy) -> None:
     head: Any = world.parameters["output_layer.weight"]
-    own = world.micro_batches(Sequences.of_examples([([5, 6, 7], [8, 9])]))
-    world.forward_backward(own, lambda micro: HeadLoss(terms=lambda logp, entropy, place: -logp))
+    (micro,) = micro_batches_of(batch_of_examples([([5, 6, 7], [8, 9])]), world)
+    world.forward_backward([micro], CROSS_ENTROPY)
     before = head.main_grad.clone()
     assert before.abs().max() > 0
-    ((logprobs, entropy),) = world.forward_backward(own, None)
-    assert not logprobs.requires_grad
-    assert not entropy.requires_grad
+    world.forward_backward([micro], None)
+    assert micro.logprobs_T is not None
+    assert micro.entropy_T is not None
+    assert not micro.logprobs_T.requires_grad
+    assert not micro.entropy_T.requires_grad
     assert torch.equal(head.main_grad, before)
 
 
 def test_gradients_of_several_micro_batches_add_up(world: Policy) -> None:
     head: Any = world.parameters["output_layer.weight"]
-    loss = HeadLoss(terms=lambda logp, entropy, place: -logp)
     parts = []
     examples = [([5, 6, 7], [8, 9]), ([4], [3, 3, 3])]
-    for one in examples:
-        world.forward_backward(
-            world.micro_batches(Sequences.of_examples([one])), lambda micro: loss
-        )
+    micro_batches = [micro_batches_of(batch_of_examples([one]), world)[0] for one in examples]
+    for micro in micro_batches:
+        world.forward_backward([micro], CROSS_ENTROPY)
         parts.append(head.main_grad.clone())
-    both = [world.micro_batches(Sequences.of_examples([one]))[0] for one in examples]
-    world.forward_backward(both, lambda micro: loss)
+    world.forward_backward(micro_batches, CROSS_ENTROPY)
     torch.testing.assert_close(head.main_grad, parts[0] + parts[1], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("chunk_mib", [0.001, 1.0])
 def test_the_chunks_memory_does_not_change_the_gradient(world: Policy, chunk_mib: float) -> None:
     head: Any = world.parameters["output_layer.weight"]
-    own = world.micro_batches(Sequences.of_examples([([5, 6, 7], list(range(2, 30)))]))
-    loss = HeadLoss(terms=lambda logp, entropy, place: -logp)
-    world.forward_backward(own, lambda micro: loss)
+    micro_batches = micro_batches_of(batch_of_examples([([5, 6, 7], list(range(2, 30)))]), world)
+    world.forward_backward(micro_batches, CROSS_ENTROPY)
     want = head.main_grad.clone()
     before, world.run = world.run, run_config(world.directory, kernels__chunk_mib=chunk_mib)
-    world.forward_backward(own, lambda micro: loss)
+    world.forward_backward(micro_batches, CROSS_ENTROPY)
     world.run = before
     torch.testing.assert_close(head.main_grad, want, atol=1e-6, rtol=1e-6)
