@@ -75,7 +75,7 @@ def cpu_seconds(engine) -> float:
 
 async def main(arguments: argparse.Namespace) -> None:
     from megatron_rl.config import RunConfig
-    from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+    from megatron_rl.data.prompt_format import save_tiny_tokenizer
     from megatron_rl.generator.process_environment import prepare_environment
     from megatron_rl.models.tiny import create
 

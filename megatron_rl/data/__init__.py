@@ -1,4 +1,4 @@
-"""Prompt sets: what is asked, and what a right answer is."""
+"""Prompt sets: questions and their right answers."""
 
 from megatron_rl.data.prompt_format import read_format
 from megatron_rl.data.prompts import Prompt, PromptSet, load_prompts

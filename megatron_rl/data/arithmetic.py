@@ -1,25 +1,26 @@
-"""Integer expressions with precedence: tasks that a model of 0.3M parameters learns on a CPU.
+r"""Integer expressions with precedence: tasks that a model of 0.3M parameters learns on a CPU.
 
 Question `5+7+5*8=?`; a right completion is
-`5*8=40;5+7=12;12+40=52</think>\\boxed{52}<eos>`: one operation at a time, then the answer.
+`5*8=40;5+7=12;12+40=52</think>\boxed{52}<eos>`: one operation at a time, then the answer.
 Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermediate is in 0..50.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config import ArithmeticTask
 from megatron_rl.data.prompt_format import TINY
+from megatron_rl.data.question import Question
 
 OPERATORS = ("+", "-", "*")
 OPERATOR_WEIGHTS = (0.4, 0.3, 0.3)
 LARGEST_INTERMEDIATE = 50
 
-# The demonstrations know the facts and differ in strategy: right answers are there to be found.
+# Rates of the faults in demonstrations, so that RL has something to improve.
 WRONG_STEP = 0.15
 LEFT_TO_RIGHT = 0.5
 DROP_LAST_OPERATION = 0.25
@@ -28,15 +29,15 @@ REDO_WORK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """An expression. Example: `Problem((5, 7, 5, 8), ("+", "+", "*"))` is 5+7+5*8."""
+class ArithmeticProblem:
+    """An expression. Example: `ArithmeticProblem((5, 7, 5, 8), ("+", "+", "*"))` is 5+7+5*8."""
 
     operands: tuple[int, ...]
     operators: tuple[str, ...]
 
     @property
     def question(self) -> str:
-        """What is asked."""
+        """Text of the question."""
         pairs = zip(self.operands, (*self.operators, ""), strict=True)
         return "".join(f"{x}{o}" for x, o in pairs) + "=?"
 
@@ -46,43 +47,55 @@ class Problem:
         return _solve(self)[-1][3]
 
 
-def make_split(task: ArithmeticTask, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training problems (drawn with replacement) and held-out ones (all different).
+def make_split(
+    task: ArithmeticTask, seed: int
+) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
+    """Make training problems (drawn with replacement) and held-out ones (all different).
 
-    The same for the same sizes and seed. Both lists have the same shares of expression lengths:
-    there are only some 150 different expressions of two operands, so the training list is drawn
-    with replacement.
+    The result depends on sizes and seed alone. Both lists have the same shares of expression
+    lengths; as there are only some 150 different expressions of two operands, the training list is
+    drawn with replacement.
     """
     rng = random.Random(f"arithmetic split {seed}")
-    lengths = _lengths(task)
-    heldout: dict[Problem, None] = {}
+    lengths, weights = _lengths(task)
+    heldout: dict[ArithmeticProblem, None] = {}
     while len(heldout) < task.heldout_prompts:
-        wanted = _stratum(lengths, len(heldout), task.heldout_prompts)
-        heldout.setdefault(_draw(rng, wanted, task.products))
-    train: list[Problem] = []
+        operands = _stratum(lengths, weights, (len(heldout) + 0.5) / task.heldout_prompts)
+        heldout.setdefault(_draw(rng, operands, task.products))
+    train: list[ArithmeticProblem] = []
     while len(train) < task.train_prompts:
-        problem = _draw(rng, rng.choices(*_columns(lengths))[0], task.products)
+        problem = _draw(rng, rng.choices(lengths, weights)[0], task.products)
         if problem not in heldout:
             train.append(problem)
     return train, list(heldout)
 
 
+def questions(problems: Iterable[ArithmeticProblem]) -> list[Question]:
+    """Convert problems to questions, numbered from 0."""
+    return [
+        Question(id=str(i), kind="exact", prompt=p.question, gold=str(p.answer))
+        for i, p in enumerate(problems)
+    ]
+
+
 def demonstrations(
     task: ArithmeticTask, seed: int, count: int, per_problem: int, thinking: int
 ) -> Iterator[tuple[str, str]]:
-    """Noisy demonstrations for the supervised stage, as (prompt, completion) texts.
+    """Make noisy demonstrations for the supervised stage, as (prompt, completion) texts.
 
     Args:
+        task: the problems.
+        seed: seed of split and demonstrations.
         count: problems, none of them held out.
         per_problem: demonstrations of each.
-        thinking: longest thinking part, in tokens; longer ones are cut as an interrupt would.
+        thinking: longest thinking part [tokens]; longer ones are truncated as by an interruption.
     """
     heldout = set(make_split(task, seed)[1])
     rng = random.Random(f"arithmetic demonstrations {seed}")
-    lengths = _lengths(task)
+    lengths, weights = _lengths(task)
     made = 0
     while made < count:
-        problem = _draw(rng, rng.choices(*_columns(lengths))[0], task.products)
+        problem = _draw(rng, rng.choices(lengths, weights)[0], task.products)
         if problem in heldout:
             continue
         made += 1
@@ -90,7 +103,7 @@ def demonstrations(
             yield TINY(problem.question), _demonstration(rng, problem, thinking)
 
 
-def _demonstration(rng: random.Random, problem: Problem, thinking: int) -> str:
+def _demonstration(rng: random.Random, problem: ArithmeticProblem, thinking: int) -> str:
     steps = _solve(problem, precedence=rng.random() >= LEFT_TO_RIGHT, slip=rng)
     style = rng.random()
     body = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
@@ -104,25 +117,25 @@ def _demonstration(rng: random.Random, problem: Problem, thinking: int) -> str:
     return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
 
 
-def _lengths(task: ArithmeticTask) -> list[tuple[int, float]]:
-    return [(n, w) for n, w in enumerate(task.operand_weights, start=2) if w > 0]
+def _lengths(task: ArithmeticTask) -> tuple[list[int], list[float]]:
+    """Return the possible numbers of operands and their weights."""
+    pairs = [(n, w) for n, w in enumerate(task.operand_weights, start=2) if w > 0]
+    return [n for n, _ in pairs], [w for _, w in pairs]
 
 
-def _columns(lengths: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [n for n, _ in lengths], [w for _, w in lengths]
-
-
-def _stratum(lengths: list[tuple[int, float]], position: int, total: int) -> int:
-    """The expression length at this position, so that the shares are exact in the whole list."""
-    share = (position + 0.5) / total * sum(w for _, w in lengths)
-    for n, weight in lengths:
+def _stratum(lengths: list[int], weights: list[float], position: float) -> int:
+    """Return the length at a position in [0, 1], so that the shares of a list are exact."""
+    share = position * sum(weights)
+    for length, weight in zip(lengths, weights, strict=True):
         share -= weight
         if share <= 0:
-            return n
-    return lengths[-1][0]
+            return length
+    return lengths[-1]
 
 
-def _draw(rng: random.Random, operands: int, products: Literal["some", "none", "one"]) -> Problem:
+def _draw(
+    rng: random.Random, operands: int, products: Literal["some", "none", "one"]
+) -> ArithmeticProblem:
     allowed = {"some": (0, 1), "none": (0,), "one": (1,)}[products]
     while True:
         operators = tuple(rng.choices(OPERATORS, OPERATOR_WEIGHTS, k=operands - 1))
@@ -131,15 +144,15 @@ def _draw(rng: random.Random, operands: int, products: Literal["some", "none", "
         factors = {i for i, op in enumerate(operators) if op == "*"}
         factors |= {i + 1 for i in factors}
         numbers = tuple(rng.randint(2 if i in factors else 1, 9) for i in range(operands))
-        problem = Problem(numbers, operators)
+        problem = ArithmeticProblem(numbers, operators)
         if all(0 <= c <= LARGEST_INTERMEDIATE for *_, c in _solve(problem)):
             return problem
 
 
 def _solve(
-    problem: Problem, precedence: bool = True, slip: random.Random | None = None
+    problem: ArithmeticProblem, precedence: bool = True, slip: random.Random | None = None
 ) -> list[tuple[int, str, int, int]]:
-    """Operations in order, as (left, operator, right, result); `slip` makes wrong steps."""
+    """Return the operations in order as (left, operator, right, result); `slip` adds errors."""
     numbers, operators, steps = list(problem.operands), list(problem.operators), []
     while operators:
         i = operators.index("*") if precedence and "*" in operators else 0

@@ -1,4 +1,8 @@
-"""From a question to the text that the model reads; its last token opens thinking."""
+r"""From a question to the text that the model reads; its last token opens thinking.
+
+A Hugging Face model has its chat template. The tiny models have a vocabulary of 25 tokens: single
+characters, the markers, and `\boxed{`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+SPECIAL = (PAD, BOS, EOS, "<think>", "</think>")
+TOKENS = (*SPECIAL, "\\boxed{", "}", *"0123456789+-*=;?()")
+"""Vocabulary of the tiny models."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
@@ -16,28 +25,28 @@ class PromptFormat:
     Example: `PromptFormat()("2+3=?")` is `<bos>2+3=?<think>`.
     """
 
-    bos: str = "<bos>"
+    bos: str = BOS
     """Marker that opens a sequence; empty if the model has none."""
-    eos: str = "<eos>"
+    eos: str = EOS
     """Marker that ends a completion."""
     think_start: str = "<think>"
-    """Marker that opens thinking, where the chat template does not; may be empty."""
+    """Marker that opens thinking, unless the chat template has opened it; may be empty."""
     chat: Callable[[str], str] | None = None
-    """A question as the user's turn, with the assistant's opened."""
+    """Formats a question as the user's turn and opens the assistant's."""
 
     def __call__(self, question: str) -> str:
-        """The text of a prompt."""
+        """Return the text of a prompt."""
         text = self.bos + question if self.chat is None else self.chat(question)
         opened = text.rstrip().endswith(self.think_start)
         return text if opened else text + self.think_start
 
 
 TINY = PromptFormat()
-"""The format of the tiny models' vocabulary."""
+"""The format of the tiny models."""
 
 
 def read_format(directory: Path, think_start: str) -> PromptFormat:
-    """The format of a Hugging Face model: its chat template, where it has one."""
+    """Read the format of a Hugging Face model: its chat template, if it has one."""
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
     templates = (directory / "chat_template.jinja", directory / "chat_template.json")
@@ -51,7 +60,7 @@ def read_format(directory: Path, think_start: str) -> PromptFormat:
 
 
 def _token(value: Any) -> str:
-    """A special token: a string, a mapping with `content`, or none."""
+    """Return the text of a special token: a string, a mapping with `content`, or none."""
     return str(value["content"]) if isinstance(value, dict) else str(value or "")
 
 
@@ -65,3 +74,26 @@ def _chat(directory: Path) -> Callable[[str], str]:
         return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
     return chat
+
+
+def save_tiny_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json of the tiny models into a directory."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(TOKENS)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken("\\boxed{", normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": PAD,
+        "additional_special_tokens": ["<think>", "</think>"],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 256,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

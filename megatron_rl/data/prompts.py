@@ -1,18 +1,31 @@
-"""A prompt set as the orchestrator reads it: tokenized training prompts and held-out prompts."""
+"""The prompts of a run: questions of each task, split, formatted and tokenized."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config import ConfigError, DataSetTask, RunConfig
-from megatron_rl.data import question as questions
+from megatron_rl.config import (
+    ArithmeticTask,
+    ConfigError,
+    DataSetTask,
+    HuggingFaceTask,
+    JsonlTask,
+    ReasoningTask,
+    RunConfig,
+    Task,
+)
+from megatron_rl.data import arithmetic
 from megatron_rl.data.prompt_format import TINY, PromptFormat
-from megatron_rl.data.question import Question
-from megatron_rl.data.splits import load_split
+from megatron_rl.data.published import load_benchmark
+from megatron_rl.data.question import DataError, Question, fingerprint
+from megatron_rl.data.reasoning import make_reasoning
+from megatron_rl.data.tables import Fields, Source, read_questions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,9 +44,9 @@ class Prompt:
     task: str = "arithmetic"
     """Name of its task."""
     kind: str = "exact"
-    """Verifier that judges its completions."""
+    """Verifier of its completions."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """What the verifier wants beside it."""
+    """Further arguments of the verifier."""
     difficulty: str = ""
     """Level, if there is one."""
 
@@ -42,94 +55,166 @@ class Prompt:
 class PromptSet:
     """Training prompts, held-out prompts that no stage trains on, and a fingerprint of both.
 
-    The prompts of a task stand together, tasks in the order of the configuration.
+    The prompts of a task are contiguous; tasks are in the order of the configuration.
     """
 
     train: list[Prompt]
     heldout: list[Prompt]
     fingerprint: str
-    """Hash of all texts and answers: a resumed run refuses another data set."""
+    """Hash of all texts and answers: a resumed run rejects a changed data set."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Training prompts of each task."""
+        """Number of training prompts of each task."""
         return dict(Counter(p.task for p in self.train))
 
     @property
     def verifiers(self) -> list[str]:
-        """Verifiers that the prompts want."""
+        """Verifiers of the prompts."""
         return sorted({p.kind for p in (*self.train, *self.heldout)})
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = TINY) -> PromptSet:
-    """The prompt set of a run.
+    """Load the prompt set of a run.
 
     Args:
         config: tasks, seeds and `generation.max_prompt_tokens`.
-        tokenizer: the model's.
-        form: from a question to the text of the prompt.
+        tokenizer: the model's tokenizer.
+        form: formats a question as the text of a prompt.
 
     Raises:
         ConfigError: a prompt longer than `generation.max_prompt_tokens`, characters that the
-            tokenizer doesn't know, or fewer prompts than one step takes.
+            tokenizer does not know, or fewer prompts than one step takes.
         DataError: a data set cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
-    train: list[Prompt] = []
-    heldout: list[Prompt] = []
+    prompts: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     splits = {name: load_split(t, config.seed_of(name)) for name, t in config.tasks.items()}
-    # What one task holds out, another may ask.
-    apart = {q.prompt for _, part in splits.values() for q in part}
-    for name, (pool, held_out) in splits.items():
-        pool = [q for q in pool if q.prompt not in apart]
-        for found, part in ((train, pool), (heldout, held_out)):
-            digest.update(f"{name}\0{questions.fingerprint(part)}\0".encode())
-            found.extend(_prompts(config, name, part, tokenizer, form, first=len(found)))
-    if len(train) < config.schedule.prompts_per_step:
+    # Never train on a prompt that another task holds out.
+    excluded = {q.prompt for _, heldout in splits.values() for q in heldout}
+    for name, (pool, heldout) in splits.items():
+        pool = [q for q in pool if q.prompt not in excluded]
+        for part, questions in (("train", pool), ("heldout", heldout)):
+            digest.update(f"{name}\0{fingerprint(questions)}\0".encode())
+            first = len(prompts[part])
+            prompts[part].extend(_tokenize(config, name, questions, tokenizer, form, first))
+    if len(prompts["train"]) < config.schedule.prompts_per_step:
         raise ConfigError(
             f"schedule.prompts_per_step is {config.schedule.prompts_per_step}: the tasks have"
-            f" {len(train)} training prompts"
+            f" {len(prompts['train'])} training prompts"
         )
-    return PromptSet(train, heldout, digest.hexdigest())
+    return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
 
 
-def _prompts(
+def _tokenize(
     config: RunConfig,
     name: str,
-    found: list[Question],
+    questions: list[Question],
     tokenizer: Tokenizer,
     form: PromptFormat,
     first: int,
 ) -> Iterator[Prompt]:
-    task, longest = config.tasks[name], config.generation.max_prompt_tokens
-    dropping = isinstance(task, DataSetTask) and task.drop_long_prompts
+    task, key, limit = (
+        config.tasks[name],
+        config.task_key(name),
+        config.generation.max_prompt_tokens,
+    )
     unknown = getattr(tokenizer.model, "unk_token", None)
     unknown_id = tokenizer.token_to_id(unknown) if unknown else None
     index = first
-    for question in found:
+    for question in questions:
         text = form(question.prompt)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if unknown_id is not None and unknown_id in ids:
             raise ConfigError(
-                f"{config.task_key(name)}: question {question.id} has characters that the model's"
-                f" tokenizer does not know: {text[:80]!r}; take another task, or another model"
+                f"{key}: question {question.id} has characters that the model's tokenizer does not"
+                f" know: {text[:80]!r}; take another task, or another model"
             )
-        if len(ids) > longest:
-            if dropping:
+        if len(ids) > limit:
+            if isinstance(task, DataSetTask) and task.drop_long_prompts:
                 continue
+            remedy = f", or set {key}.drop_long_prompts" if isinstance(task, DataSetTask) else ""
             raise ConfigError(
-                f"generation.max_prompt_tokens is {longest}: question {question.id} of"
-                f" {config.task_key(name)} has {len(ids)} tokens"
-                + (
-                    f"; raise it, or set {config.task_key(name)}.drop_long_prompts"
-                    if isinstance(task, DataSetTask)
-                    else ""
-                )
+                f"generation.max_prompt_tokens is {limit}: question {question.id} of {key} has"
+                f" {len(ids)} tokens; raise it{remedy}"
             )
-        meta = question.meta
-        if question.kind == "exact":
-            meta = {"eos": form.eos, **meta}
+        meta = {"eos": form.eos, **question.meta} if question.kind == "exact" else question.meta
         yield Prompt(
             index, text, ids, question.gold, name, question.kind, meta, question.difficulty
         )
         index += 1
+
+
+def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
+    """Load the questions of a task as (training pool, held-out questions), which are disjoint.
+
+    The result depends on the task and the seed alone.
+
+    Raises:
+        DataError: a data set that cannot be read or is too small; with the remedy.
+    """
+    match task:
+        case ArithmeticTask():
+            train, heldout = arithmetic.make_split(task, seed)
+            return arithmetic.questions(train), arithmetic.questions(heldout)
+        case ReasoningTask():
+            count = task.train_prompts + task.heldout_prompts
+            questions = make_reasoning(
+                task.dataset, count=count, seed=seed, level=task.level, options=task.options
+            )
+            return questions[: task.train_prompts], questions[task.train_prompts :]
+        case JsonlTask():
+            return _split_data_set(task, seed, Source(task.path))
+        case HuggingFaceTask():
+            source = Source(task.source, task.subset, task.split, task.revision)
+            return _split_data_set(task, seed, source)
+    raise DataError(f"a task of kind {type(task).__name__} has no questions")
+
+
+def _split_data_set(
+    task: DataSetTask, seed: int, source: Source
+) -> tuple[list[Question], list[Question]]:
+    fields = Fields(prompt=task.prompt_field, gold=task.answer_field, meta=task.meta_fields)
+    read = partial(read_questions, kind=task.verifier, fields=fields, template=task.template)
+    questions = read(source)
+    random.Random(f"split {seed}").shuffle(questions)
+    if task.heldout is None:
+        heldout = questions
+    elif task.heldout.endswith(".jsonl"):
+        heldout = read(Source(task.heldout))
+    else:
+        heldout = load_benchmark(task.heldout)
+    heldout = heldout[: task.heldout_prompts]
+    excluded = {q.prompt for q in heldout}
+    train = [q for q in questions if q.prompt not in excluded][: task.train_prompts]
+    if not train:
+        raise DataError(
+            f"{source.path}: {len(questions)} questions, of which {len(heldout)} are held out,"
+            " leave none to train on; lower heldout_prompts, or give a separate set as heldout"
+        )
+    return train, heldout
+
+
+def demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Make noisy demonstrations of the tasks as (prompt, completion), each task by its weight.
+
+    Raises:
+        DataError: a task without demonstrations.
+    """
+    s, thinking = config.sft, config.generation.thinking_budget_tokens[1]
+    total = sum(task.weight for task in config.tasks.values())
+    heldout: set[str] = set()
+    parts = []
+    for name, task in config.tasks.items():
+        if not isinstance(task, ArithmeticTask):
+            raise DataError(
+                f"{config.task_key(name)}.kind is {task.kind!r}: only arithmetic has"
+                " demonstrations; give a start_checkpoint"
+            )
+        count, seed = round(s.prompts * task.weight / total), config.seed_of(name)
+        parts.append(
+            arithmetic.demonstrations(task, seed, count, s.demonstrations_per_prompt, thinking)
+        )
+        heldout |= {TINY(problem.question) for problem in arithmetic.make_split(task, seed)[1]}
+    # Never train on a prompt that another task holds out.
+    return (pair for part in parts for pair in part if pair[0] not in heldout)

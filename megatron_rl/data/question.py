@@ -12,7 +12,7 @@ INSTRUCTIONS = {
     "math": BOX_INSTRUCTION,
     "code": "Answer with one complete Python program in a ```python block.",
 }
-"""What follows a question, by the verifier that reads the answer."""
+"""The answer-format instruction of each verifier that needs one."""
 
 
 class DataError(ValueError):
@@ -26,34 +26,34 @@ class Question:
     id: str
     """Unique in its data set, and the same in every run."""
     kind: str
-    """Task kind of the verifier: `exact`, `math`, `code`, `reasoning`, `custom`."""
+    """Verifier: `exact`, `math`, `code`, `reasoning`, `custom`, or an import path."""
     prompt: str
-    """What is asked, without any chat template."""
+    """Text of the question, without any chat template."""
     gold: str
     """Right answer; JSON of the tests for `code`."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """What the verifier wants beside it; JSON."""
+    """Further arguments of the verifier; JSON."""
     difficulty: str = ""
     """Level for the per-difficulty table; empty if there is none."""
 
 
-def instructed(question: Question) -> Question:
-    """The question with what its verifier reads asked for; once, where it is asked for already."""
+def with_answer_format(question: Question) -> Question:
+    """Append the verifier's answer-format instruction unless the prompt already ends with it."""
     instruction = INSTRUCTIONS.get(question.kind, "")
     if question.prompt.rstrip().endswith(instruction):
         return question
     return replace(question, prompt=f"{question.prompt}\n{instruction}")
 
 
-def worded(question: Question, template: str | None) -> Question:
-    """The question as a template words it; None: `instructed`."""
+def apply_template(question: Question, template: str | None) -> Question:
+    """Format the question with `template`, or with the answer-format instruction if None."""
     if template is None:
-        return instructed(question)
+        return with_answer_format(question)
     return replace(question, prompt=template.replace("{prompt}", question.prompt))
 
 
 def fingerprint(questions: Iterable[Question]) -> str:
-    """Hash of all questions in order: a resumed run refuses another data set."""
+    """Hash all questions in order: a resumed run rejects a changed data set."""
     digest = hashlib.blake2b(digest_size=16)
     for q in questions:
         digest.update("\0".join((q.id, q.kind, q.prompt, q.gold, "\1")).encode())

@@ -5,16 +5,15 @@ import pytest
 
 from megatron_rl.config import ArithmeticTask, RunConfig
 from megatron_rl.data import load_prompts
-from megatron_rl.data.arithmetic import Problem, demonstrations, make_split
-from megatron_rl.data.prompt_format import TINY
-from megatron_rl.data.tiny_tokenizer import TOKENS, save_tiny_tokenizer
+from megatron_rl.data.arithmetic import ArithmeticProblem, demonstrations, make_split
+from megatron_rl.data.prompt_format import TINY, TOKENS, save_tiny_tokenizer
 from megatron_rl.rewards import Outcome, verify_exact
 
 TASK = ArithmeticTask(train_prompts=500, heldout_prompts=100)
 
 
 def test_precedence_is_respected():
-    problem = Problem((5, 7, 5, 8), ("+", "+", "*"))
+    problem = ArithmeticProblem((5, 7, 5, 8), ("+", "+", "*"))
     assert problem.question == "5+7+5*8=?"
     assert TINY(problem.question) == "<bos>5+7+5*8=?<think>"
     assert problem.answer == 52

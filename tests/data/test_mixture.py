@@ -1,4 +1,4 @@
-"""A mixture: shares by weight, a curriculum and a pass rate of each task, all resumable."""
+"""A mixture: shares by weight, a curriculum of each task, all resumable."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def curriculum(size: int) -> Curriculum:
 
 
 def mixture(weights: dict[str, float] | None = None, seed: int = 1) -> Mixture:
-    streams = {task: curriculum(size) for task, size in SIZES.items()}
-    return Mixture(streams, SIZES, weights or {"math": 3.0, "code": 1.0}, seed)
+    curricula = {task: curriculum(size) for task, size in SIZES.items()}
+    return Mixture(curricula, SIZES, weights or {"math": 3.0, "code": 1.0}, seed)
 
 
 @given(st.floats(0.05, 20), st.floats(0.05, 20), st.integers(0, 100))
@@ -47,16 +47,13 @@ def test_ids_are_global_and_belong_to_their_task() -> None:
     assert max(drawn.values()) == 1  # neither task has begun a second epoch
 
 
-def test_each_task_has_its_own_pass_rate_and_curriculum() -> None:
+def test_each_task_has_its_own_curriculum() -> None:
     m = mixture()
     for _ in range(100):
         prompt = m.next()
         m.record(prompt, 1.0 if m.task_of(prompt) == "math" and prompt < 20 else 0.25)
-    assert m.stats["code"].pass_rate == 0.25
-    assert m.stats["math"].pass_rate is not None
-    assert m.stats["math"].pass_rate > 0.25
-    assert m.excluded_of("math") == 20
-    assert m.excluded_of("code") == 0
+    assert m.curricula["math"].excluded == 20
+    assert m.curricula["code"].excluded == 0
     assert m.excluded == 20
     # Solved prompts of one task are drawn no more; the shares stay.
     later = [m.next() for _ in range(80)]
@@ -72,7 +69,6 @@ def test_a_resumed_mixture_draws_what_the_first_would_have() -> None:
     second = mixture()
     second.restore(state)
     assert [second.next() for _ in range(60)] == [first.next() for _ in range(60)]
-    assert second.stats["math"].groups == first.stats["math"].groups > 0
 
 
 def _int_keys(value: dict[str, Any]) -> dict[Any, Any]:
@@ -85,12 +81,9 @@ def test_a_checkpoint_of_another_mixture_is_refused() -> None:
         mixture({"math": 1.0, "code": 1.0}).restore(state)
 
 
-@pytest.mark.parametrize("weights", [{"math": 0.0, "code": 1.0}, {"math": -1.0, "code": 1.0}])
-def test_weights_must_be_positive(weights: dict[str, float]) -> None:
-    with pytest.raises(DataError, match="must be positive"):
-        mixture(weights)
-
-
 def test_tasks_must_agree() -> None:
-    with pytest.raises(DataError, match="a mixture of"):
+    with pytest.raises(
+        DataError,
+        match=r"tasks with training prompts are \['code', 'math'\], tasks with weights are",
+    ):
         mixture({"math": 1.0})

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from megatron_rl.cli import app
 from megatron_rl.commands.prepare.overlap import Overlap
 from megatron_rl.commands.prepare.prepare import REASONS, prepare
-from megatron_rl.commands.prepare.prepare_settings import KNOWN, Settings
-from megatron_rl.data.jsonl import read_jsonl
+from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
+from megatron_rl.data.published import TRAINING_SETS
 from megatron_rl.data.question import DataError
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.data.tables import Source, read_questions
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).with_name("samples")
@@ -40,7 +41,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_polaris_gives_the_documented_files_and_tells_what_was_dropped(tmp_path: Path) -> None:
+def test_polaris_gives_the_documented_files_and_lists_dropped_rows(tmp_path: Path) -> None:
     save_tiny_tokenizer(tmp_path)
     done = polaris(tmp_path / "out", "--tokenizer", tmp_path, "--max-tokens", "400")
     assert done.exit_code == 0, done.output
@@ -125,10 +126,10 @@ def test_deepcoder_reads_the_train_split_of_its_parts_and_checks_the_tests(tmp_p
 
 def test_the_files_are_read_as_prompts_again(tmp_path: Path) -> None:
     assert polaris(tmp_path).exit_code == 0
-    found = read_jsonl(tmp_path / "train.jsonl")
-    assert len(found) == len(rows(tmp_path / "train.jsonl"))
-    assert {q.kind for q in found} == {"math"}
-    assert found[0].gold == "\\sqrt{2}"
+    questions = read_questions(Source(tmp_path / "train.jsonl"))
+    assert len(questions) == len(rows(tmp_path / "train.jsonl"))
+    assert {q.kind for q in questions} == {"math"}
+    assert questions[0].gold == "\\sqrt{2}"
 
 
 @pytest.mark.parametrize("form", ["parquet", "json", "saved"])
@@ -151,9 +152,9 @@ def test_other_local_forms_hold_the_same_questions(tmp_path: Path, form: str) ->
     assert sorted(r["answer"] for r in made) == sorted(r["answer"] for r in good)
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> PrepareSettings:
     values = {"source": str(SAMPLES / "polaris.jsonl"), "name": "p", "heldout": 4}
-    return Settings(**{**values, "fields": KNOWN["polaris"].fields, **changes})
+    return PrepareSettings(**{**values, "fields": TRAINING_SETS["polaris"].fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_long_answer_is_dropped_and_counted(tmp_path: Path) -> None:
     source = tmp_path / "x.jsonl"
     texts = [("one apple", "1"), ("two pears", "2"), ("three plums", "7" * 3000)]
     source.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in texts))
-    made = Settings(source=str(source), name="x", heldout=1, max_answer_kib=2)
+    made = PrepareSettings(source=str(source), name="x", heldout=1, max_answer_kib=2)
     report = prepare(made, tmp_path / "out", lambda line: None)
     assert report["dropped"]["large"] == 1
 

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data import load_prompts, read_format
-from megatron_rl.data.prompt_format import PromptFormat
+from megatron_rl.data.prompt_format import PromptFormat, save_tiny_tokenizer
+from megatron_rl.data.prompts import demonstrations
 from megatron_rl.data.question import DataError
-from megatron_rl.data.splits import demonstrations
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 
 STEP = {"prompts_per_step": 2}
 TWO = {

@@ -39,11 +39,11 @@ def test_options_go_over_the_level() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "nothing"}, "'nothing' is not offered; try basic_arithmetic"),
-        ({"task": "codeio"}, "is not offered"),
+        ({"task": "nothing"}, "'nothing' is unknown; try basic_arithmetic"),
+        ({"task": "codeio"}, "is unknown"),
         ({"task": "chain_sum", "level": 99}, "has levels 0 to"),
         ({"task": "chain_sum", "options": {"no_such": 1}}, "no_such"),
-        ({"task": "tower_of_hanoi", "count": 100}, "only 6 different questions, 100 are wanted"),
+        ({"task": "tower_of_hanoi", "count": 100}, "only 6 different questions, 100 are needed"),
     ],
 )
 def test_what_cannot_be_made_is_an_error(arguments: dict[str, object], message: str) -> None:

@@ -88,7 +88,7 @@ def megatron(ranks: int, arguments: list[str], log: Path, seconds: float = 420) 
 
 
 def write_demonstrations(path: Path) -> None:
-    from megatron_rl.data.splits import demonstrations
+    from megatron_rl.data.prompts import demonstrations
 
     config = load_config(ROOT / "examples/scalerl_tiny.yaml", ["--sft.prompts", "500"])
     rows = [{"prompt": p, "completion": c} for p, c in demonstrations(config)]
@@ -97,7 +97,7 @@ def write_demonstrations(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | Path]:
-    from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+    from megatron_rl.data.prompt_format import save_tiny_tokenizer
     from megatron_rl.models import tiny
 
     folder = tmp_path_factory.mktemp("pretraining")

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.models import start_checkpoint as start
 from megatron_rl.models import tiny
 from megatron_rl.trainer.sft import examples_by_step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, load_prompts
-from megatron_rl.data.benchmarks import load_benchmark
+from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.prompt_format import PromptFormat
 from megatron_rl.data.question import DataError, Question
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Prompt sets: prepare one."
 )
+
+SOURCE = "polaris, deepcoder, another data set's name on the hub, a file or a folder."
+OUTPUT = "Folder for train.jsonl, heldout.jsonl, dropped.jsonl, report.json."
+LOCAL = "Local copy to read instead of the hub: file or folder."
+KIND = "Verifier: math, code, exact, custom; default: math."
+SUBSET = "Configuration on the hub. Can be repeated."
+AGAINST = (
+    "Evaluation set to decontaminate against: aime2024, aime2025, math500, livecodebench,"
+    " NAME=PATH of a local copy, or a .jsonl. Can be repeated."
+)
+OVERLAP = "Share of common n-grams from which two questions overlap."
+TOKENIZER = "Folder with a tokenizer.json, for --max-tokens."
+UNREADABLE = "Keep answers that cannot be verified."
 
 
 @app.callback()
@@ -20,108 +37,69 @@ def _data() -> None:
 
 @app.command()
 def prepare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="polaris, deepcoder, another data set's name on the hub, a file or a folder."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Argument(help="Folder for train.jsonl, heldout.jsonl, dropped.jsonl, report.")
-    ],
-    local: Annotated[
-        Path | None, typer.Option(help="Local copy to read instead of the hub: file or folder.")
-    ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="Verifier: math, code, exact, custom; default: math.")
-    ] = None,
-    subset: Annotated[
-        list[str] | None, typer.Option(help="Configuration on the hub. Can be repeated.")
-    ] = None,
+    source: Annotated[str, typer.Argument(help=SOURCE)],
+    output: Annotated[Path, typer.Argument(help=OUTPUT)],
+    local: Annotated[Path | None, typer.Option(help=LOCAL)] = None,
+    kind: Annotated[str | None, typer.Option(help=KIND)] = None,
+    subset: Annotated[list[str] | None, typer.Option(help=SUBSET)] = None,
     split: Annotated[str | None, typer.Option(help="Split; default: train.")] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Commit on the hub; pin it for the same bytes later.")
-    ] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Field of the question.")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="Field of answer or tests.")] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Text of a prompt with {prompt} in it.")
-    ] = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Evaluation set to decontaminate against: aime2024, aime2025, math500,"
-            " livecodebench, NAME=PATH of a local copy, or a .jsonl. Can be repeated."
-        ),
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit on the hub; pin it.")] = None,
+    prompt_field: Annotated[str, typer.Option(help="Field of the question.")] = "",
+    answer_field: Annotated[str, typer.Option(help="Field of answer or tests.")] = "",
+    template: Annotated[str | None, typer.Option(help="Text of a prompt with {prompt}.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help=AGAINST)] = None,
     ngram_words: Annotated[int, typer.Option(min=2, help="Words of an n-gram.")] = 8,
-    overlap: Annotated[
-        float, typer.Option(help="Share of common n-grams from which two questions overlap.")
-    ] = 0.5,
+    overlap: Annotated[float, typer.Option(help=OVERLAP)] = 0.5,
     heldout: Annotated[int, typer.Option(min=0, help="Held-out questions.")] = 1000,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder with a tokenizer.json, for --max-tokens.")
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt [tokens].")] = 2048,
     max_answer_kib: Annotated[int, typer.Option(min=1, help="Longest answer or tests.")] = 4096,
-    keep_unreadable: Annotated[
-        bool, typer.Option("--keep-unreadable", help="Keep answers that cannot be verified.")
-    ] = False,
+    keep_unreadable: Annotated[bool, typer.Option("--keep-unreadable", help=UNREADABLE)] = False,
     seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
 ) -> None:
     """Make a prompt set: checked, without duplicates, decontaminated, with a held-out split.
 
-    The same input gives the same bytes. What is dropped is in dropped.jsonl with line and reason.
+    The same input gives the same bytes. Rows that are dropped are in dropped.jsonl, with line and
+    reason.
     """
-    from dataclasses import replace
+    from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+    from megatron_rl.data.published import TRAINING_SETS, DataSet
 
-    from megatron_rl.commands.prepare.prepare import prepare as prepared
-    from megatron_rl.commands.prepare.prepare_settings import KNOWN, Known, Settings
-    from megatron_rl.data.jsonl import Fields
+    known = TRAINING_SETS.get(source, DataSet(source))
+    names = {"prompt": prompt_field, "gold": answer_field}
+    settings = PrepareSettings(
+        source=str(local or known.source),
+        name=source if source in TRAINING_SETS else Path(source).stem,
+        kind=kind or known.kind,
+        fields=replace(known.fields, **{key: name for key, name in names.items() if name}),
+        subsets=tuple(subset) if subset else known.subsets,
+        split=split or known.split,
+        revision=revision,
+        template=template,
+        against=tuple(against or ()),
+        ngram_words=ngram_words,
+        overlap=overlap,
+        heldout=heldout,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        max_answer_kib=max_answer_kib,
+        keep_unreadable=keep_unreadable,
+        seed=seed,
+    )
+    _prepare(settings, output)
+
+
+def _prepare(settings: PrepareSettings, output: Path) -> None:
+    from megatron_rl.commands.prepare import prepare as preparation
     from megatron_rl.data.question import DataError
 
-    known = KNOWN.get(source, Known(source, "math", Fields()))
-    fields = replace(
-        known.fields,
-        prompt=prompt_field or known.fields.prompt,
-        gold=answer_field or known.fields.gold,
-    )
     try:
-        if template is not None and "{prompt}" not in template:
-            raise DataError(f"--template is {template!r}: it must have {{prompt}} in it")
-        if not 0 < overlap <= 1:
-            raise DataError(f"--overlap is {overlap:g}: it must be above 0 and at most 1")
-        settings = Settings(
-            source=str(local or known.source),
-            name=source if source in KNOWN else Path(source).stem,
-            kind=kind or known.kind,
-            fields=fields,
-            subsets=tuple(subset) if subset else known.subsets,
-            split=split or known.split,
-            revision=revision,
-            template=template,
-            against=tuple(against or ()),
-            ngram_words=ngram_words,
-            overlap=overlap,
-            heldout=heldout,
-            tokenizer=tokenizer,
-            max_tokens=max_tokens,
-            max_answer_kib=max_answer_kib,
-            keep_unreadable=keep_unreadable,
-            seed=seed,
-        )
-        report = prepared(settings, output, lambda line: print(line, file=sys.stderr))
+        report = preparation.prepare(settings, output, lambda line: print(line, file=sys.stderr))
     except DataError as e:
         print(f"megatron-rl data prepare: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
-    _show(report, output)
-
-
-def _show(report: dict[str, Any], output: Path) -> None:
-    from megatron_rl.commands.prepare.prepare import REASONS
-
     print(f"{report['rows']} rows: {report['train']} to train on, {report['heldout']} held out")
     for reason, count in report["dropped"].items():
         if count:
-            print(f"  {count} dropped, {reason}: {REASONS[reason]}")
+            print(f"  {count} dropped, {reason}: {preparation.REASONS[reason]}")
     print(f"in {output}: train.jsonl, heldout.jsonl, dropped.jsonl (by line), report.json")

@@ -1,15 +1,14 @@
-"""From a data set to prompts: checked, without duplicates, decontaminated, split; the same bytes
-for the same input.
+"""From a data set to prompts: checked, without duplicates, decontaminated, split.
 
-Written into the output folder, UTF-8 with one JSON object in each line:
+Written into the output folder, UTF-8 with one JSON object per line; the same input gives the same
+bytes:
 
     train.jsonl, heldout.jsonl   {"id", "kind", "prompt", "answer", "difficulty", "meta"}
     dropped.jsonl                {"file", "line", "id", "reason", "detail"}
     report.json                  counts by reason, settings, SHA-256 of the other three
 
-`train.jsonl` is a task of kind `jsonl`: its prompts are complete (those of an own template need
-`template: "{prompt}"` there). The files are written under other names first and renamed together at
-the end.
+`train.jsonl` is a task of kind `jsonl`: its prompts are complete (with a template of its own, set
+`template: "{prompt}"` there). The files are written into a temporary folder and moved at the end.
 """
 
 from __future__ import annotations
@@ -17,47 +16,49 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.prepare.overlap import Overlap, words
 from megatron_rl.commands.prepare.prepare_check import Check, make_check
-from megatron_rl.commands.prepare.prepare_settings import Settings
-from megatron_rl.commands.prepare.rows import Row, Rows, open_rows
-from megatron_rl.data.benchmarks import load_benchmark
-from megatron_rl.data.jsonl import questions
-from megatron_rl.data.question import DataError, Question, worded
+from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+from megatron_rl.data.published import load_benchmark
+from megatron_rl.data.question import DataError, Question, apply_template
+from megatron_rl.data.tables import Source, make_question, read_rows
 
 FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
 REASONS = {
-    "broken": "the row is no JSON object, or lacks question or answer",
+    "broken": "the row is not a JSON object, or lacks question or answer",
     "unreadable": "the verifier cannot read the answer, or the tests",
-    "large": "the answer, or the tests, are over the limit",
+    "large": "the answer, or the tests, exceed the limit",
     "long": "the prompt has more tokens than the limit",
-    "duplicate": "the same question stands before it",
+    "duplicate": "the same question occurs before it",
     "conflict": "the same question has another answer elsewhere: all of them are dropped",
     "contaminated": "it overlaps with a question of an evaluation set",
     "near_heldout": "it overlaps with a held-out question",
 }
-"""Why a row is dropped; the first reason in this order counts."""
+"""Reasons to drop a row; the first one in this order counts."""
+MAX_WARNINGS = 20
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is remembered of a row between the two readings."""
+    """The facts about a row that decide where it goes."""
 
-    row: Row
+    file: str
+    line: int
     id: str = ""
     text: str = ""
-    """The question, which is compared."""
+    """The question."""
     key: str = ""
+    """Digest of the question's words: equal for duplicates."""
     gold: str = ""
     """Digest of the answer."""
-    kind: str = ""
     reason: str = ""
     detail: str = ""
 
@@ -65,13 +66,13 @@ class _Entry:
         self.reason, self.detail = reason, detail
 
 
-def prepare(settings: Settings, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]) -> dict[str, Any]:
     """Read, check, split and write a data set.
 
     Args:
-        settings: what and how.
-        output: folder of the files; made, and files of an earlier preparation are replaced.
-        say: is told about broken rows, by line.
+        settings: source and limits.
+        output: folder of the files, which are replaced if they exist.
+        warn: called with `file:line: problem` of the first broken rows.
 
     Returns:
         The report, as in report.json.
@@ -79,140 +80,89 @@ def prepare(settings: Settings, output: Path, say: Callable[[str], None]) -> dic
     Raises:
         DataError: the source or an evaluation set cannot be read, or too little is left.
     """
-    sources = _sources(settings)
+    if settings.template is not None and "{prompt}" not in settings.template:
+        raise DataError(f"--template is {settings.template!r}: it must have {{prompt}} in it")
+    if not 0 < settings.overlap <= 1:
+        raise DataError(f"--overlap is {settings.overlap:g}: it must be above 0 and at most 1")
     check = make_check(settings)
-    entries = [_examined(row, q, problem, check) for row, q, problem in _read(settings, sources)]
-    if not entries:
-        raise DataError(f"{settings.source}: no rows")
-    for entry in [e for e in entries if e.reason == "broken"][:20]:
-        say(f"{entry.row.place}: {entry.detail}")
-    _drop_repeated(entries)
-    _drop_overlapping(entries, _evaluation_sets(settings), settings, "contaminated")
-    heldout = _heldout(entries, settings)
-    apart = Overlap(settings.ngram_words, settings.overlap)
-    apart.extend((e.id, e.text) for e in entries if e.id in heldout)
-    for entry in entries:
-        if not entry.reason and entry.id not in heldout:
-            name = apart.find(entry.text)
-            if name is not None:
-                entry.drop("near_heldout", name)
-    if not any(not e.reason and e.id not in heldout for e in entries):
-        raise DataError(
-            f"{settings.source}: of {len(entries)} rows none is left to train on; lower --heldout,"
-            f" or see the reasons: {_counts(entries)}"
-        )
-    return _written(settings, sources, entries, heldout, output)
-
-
-def _sources(settings: Settings) -> list[tuple[str | None, Rows]]:
-    return [
-        (s, open_rows(settings.source, subset=s, split=settings.split, revision=settings.revision))
-        for s in settings.subsets
-    ]
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as folder:
+        work = Path(folder)
+        entries = _read(settings, check, work / "all.jsonl", warn)
+        heldout = _select(settings, entries)
+        report = _write(settings, entries, heldout, work)
+        for name in (*FILES, "report.json"):
+            os.replace(work / name, output / name)
+    return report
 
 
 def _read(
-    settings: Settings, sources: list[tuple[str | None, Rows]]
-) -> Iterator[tuple[Row, Question | None, str]]:
-    """(row, its question, why there is none) in order; the same each time."""
-    for subset, rows in sources:
-        prefix = "/".join(p for p in (settings.name, subset) if p)
-        count = 0
-        for row in rows():
-            count += 1
-            if row.problem:
-                yield row, None, row.problem
-                continue
-            try:
-                (question,) = questions(
-                    [row.values],
-                    name=row.place,
-                    kind=settings.kind,
-                    fields=settings.fields,
-                    template="{prompt}",
-                )
-            except (DataError, TypeError, ValueError) as e:
-                yield row, None, str(e).removeprefix(f"{row.place}: row 0: ")
-                continue
-            named = question.id if question.id != "0" else str(count)
-            yield row, _identified(question, f"{prefix}/{named}", subset), ""
+    settings: PrepareSettings, check: Check, path: Path, warn: Callable[[str], None]
+) -> list[_Entry]:
+    """Examine every row; write one line for each to `path`, its prompt or an empty line.
+
+    Prompts stay on disk because the tests of programming problems may not fit into memory.
+    """
+    entries: list[_Entry] = []
+    broken = 0
+    with path.open("w", encoding="utf-8") as file:
+        for subset in settings.subsets:
+            prefix = "/".join(p for p in (settings.name, subset) if p)
+            source = Source(settings.source, subset, settings.split, settings.revision)
+            for count, row in enumerate(read_rows(source), start=1):
+                entry = _Entry(row.file, row.line)
+                entries.append(entry)
+                try:
+                    question = make_question(row, str(count), settings.kind, settings.fields)
+                except DataError as e:
+                    entry.drop("broken", str(e))
+                    broken += 1
+                    if broken <= MAX_WARNINGS:
+                        warn(f"{row.location}: {e}")
+                    file.write("\n")
+                    continue
+                meta = {k: v for k, v in question.meta.items() if v not in (None, "", [], {})}
+                meta |= {"subset": subset} if subset else {}
+                question = replace(question, id=f"{prefix}/{question.id}", meta=meta)
+                _examine(entry, question, check)
+                file.write("" if entry.reason else _prompt_row(question, settings.template))
+                file.write("\n")
+    if not entries:
+        raise DataError(f"{settings.source}: no rows")
+    return entries
 
 
-def _identified(question: Question, identity: str, subset: str | None) -> Question:
-    meta = {k: v for k, v in question.meta.items() if v not in (None, "", [], {})}
-    if subset:
-        meta["subset"] = subset
-    return Question(
-        identity, question.kind, question.prompt, question.gold, meta, question.difficulty
-    )
-
-
-def _examined(row: Row, question: Question | None, problem: str, check: Check) -> _Entry:
-    if question is None:
-        return _Entry(row, reason="broken", detail=problem)
-    reason, detail = check(question)
+def _examine(entry: _Entry, question: Question, check: Check) -> None:
+    entry.id, entry.text = question.id, question.prompt
+    entry.reason, entry.detail = check(question)
     key = " ".join(words(question.prompt)) or question.prompt.strip()
-    return _Entry(
-        # The values are read again when they are written: all of them may not fit into memory.
-        Row(row.file, row.line),
-        question.id,
-        question.prompt,
-        hashlib.blake2b(key.encode(), digest_size=16).hexdigest(),
-        hashlib.blake2b(_plain(question).encode(), digest_size=16).hexdigest(),
-        question.kind,
-        reason,
-        detail,
-    )
+    # Copies of a programming problem may have different tests.
+    gold = "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
+    entry.key = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    entry.gold = hashlib.blake2b(gold.encode(), digest_size=16).hexdigest()
 
 
-def _plain(question: Question) -> str:
-    """The answer without what doesn't matter; programming problems may have other tests."""
-    return "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
+def _prompt_row(question: Question, template: str | None) -> str:
+    row = {
+        "id": question.id,
+        "kind": question.kind,
+        "prompt": apply_template(question, template).prompt,
+        "answer": question.gold,
+        "difficulty": question.difficulty,
+        "meta": question.meta,
+    }
+    return json.dumps(row, ensure_ascii=False)
 
 
-def _drop_repeated(entries: list[_Entry]) -> None:
-    """Duplicates after the first, and all of a question with several answers."""
-    first: dict[str, _Entry] = {}
-    answers: dict[str, set[str]] = {}
-    ids: set[str] = set()
-    for entry in entries:
-        if not entry.reason:
-            answers.setdefault(entry.key, set()).add(entry.gold)
-    for entry in entries:
-        if entry.reason:
-            continue
-        if len(answers[entry.key]) > 1:
-            entry.drop("conflict", f"{len(answers[entry.key])} different answers")
-        elif (before := first.setdefault(entry.key, entry)) is not entry:
-            entry.drop("duplicate", before.id)
-        elif entry.id in ids:
-            raise DataError(f"{entry.row.place}: id {entry.id!r} belongs to another question too")
-        ids.add(entry.id)
-
-
-def _evaluation_sets(settings: Settings) -> list[tuple[str, str]]:
-    found = []
-    for wanted in settings.against:
-        name, _, local = wanted.partition("=")
-        for question in load_benchmark(name, local or None, plain=True):
-            found.append((f"{name}/{question.id}", question.prompt))
-    return found
-
-
-def _drop_overlapping(
-    entries: list[_Entry], others: list[tuple[str, str]], settings: Settings, reason: str
-) -> None:
-    if not others:
-        return
-    index = Overlap(settings.ngram_words, settings.overlap)
-    index.extend(others)
-    for entry in entries:
-        if not entry.reason and (name := index.find(entry.text)) is not None:
-            entry.drop(reason, name)
-
-
-def _heldout(entries: list[_Entry], settings: Settings) -> set[str]:
-    """The questions whose hash with the seed is lowest: rows added later move few of them."""
+def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
+    """Drop repeated and overlapping questions; return the ids of the held-out ones."""
+    _drop_repeated(entries)
+    benchmarks = [
+        (f"{name}/{question.id}", question.prompt)
+        for name, _, local in (a.partition("=") for a in settings.against)
+        for question in load_benchmark(name, local or None, plain=True)
+    ]
+    _drop_overlapping(settings, entries, benchmarks, "contaminated")
     kept = [e for e in entries if not e.reason]
     if settings.heldout >= len(kept):
         raise DataError(
@@ -220,10 +170,54 @@ def _heldout(entries: list[_Entry], settings: Settings) -> set[str]:
             f" are to be held out; lower --heldout, or see the reasons: {_counts(entries)}"
         )
 
+    # The lowest hashes with the seed: rows that are added later change few of them.
     def order(entry: _Entry) -> bytes:
         return hashlib.blake2b(f"{settings.seed}\0{entry.key}".encode(), digest_size=16).digest()
 
-    return {e.id for e in sorted(kept, key=order)[: settings.heldout]}
+    heldout = {e.id for e in sorted(kept, key=order)[: settings.heldout]}
+    train = [e for e in kept if e.id not in heldout]
+    questions = ((e.id, e.text) for e in kept if e.id in heldout)
+    _drop_overlapping(settings, train, questions, "near_heldout")
+    if all(e.reason for e in train):
+        raise DataError(
+            f"{settings.source}: of {len(entries)} rows none is left to train on; lower --heldout,"
+            f" or see the reasons: {_counts(entries)}"
+        )
+    return heldout
+
+
+def _drop_repeated(entries: list[_Entry]) -> None:
+    """Drop duplicates after the first, and all copies of a question with several answers."""
+    first: dict[str, _Entry] = {}
+    answers: dict[str, set[str]] = {}
+    ids: set[str] = set()
+    readable = [e for e in entries if not e.reason]
+    for entry in readable:
+        answers.setdefault(entry.key, set()).add(entry.gold)
+    for entry in readable:
+        if len(answers[entry.key]) > 1:
+            entry.drop("conflict", f"{len(answers[entry.key])} different answers")
+        elif (before := first.setdefault(entry.key, entry)) is not entry:
+            entry.drop("duplicate", before.id)
+        elif entry.id in ids:
+            location = f"{entry.file}:{entry.line}"
+            raise DataError(f"{location}: id {entry.id!r} belongs to another question too")
+        ids.add(entry.id)
+
+
+def _drop_overlapping(
+    settings: PrepareSettings,
+    entries: list[_Entry],
+    others: Iterable[tuple[str, str]],
+    reason: str,
+) -> None:
+    """Drop the entries that overlap with one of the others, given as (name, text)."""
+    index = Overlap(settings.ngram_words, settings.overlap)
+    for name, text in others:
+        index.add(name, text)
+    for entry in entries:
+        if not entry.reason and (match := index.find(entry.text)) is not None:
+            entry.drop(reason, match)
 
 
 def _counts(entries: list[_Entry]) -> str:
@@ -231,74 +225,36 @@ def _counts(entries: list[_Entry]) -> str:
     return ", ".join(f"{counts[r]} {r}" for r in REASONS if counts[r]) or "nothing was dropped"
 
 
-def _written(
-    settings: Settings,
-    sources: list[tuple[str | None, Rows]],
-    entries: list[_Entry],
-    heldout: set[str],
-    output: Path,
+def _write(
+    settings: PrepareSettings, entries: list[_Entry], heldout: set[str], work: Path
 ) -> dict[str, Any]:
-    output.mkdir(parents=True, exist_ok=True)
-    work = {name: output / f".{name}.tmp" for name in FILES}
-    files = {name: path.open("w", encoding="utf-8") for name, path in work.items()}
-    try:
-        again = _read(settings, sources)
-        for entry, (row, question, _) in zip(entries, again, strict=True):
-            if (row.file, row.line) != (entry.row.file, entry.row.line):
-                raise DataError(f"{settings.source}: it changed while it was read: start again")
+    """Distribute the lines of all.jsonl, and write the report."""
+    train, held, dropped = ((work / name).open("w", encoding="utf-8") for name in FILES)
+    with train, held, dropped, (work / "all.jsonl").open(encoding="utf-8", newline="\n") as lines:
+        for entry, line in zip(entries, lines, strict=True):
             if entry.reason:
-                place = {"file": row.file, "line": row.line, "id": entry.id}
-                _write(files["dropped.jsonl"], place | _why(entry))
-            elif question is not None:
-                name = "heldout.jsonl" if entry.id in heldout else "train.jsonl"
-                _write(files[name], _prompt_row(question, settings))
-    finally:
-        for file in files.values():
-            file.close()
-    report = _report(settings, entries, heldout, {n: _sha256(p) for n, p in work.items()})
-    (output / ".report.json.tmp").write_text(json.dumps(report, indent=1) + "\n")
-    for name in (*FILES, "report.json"):
-        os.replace(output / f".{name}.tmp", output / name)
-    return report
-
-
-def _write(file: Any, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _why(entry: _Entry) -> dict[str, str]:
-    return {"reason": entry.reason, "detail": entry.detail}
-
-
-def _prompt_row(question: Question, settings: Settings) -> dict[str, Any]:
-    return {
-        "id": question.id,
-        "kind": question.kind,
-        "prompt": worded(question, settings.template).prompt,
-        "answer": question.gold,
-        "difficulty": question.difficulty,
-        "meta": question.meta,
-    }
-
-
-def _report(
-    settings: Settings, entries: list[_Entry], heldout: set[str], sums: dict[str, str]
-) -> dict[str, Any]:
-    dropped = Counter(e.reason for e in entries if e.reason)
-    told = asdict(settings)
-    # Where things stand on this machine changes no byte of what is written.
+                names = ("file", "line", "id", "reason", "detail")
+                row = {name: getattr(entry, name) for name in names}
+                dropped.write(json.dumps(row, ensure_ascii=False) + "\n")
+            else:
+                (held if entry.id in heldout else train).write(line)
+    reasons = Counter(e.reason for e in entries)
+    values = asdict(settings)
+    # Paths of this machine must not change the bytes.
     for key in ("source", "tokenizer"):
-        told[key] = told[key] and Path(told[key]).name
-    told["against"] = [a.partition("=")[0] for a in settings.against]
-    return {
+        values[key] = values[key] and Path(values[key]).name
+    values["against"] = [a.partition("=")[0] for a in settings.against]
+    report = {
         "format": FORMAT,
         "rows": len(entries),
-        "train": sum(not e.reason for e in entries) - len(heldout),
+        "train": reasons[""] - len(heldout),
         "heldout": len(heldout),
-        "dropped": {r: dropped[r] for r in REASONS},
-        "settings": told,
-        "sha256": sums,
+        "dropped": {reason: reasons[reason] for reason in REASONS},
+        "settings": values,
+        "sha256": {name: _sha256(work / name) for name in FILES},
     }
+    (work / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 def _sha256(path: Path) -> str:

@@ -1,24 +1,24 @@
-"""Whether a single question can be trained on: its answer is read, its prompt is short enough."""
+"""Check of a single question: its answer is readable, its prompt is short enough."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.commands.prepare.prepare_settings import Settings
-from megatron_rl.data.question import DataError, Question, worded
+from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+from megatron_rl.data.question import DataError, Question, apply_template
 
 Check = Callable[[Question], tuple[str, str]]
-"""(reason, detail) for which a question is dropped; two empty texts if it is not."""
+"""Returns (reason, detail) for a question to drop, and two empty strings otherwise."""
 
 
-def make_check(settings: Settings) -> Check:
-    """The checks of single questions.
+def make_check(settings: PrepareSettings) -> Check:
+    """Make the check of single questions.
 
     Raises:
-        DataError: no tokenizer where the settings say.
+        DataError: `settings.tokenizer` does not exist.
     """
-    count = _token_counter(settings)
+    count_tokens = _token_counter(settings.tokenizer)
 
     def check(question: Question) -> tuple[str, str]:
         kib = len(question.gold.encode()) / 1024
@@ -27,27 +27,27 @@ def make_check(settings: Settings) -> Check:
         problem = "" if settings.keep_unreadable else _unreadable(question)
         if problem:
             return "unreadable", problem
-        tokens = count(worded(question, settings.template).prompt)
+        tokens = count_tokens(apply_template(question, settings.template).prompt)
         return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
 
     return check
 
 
-def _token_counter(settings: Settings) -> Callable[[str], int]:
-    if settings.tokenizer is None:
+def _token_counter(tokenizer: str | None) -> Callable[[str], int]:
+    if tokenizer is None:
         return lambda text: 0
     from tokenizers import Tokenizer
 
-    path = Path(settings.tokenizer)
+    path = Path(tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"--tokenizer: {path}: no such file; give a folder with a tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    loaded = Tokenizer.from_file(str(path))
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def _unreadable(question: Question) -> str:
-    """Why the verifier of a question could never say `correct`; empty if it could."""
+    """Return the reason why the verifier can never accept an answer; empty if it can."""
     if question.kind == "code":
         from megatron_rl.rewards.code.cases import BadTests, read_cases
         from megatron_rl.rewards.code.code_verdict import function_name

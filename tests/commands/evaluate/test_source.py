@@ -17,7 +17,7 @@ from megatron_rl.config import ConfigError, RunConfig, load_config
 from megatron_rl.config.saved import save_config
 from megatron_rl.data.prompt_format import PromptFormat, read_format
 from megatron_rl.data.question import DataError
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.metrics.metrics_file import MetricsWriter
 
 SMALL = ["--task.heldout_prompts", "5", "--task.train_prompts", "100"]

@@ -1,4 +1,4 @@
-"""Questions from JSON Lines: fields, templates, errors that name file and line."""
+"""Questions from text files: fields, templates, errors that name file and line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.benchmarks import BENCHMARKS, load_benchmark
-from megatron_rl.data.jsonl import Fields, read_jsonl
+from megatron_rl.data.published import BENCHMARKS, load_benchmark
 from megatron_rl.data.question import DataError, Question, fingerprint
+from megatron_rl.data.tables import Fields, Source, read_questions
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -22,7 +22,7 @@ def test_the_usual_field_names_are_found(tmp_path: Path) -> None:
         {"problem": "1+1?", "answer": 2, "level": 3, "unique_id": "a"},
         {"question": "2+2?", "gold": "4", "kind": "exact", "meta": {"eos": "<eos>"}},
     ]
-    assert read_jsonl(write(tmp_path / "q.jsonl", *rows), template="Q: {prompt}") == [
+    assert read_questions(Source(write(tmp_path / "q.jsonl", *rows)), template="Q: {prompt}") == [
         Question("a", "math", "Q: 1+1?", "2", {}, "3"),
         Question("1", "exact", "Q: 2+2?", "4", {"eos": "<eos>"}, ""),
     ]
@@ -31,13 +31,13 @@ def test_the_usual_field_names_are_found(tmp_path: Path) -> None:
 def test_named_fields_come_first_and_meta_fields_are_kept(tmp_path: Path) -> None:
     row = {"prompt": "no", "text": "yes", "answer": "no", "right": [1], "extra": 7, "n": "x"}
     fields = Fields(prompt="text", gold="right", id="n", meta=("extra", "absent"))
-    (question,) = read_jsonl(write(tmp_path / "q.jsonl", row), fields=fields)
+    (question,) = read_questions(Source(write(tmp_path / "q.jsonl", row)), fields=fields)
     assert question == Question("x", "math", "yes", "[1]", {"extra": 7}, "")
 
 
 def test_a_template_with_other_braces_is_no_trap(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", {"prompt": "{a}", "answer": "1"})
-    (question,) = read_jsonl(path, template="{prompt} Use \\boxed{}.")
+    (question,) = read_questions(Source(path), template="{prompt} Use \\boxed{}.")
     assert question.prompt == "{a} Use \\boxed{}."
 
 
@@ -46,9 +46,10 @@ def test_a_template_with_other_braces_is_no_trap(tmp_path: Path) -> None:
     [
         ("{broken", r"q.jsonl:1: not JSON"),
         ("[1]", r"q.jsonl:1: expected an object, found list"),
-        ('{"answer": "1"}', r"row 0: no prompt \(prompt, problem, .*\); it has answer"),
-        ('{"prompt": "x", "answer": ""}', r"row 0: no answer"),
-        ('{"prompt": "x", "answer": "1", "id": 5}\n' * 2, r"row 1: id '5' occurs twice"),
+        ('{"prompt": "x", "answer": "1", "meta": [1]}', "q.jsonl:1: meta is a list"),
+        ('{"answer": "1"}', r"q.jsonl:1: no prompt \(prompt, problem, .*\); it has answer"),
+        ('{"prompt": "x", "answer": ""}', r"q.jsonl:1: no answer"),
+        ('{"prompt": "x", "answer": "1", "id": 5}\n' * 2, r"q.jsonl:2: id '5' occurs twice"),
         ("\n", "no questions"),
     ],
 )
@@ -56,15 +57,36 @@ def test_errors_name_the_place(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
-        read_jsonl(path)
+        read_questions(Source(path))
+
+
+def test_csv_values_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "q.csv"
+    path.write_text('question,answer\n"a, b\nc",007\nx,NA\n')
+    questions = read_questions(Source(path))
+    assert [(q.prompt, q.gold) for q in questions] == [("a, b\nc", "007"), ("x", "NA")]
+    path.write_text("question,answer\nx,1,2\n")
+    with pytest.raises(DataError, match=r"q\.csv:2: more values than columns"):
+        read_questions(Source(path))
+
+
+def test_a_folder_has_the_files_of_the_split(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.jsonl", {"prompt": "1+1?", "answer": "2"})
+    write(tmp_path / "test-0.jsonl", {"prompt": "2+2?", "answer": "4"})
+    assert [q.gold for q in read_questions(Source(tmp_path))] == ["2"]
+    assert [q.gold for q in read_questions(Source(tmp_path, split="test"))] == ["4"]
+    with pytest.raises(DataError, match=r"no file of the split 'val'; it has test-0\.jsonl, tr"):
+        read_questions(Source(tmp_path, split="val"))
+    (tmp_path / "train-0.jsonl").unlink()
+    assert [q.gold for q in read_questions(Source(tmp_path))] == ["4"]
 
 
 def test_a_missing_file_and_a_bad_template_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        read_jsonl(tmp_path / "none.jsonl")
+        read_questions(Source(tmp_path / "none.jsonl"))
     path = write(tmp_path / "q.jsonl", {"prompt": "x", "answer": "1"})
     with pytest.raises(DataError, match="must contain"):
-        read_jsonl(path, template="no place")
+        read_questions(Source(path), template="no place")
 
 
 def test_another_data_set_has_another_fingerprint() -> None:
@@ -138,14 +160,18 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
 
 def test_a_prompt_may_be_one_users_turn_and_no_other_structure(tmp_path: Path) -> None:
     turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    (question,) = read_jsonl(write(tmp_path / "a.jsonl", {"prompt": turn, "answer": "2"}))
+    (question,) = read_questions(
+        Source(write(tmp_path / "a.jsonl", {"prompt": turn, "answer": "2"}))
+    )
     assert question.prompt == "1+1?"
     path = write(tmp_path / "b.jsonl", {"prompt": {"text": "1+1?"}, "answer": "2"})
-    with pytest.raises(DataError, match="row 0: the prompt is neither a text nor one user's turn"):
-        read_jsonl(path)
+    with pytest.raises(
+        DataError, match=r"b\.jsonl:1: the prompt is neither a text nor one user's turn"
+    ):
+        read_questions(Source(path))
 
 
-def test_an_evaluation_set_can_be_read_without_what_is_asked_of_the_form(tmp_path: Path) -> None:
+def test_an_evaluation_set_can_be_read_without_the_answer_format(tmp_path: Path) -> None:
     path = write(tmp_path / "e.jsonl", {"prompt": "1+1?", "answer": "2"})
     assert load_benchmark(str(path), plain=True)[0].prompt == "1+1?"
     assert load_benchmark(str(path), kind="exact")[0].prompt == "1+1?"
@@ -155,28 +181,28 @@ def test_an_evaluation_set_can_be_read_without_what_is_asked_of_the_form(tmp_pat
     assert load_benchmark(str(again))[0].prompt == asked
 
 
-def test_a_prompt_asks_for_what_the_verifier_of_its_row_reads(tmp_path: Path) -> None:
+def test_a_prompt_ends_with_the_answer_format_of_its_verifier(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1?", "answer": "2"},
         {"prompt": "Print 2.", "answer": "[]", "kind": "code"},
         {"prompt": "A poem.", "answer": "", "kind": "my.rewards:score"},
     ]
     path = write(tmp_path / "mixed.jsonl", *rows)
-    maths, code, own = read_jsonl(path, template=None)
+    maths, code, own = read_questions(Source(path), template=None)
     assert maths.prompt == "1+1?\nPut the final answer in \\boxed{}."
     assert code.prompt.startswith("Print 2.\nAnswer with one complete Python program")
     assert (own.prompt, own.gold) == ("A poem.", "")
     complete = [
         {**row, "prompt": q.prompt} for row, q in zip(rows, (maths, code, own), strict=True)
     ]
-    again = read_jsonl(write(tmp_path / "complete.jsonl", *complete), template=None)
+    again = read_questions(Source(write(tmp_path / "complete.jsonl", *complete)), template=None)
     assert [q.prompt for q in again] == [maths.prompt, code.prompt, own.prompt]
 
 
-def test_a_function_of_ones_own_may_need_no_answer(tmp_path: Path) -> None:
+def test_a_reward_function_may_need_no_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "poems.jsonl", {"prompt": "A poem."}, {"prompt": "0?", "answer": 0})
-    assert [q.gold for q in read_jsonl(path, kind="my.rewards:score")] == ["", "0"]
-    with pytest.raises(DataError, match=r"row 0: no answer \(rhyme\)"):
-        read_jsonl(path, kind="my.rewards:score", fields=Fields(gold="rhyme"))
-    with pytest.raises(DataError, match="row 0: no answer"):
-        read_jsonl(path, kind="math")
+    assert [q.gold for q in read_questions(Source(path), kind="my.rewards:score")] == ["", "0"]
+    with pytest.raises(DataError, match=r"poems\.jsonl:1: no answer \(rhyme\)"):
+        read_questions(Source(path), kind="my.rewards:score", fields=Fields(gold="rhyme"))
+    with pytest.raises(DataError, match=r"poems\.jsonl:1: no answer"):
+        read_questions(Source(path), kind="math")

@@ -1,0 +1,267 @@
+"""Rows of tables, and the questions in them.
+
+JSON Lines and CSV are streamed line by line with the standard library; CSV values stay text, so an
+answer `007` is not read as a number. Everything else (JSON, Parquet, Arrow, folders of
+`save_to_disk`, data sets on the hub) is read by the `datasets` library (extra `data`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data.question import DataError, Question, apply_template
+
+LOADERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+"""File types of the `datasets` library."""
+SUFFIXES = (".jsonl", ".csv", *LOADERS)
+
+PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instruction", "input")
+GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
+DIFFICULTY_FIELDS = ("difficulty", "level")
+ID_FIELDS = ("id", "unique_id", "question_id", "problem_id")
+STARTER_FIELDS = ("starter_code",)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Field names of a table; an empty one stands for the usual names."""
+
+    prompt: str = ""
+    gold: str = ""
+    difficulty: str = ""
+    id: str = ""
+    starter: str = ""
+    """Code that the solution of a programming problem must begin with."""
+    meta: tuple[str, ...] = ()
+    """Fields that go into `Question.meta` under their own names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A table. Example: `Source("POLARIS-Project/Polaris-Dataset-53K", revision="3f1c...")`."""
+
+    path: str | Path
+    """File, folder of files, folder of `save_to_disk`, name on the hub, or JSON Lines files there
+    (`hf://datasets/owner/name/*.jsonl`)."""
+    subset: str | None = None
+    """Configuration on the hub; in a folder of files, the subfolder of that name, if any."""
+    split: str = "train"
+    """Split; in a folder of files, those whose names begin with it. If none does, `train` stands
+    for all files."""
+    revision: str | None = None
+    """Commit on the hub; pin it, or the data may change under a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row. Example: `TableRow("data/train.jsonl", 17, {"problem": "1+1", "answer": "2"})`."""
+
+    file: str
+    """File relative to the source; for a data set of the hub, its configuration or name."""
+    line: int
+    """Line in a text file, otherwise the number of the row, from 1."""
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Reason why the row is broken; empty if it is not."""
+
+    @property
+    def location(self) -> str:
+        """`file:line`."""
+        return f"{self.file}:{self.line}"
+
+
+def read_rows(source: Source) -> Iterator[TableRow]:
+    """Yield the rows of a table; a broken row of a text file has a `problem`.
+
+    Raises:
+        DataError: nothing to read, an unreadable file, or a missing library; with the remedy.
+    """
+    text, path = str(source.path), Path(source.path)
+    saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    looks_local = text.startswith((".", "/")) or (text.endswith(SUFFIXES) and "://" not in text)
+    if path.is_file():
+        yield from _read_file(path, path.name)
+    elif path.is_dir() and not saved:
+        for file in _files(source):
+            yield from _read_file(file, str(file.relative_to(path)))
+    elif looks_local and not saved:
+        raise DataError(f"{text}: no such file or folder")
+    else:
+        yield from _read_with_datasets(source, source.subset or path.name)
+
+
+def read_questions(
+    source: Source,
+    *,
+    kind: str = "math",
+    fields: Fields | None = None,
+    template: str | None = "{prompt}",
+) -> list[Question]:
+    """Read all questions of a table.
+
+    Args:
+        source: the table.
+        kind: verifier of rows without a field `kind`.
+        fields: names of the fields.
+        template: text of a prompt, with `{prompt}` in it; None appends the answer-format
+            instruction of the verifier.
+
+    Raises:
+        DataError: an unreadable source, a broken row, a repeated id, no rows; with the location.
+    """
+    if template is not None and "{prompt}" not in template:
+        raise DataError(f"template {template!r}: it must contain {{prompt}}")
+    is_file = Path(source.path).is_file()
+    questions: dict[str, Question] = {}
+    for index, row in enumerate(read_rows(source)):
+        location = f"{source.path}:{row.line}" if is_file else f"{source.path}: {row.location}"
+        try:
+            question = make_question(row, str(index), kind, fields or Fields())
+        except DataError as e:
+            raise DataError(f"{location}: {e}") from None
+        if question.id in questions:
+            raise DataError(f"{location}: id {question.id!r} occurs twice")
+        questions[question.id] = apply_template(question, template)
+    if not questions:
+        raise DataError(f"{source.path}: no questions")
+    return list(questions.values())
+
+
+def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> Question:
+    """Convert a row to a question.
+
+    Raises:
+        DataError: a broken row, or one without prompt or answer; the message has no location.
+    """
+    if row.problem:
+        raise DataError(row.problem)
+    values = row.values
+    prompt = _prompt_text(_required(values, fields.prompt, PROMPT_FIELDS, "prompt"))
+    if code := str(_optional(values, fields.starter, STARTER_FIELDS) or "").rstrip():
+        prompt += f"\n\nThe program must complete this code:\n```python\n{code}\n```\n"
+    kind = str(values.get("kind", kind))
+    # A reward function of the user may work without a right answer.
+    needs_gold = bool(fields.gold) or not (kind == "custom" or ":" in kind)
+    gold: Any = ""
+    if needs_gold or _optional(values, "", GOLD_FIELDS) not in (None, ""):
+        gold = _required(values, fields.gold, GOLD_FIELDS, "answer")
+    meta = values.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise DataError(f"meta is a {type(meta).__name__}, expected an object")
+    identity = _optional(values, fields.id, ID_FIELDS)
+    return Question(
+        id=default_id if identity is None else str(identity),
+        kind=kind,
+        prompt=prompt,
+        gold=gold if isinstance(gold, str) else json.dumps(gold),
+        meta={**meta, **{name: values[name] for name in fields.meta if name in values}},
+        difficulty=str(_optional(values, fields.difficulty, DIFFICULTY_FIELDS) or ""),
+    )
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Return the text of a prompt: a string, or a conversation with one user's turn."""
+    if isinstance(prompt, list):
+        turns = [t for t in prompt if isinstance(t, dict) and t.get("role") == "user"]
+        prompt = turns[0].get("content") if len(turns) == 1 else None
+    if not isinstance(prompt, str):
+        raise DataError("the prompt is neither a text nor one user's turn")
+    return prompt
+
+
+def _required(values: dict[str, Any], name: str, usual: tuple[str, ...], role: str) -> Any:
+    value = _optional(values, name, usual)
+    if value is None or value == "":
+        expected = name or ", ".join(usual)
+        raise DataError(f"no {role} ({expected}); it has {', '.join(sorted(values))}")
+    return value
+
+
+def _optional(values: dict[str, Any], name: str, usual: tuple[str, ...]) -> Any:
+    if name:
+        return values.get(name)
+    return next((values[n] for n in usual if values.get(n) is not None), None)
+
+
+def _files(source: Source) -> list[Path]:
+    root = Path(source.path)
+    if source.subset and (root / source.subset).is_dir():
+        root = root / source.subset
+    files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    if not files:
+        raise DataError(f"{root}: no {', '.join(SUFFIXES)} file in it")
+    of_split = [p for p in files if p.name.startswith(source.split)]
+    if not of_split and source.split != "train":
+        names = ", ".join(str(p.relative_to(root)) for p in files[:10])
+        raise DataError(f"{root}: no file of the split {source.split!r}; it has {names}")
+    return of_split or files
+
+
+def _read_file(path: Path, name: str) -> Iterator[TableRow]:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse_line(name, number, line)
+    elif path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            for values in reader:
+                problem = "more values than columns" if None in values else ""
+                yield TableRow(name, reader.line_num, values, problem)
+    elif path.suffix in LOADERS:
+        yield from _read_with_datasets(Source(path), name)
+    else:
+        raise DataError(f"{path}: unknown file type, use one of {', '.join(SUFFIXES)}")
+
+
+def _parse_line(name: str, number: int, line: bytes) -> TableRow:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as e:
+        return TableRow(name, number, problem=f"not JSON: {e}")
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        return TableRow(name, number, problem=f"expected an object, found {kind}")
+    return TableRow(name, number, values)
+
+
+def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:
+    try:
+        import datasets
+    except ImportError as e:
+        raise DataError(
+            f"{source.path}: the datasets library is missing: install megatron_rl[data]"
+        ) from e
+    text, path, split = str(source.path), Path(source.path), source.split
+    table: Any
+    try:
+        if path.is_dir():
+            table = datasets.load_from_disk(text)
+        elif path.is_file():
+            loader = LOADERS[path.suffix]
+            table = datasets.load_dataset(loader, data_files=text, split="train", streaming=True)
+        elif text.startswith("hf://"):
+            table = datasets.load_dataset("json", data_files=text, split="train")
+        else:
+            table = datasets.load_dataset(
+                text, source.subset, split=split, revision=source.revision
+            )
+        if isinstance(table, datasets.DatasetDict):
+            if split not in table:
+                raise DataError(f"{text}: no split {split!r}, it has {', '.join(table)}")
+            table = table[split]
+        for number, values in enumerate(table, start=1):
+            yield TableRow(name, number, values)
+    except DataError:
+        raise
+    # `datasets` raises all of these: hub, network, names, broken contents.
+    except (OSError, ValueError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+        raise DataError(
+            f"{text} (split {split}): {type(e).__name__}: {e}; without a network give a local copy"
+        ) from e
