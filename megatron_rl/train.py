@@ -1,7 +1,7 @@
 """The run on one page: every rank learns its role, sets up, loops, and shuts down.
 
     torchrun ranks 0 .. T-1     trainer      `run_trainer_rank` below: Megatron's world and the loop
-    beside trainer rank 0       orchestrator `orchestrator/main.py`, then `event_loop.py`
+    child of trainer rank 0     orchestrator `orchestrator/main.py`, then `event_loop.py`
     torchrun ranks T ..         generators   `generator/role.py`, then `serve.py` and `engine.py`
 
 `train_loop` is the trainer's half of a step. The orchestrator's half is one handler per message in
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl import launch, messages
+from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.config.saved import save_config
 from megatron_rl.orchestrator.run_plan import print_plan
-from megatron_rl.patching import require
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.client import TrainerClient
@@ -45,7 +45,7 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
 
     Raises:
         ConfigError: a configuration that cannot run, or another number of ranks than it needs.
-        PatchNeededError: an installed package has a fault that would spoil the run.
+        UnsupportedVersionError: an installed package may have a fault that spoils the run.
     """
     config = load_config(path, overrides)
     arguments = [command, *(("--config", str(path)) if path is not None else ()), *overrides]
@@ -78,9 +78,9 @@ def _check_before_ranks_start(config: RunConfig, command: Command) -> None:
     from megatron_rl.models.start_checkpoint import start_directory
 
     start_directory(config)
-    require("trainer")
+    upstream.check(megatron_fixes.FIXES)
     if command == "train" and launch.generator_python(config) in (None, sys.executable):
-        require("generator")
+        upstream.check(vllm_fixes.FIXES)
 
 
 def run_trainer_rank(

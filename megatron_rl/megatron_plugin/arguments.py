@@ -1,4 +1,4 @@
-"""Megatron's arguments beside the run's configuration: each key is said in one of them only."""
+"""Megatron's arguments and the run's configuration: each setting is in one of them only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Provider = Callable[[Parser], Parser]
 
 
 def add_arguments(parser: Parser) -> Parser:
-    """`--rl-config`, `--rl-set` and `--dataloader-save`, which Megatron reads but does not add."""
+    """Add `--rl-config`, `--rl-set` and `--dataloader-save`, which Megatron reads but lacks."""
     group = parser.add_argument_group("megatron_rl")
     group.add_argument(
         "--rl-config",
@@ -45,12 +45,12 @@ def add_arguments(parser: Parser) -> Parser:
 
 
 def peek(arguments: list[str]) -> argparse.Namespace:
-    """The plug-in's own arguments, before Megatron reads all of them."""
+    """Return the plug-in's own arguments, before Megatron reads all of them."""
     return add_arguments(Parser(add_help=False, allow_abbrev=False)).parse_known_args(arguments)[0]
 
 
 def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
-    """The configuration of the file, of `--rl-set`, and of dotted options on top.
+    """Return the configuration of the file, with `--rl-set` and then dotted options on top.
 
     Raises:
         ConfigError: as `load_config` does, or a `--rl-set` without "=".
@@ -64,14 +64,20 @@ def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
 
 
 _MEGATRONS = (
-    *("parallel", "optimizer", "seed", "roles.trainer_ranks", "schedule.steps"),
-    *("precision.params", "evaluation.every_steps", "checkpoint"),
+    "parallel",
+    "optimizer",
+    "seed",
+    "roles.trainer_ranks",
+    "schedule.steps",
+    "precision.params",
+    "evaluation.every_steps",
+    "checkpoint",
 )
-"""Keys, and sections, that Megatron's own arguments decide."""
+"""Keys and sections that Megatron's own arguments decide."""
 
 
 def megatron_keys_in(own: argparse.Namespace) -> list[str]:
-    """Those of Megatron's keys that the file or `--rl-set` has nevertheless."""
+    """Return the keys of the file or `--rl-set` that Megatron's arguments decide."""
     file = yaml.safe_load(own.rl_config.read_text()) or {}
     keys = [item.partition("=")[0] for item in own.rl_set]
     for name, value in file.items():
@@ -80,7 +86,7 @@ def megatron_keys_in(own: argparse.Namespace) -> list[str]:
 
 
 def of_megatron(args: Any, generator_ranks: int) -> list[str]:
-    """The keys that Megatron's arguments decide, as dotted options."""
+    """Return the keys that Megatron's arguments decide, as dotted options."""
     keys = {
         "roles.trainer_ranks": args.world_size,
         "roles.generator_ranks": generator_ranks,
@@ -104,14 +110,14 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
 
 
 def check(args: Any, config: RunConfig) -> None:
-    """Refuses what does not go together.
+    """Refuse arguments and configuration that don't go together.
 
     Raises:
         ConfigError: names the argument or the key, and the remedy.
     """
     a, s = config.algorithm, config.schedule
-    needs = "the plug-in's data come one micro-batch at a time from the generators"
-    for holds, said in (
+    reason = "the plug-in's data come one micro-batch at a time from the generators"
+    for holds, problem in (
         (args.dataloader_type == "external", f"--dataloader-type is {args.dataloader_type}"),
         (bool(args.calculate_per_token_loss), "--calculate-per-token-loss is not set"),
         (not args.fp16, "--fp16 is set"),
@@ -120,7 +126,7 @@ def check(args: Any, config: RunConfig) -> None:
         (args.perform_rl_step is not True, "--perform-rl-step is set"),
     ):
         if not holds:
-            raise ConfigError(f"{said}: {needs}, with bf16 or fp32; leave that argument out")
+            raise ConfigError(f"{problem}: {reason}, with bf16 or fp32; leave that argument out")
     if a.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl_coefficient is {a.kl_coefficient}: the plug-in keeps no reference"
@@ -140,18 +146,18 @@ def check(args: Any, config: RunConfig) -> None:
 
 
 def check_model(model: Any, architecture: Architecture, directory: Path) -> None:
-    """Refuses a model that is not the one of the Hugging Face directory.
+    """Refuse a model that differs from the Hugging Face directory's.
 
     Raises:
         ConfigError: names every field that differs.
     """
     wrong = []
     for name, wanted in architecture.config_fields().items():
-        found = getattr(model.config, name)
+        value = getattr(model.config, name)
         plain = isinstance(wanted, bool | int | float | str)
-        same = math.isclose(found, wanted) if isinstance(wanted, float) else found == wanted
+        same = math.isclose(value, wanted) if isinstance(wanted, float) else value == wanted
         if plain and not same:
-            wrong.append(f"{name} is {found!r} and should be {wanted!r}")
+            wrong.append(f"{name} is {value!r} and should be {wanted!r}")
     if model.share_embeddings_and_output_weights != architecture.tied:
         wrong.append(f"tied embeddings should be {architecture.tied}")
     rotary = getattr(model, "rotary_pos_emb", None)

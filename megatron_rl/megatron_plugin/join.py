@@ -27,7 +27,6 @@ from megatron_rl.megatron_plugin.data_iterator import (
 from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
-from megatron_rl.patching import require
 from megatron_rl.trainer import world
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.model import forward
@@ -44,10 +43,8 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
         argv: the script's arguments; those of the process by default.
 
     Raises:
-        ConfigError: `--rl-config` names a configuration that cannot run on the ranks that were started.
-        PatchNeededError: Megatron-Core here has a fault that would spoil the run.
+        ConfigError: the configuration of `--rl-config` cannot run on the ranks that were started.
     """
-    require("pretrain", "trainer")
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
@@ -142,11 +139,11 @@ class PretrainingPlugin:
         return build
 
     def step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward_step_func` with the loss of the run's algorithm in place of the script's."""
+        """Return `forward_step_func` with the run's loss in place of the script's."""
         return self._forward_step if self.active else forward_step
 
     def data(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `train_valid_test_dataset_provider`; call it after Megatron has read its arguments.
+        """Return `train_valid_test_dataset_provider`; call it after Megatron's argument parsing.
 
         Raises:
             ConfigError: arguments and configuration that don't go together.

@@ -20,7 +20,8 @@ Importing this package lets Megatron-Core run on CPU where there is no CUDA (`co
 come before the first import of `megatron.core`. It imports neither orchestrator nor rollout.
 """
 
-from megatron_rl.compat import megatron_cpu, quiet
+from megatron_rl import compat
+from megatron_rl.compat import quiet
 
-megatron_cpu.install()
-quiet.hush()
+compat.install()
+quiet.silence_notices()

@@ -1,8 +1,8 @@
 """From a batch's bytes to the micro-batches of one rank.
 
 `plan_rows` (`models.packing`) divides the sequences; micro-batch j has the same shape on every
-rank, which the MoE token dispatcher needs. Padding comes after its sequence: a causal mask never
-shows it, so no mask is built and no token id is special.
+rank, as the MoE token dispatcher needs. Padding follows its sequence, so causal attention never
+sees it: no mask is built and no token id is special.
 
 Shape legend: B rows, S positions of this rank, R = S * B, T completion tokens of a micro-batch, N
 tokens of the step, L layers with experts, K experts of a token.

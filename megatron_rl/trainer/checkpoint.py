@@ -1,4 +1,4 @@
-"""Checkpoints of a run: Megatron's distributed checkpoint and whoever's state goes with it.
+"""Checkpoints of a run: Megatron's distributed checkpoint and the orchestrator's state.
 
 On disk, below `output_dir/checkpoints`:
 
@@ -8,10 +8,10 @@ On disk, below `output_dir/checkpoints`:
       trainer.json      {"format": 1, "step": 20, ...}: written last, so its directory is complete
     latest.json         {"format": 1, "step": 20, "directory": "step_000020"}
 
-All files are written into `step_000020.tmp`, which is then renamed as a whole; `latest.json` is
-replaced after the rename. Recovery: the newest directory with a `trainer.json` counts
-(`find_latest`); a `.tmp` directory or one without it was torn by a crash and is passed over with a
-warning. The format reshards over tensor, pipeline and data parallelism.
+All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
+after the rename. Recovery: the newest directory with a `trainer.json` counts (`find_latest`); a
+`.tmp` directory or one without it was torn by a crash and is skipped with a warning. The format
+reshards over tensor, pipeline and data parallelism.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def folder(config: RunConfig) -> Path:
-    """Where the checkpoints of a run are."""
+    """Return the folder of a run's checkpoints."""
     return config.output_dir / FOLDER
 
 
@@ -50,14 +50,14 @@ def save(
     step: int,
     write_state: Callable[[int, str], None] | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step`; collective over the trainer ranks.
+    """Write the checkpoint of `step`; collective over the trainer ranks.
 
     Args:
         config: `output_dir` and `checkpoint.keep` count.
         policy: with the weights of `step`.
         step: optimizer steps that made the weights.
-        write_state: called on rank 0 with the step and the temporary directory, to add files; what it raises
-            leaves no checkpoint behind.
+        write_state: called on rank 0 with the step and the temporary directory, to add files; if it
+            raises, no checkpoint is left behind.
 
     Returns:
         The finished directory; an older one of the same step was replaced.
@@ -146,18 +146,18 @@ def load_weights(policy: Policy, directory: str | Path) -> None:
 
 
 def find_latest(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint below a `checkpoints` folder; None when there is none."""
+    """Return the newest complete checkpoint below a `checkpoints` folder, or None."""
     for path in _steps(Path(directory)):
         if _read_json(path / "trainer.json") is not None:
             return path
-        _log.warning("%s is incomplete (no readable trainer.json): passed over", path)
+        _log.warning("%s is incomplete (no readable trainer.json): skipped", path)
     return None
 
 
 def resume_from(config: RunConfig, rank: int) -> Path | None:
-    """The checkpoint to go on from; without `resume`, an older run's are moved aside.
+    """Return the checkpoint to resume from; without `resume`, an older run's are moved aside.
 
-    Ranks that torchrun started again (`--max-restarts`) go on from the newest one by themselves.
+    Ranks that torchrun restarted (`--max-restarts`) resume from the newest one.
 
     Raises:
         ConfigError: `resume` is set and there is none.
@@ -165,13 +165,13 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     root = folder(config)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.resume or restarted:
-        found = find_latest(root)
-        if found is None and not restarted:
+        latest = find_latest(root)
+        if latest is None and not restarted:
             raise ConfigError(
                 f"resume is true: {root} holds no complete checkpoint; start without --resume"
             )
-        if found is not None:
-            return found
+        if latest is not None:
+            return latest
     if rank == 0 and root.exists():
         n = 1
         while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
@@ -182,7 +182,7 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
 
 
 def _layout_metadata() -> dict[str, Any]:
-    """How Megatron lays out what it saves."""
+    """Return the layout options of Megatron's distributed checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -197,7 +197,7 @@ def _sharded_state(
 ) -> dict[str, Any]:
     metadata = _layout_metadata()
     model = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
-    # Of several chunks Megatron's optimizer wants all, of one its entries.
+    # Megatron's optimizer takes the entries of a single chunk, or all of several chunks.
     entries = model if len(model) > 1 else model["model"]
     optimizer = policy.optimizer.sharded_state_dict(
         entries, is_loading=is_loading, metadata=metadata
@@ -211,27 +211,27 @@ def _sharded_state(
 
 
 def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
-    """The modules of this rank by their key in the state."""
+    """Return the modules of this rank by their key in the state."""
     if len(policy.modules) == 1:
         return {"model": policy.module}
     return {f"model{i}": module for i, module in enumerate(policy.modules)}
 
 
 def _steps(directory: Path) -> list[Path]:
-    """Directories `step_*`, newest first, torn ones included."""
-    found = []
+    """Return the directories `step_*`, newest first, incomplete ones included."""
+    steps = []
     for path in directory.glob("step_*"):
         if path.suffix == ".tmp":
-            _log.warning("%s was left by a save that did not end: passed over", path)
+            _log.warning("%s was left by a save that did not end: skipped", path)
         elif path.is_dir() and path.name.removeprefix("step_").isdigit():
-            found.append(path)
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+            steps.append(path)
+    return sorted(steps, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
 
 
 def _remove_old(config: RunConfig) -> None:
     complete = [p for p in _steps(folder(config)) if (p / "trainer.json").is_file()]
     for path in complete[config.checkpoint.keep :]:
-        # Without its trainer.json it counts no more, should the removal be cut short.
+        # First: a directory without it is incomplete, should the removal be interrupted.
         (path / "trainer.json").unlink()
         shutil.rmtree(path)
 

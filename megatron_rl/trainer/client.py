@@ -23,7 +23,7 @@ class OrchestratorGone(RuntimeError):
 
 
 class TrainerClient:
-    """Asks for batches and reports steps.
+    """Requests batches and reports steps.
 
     Args:
         endpoint: ZeroMQ address of the orchestrator.
@@ -53,7 +53,7 @@ class TrainerClient:
         self._send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
 
     def next_batch(self, step: int) -> m.Batch:
-        """The batch of this step; the stopping batch at once when the run is interrupted.
+        """Return the batch of this step, or a stopping batch if the run is interrupted.
 
         Raises:
             OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
@@ -84,7 +84,7 @@ class TrainerClient:
         self._send(published)
 
     def save_state(self, step: int, directory: str) -> None:
-        """Have the orchestrator write its state into a checkpoint folder; returns when written.
+        """Make the orchestrator write its state into a checkpoint folder; returns when written.
 
         Raises:
             OrchestratorGone: not written within `timeouts.startup_seconds`.
@@ -93,7 +93,7 @@ class TrainerClient:
         self._wait(m.StateSaved, self._timeouts.startup_seconds, "timeouts.startup_seconds", step)
 
     def done(self, done: m.TrainerDone) -> None:
-        """Say that the trainer ends."""
+        """Announce the end of the trainer."""
         self._send(done)
 
     def close(self) -> None:
@@ -111,8 +111,8 @@ class TrainerClient:
         while True:
             if self._socket.poll(POLL_MILLISECONDS):
                 message = m.decode(self._socket.recv())
-                # A batch that was asked for before an interrupt may come first: it is not lost,
-                # the orchestrator keeps its groups until the step is reported.
+                # A batch requested before an interrupt may arrive first. It is not lost: the
+                # orchestrator keeps its groups until the step is reported.
                 if isinstance(message, kind) and message.step == step:  # type: ignore[attr-defined]
                     return message
                 continue

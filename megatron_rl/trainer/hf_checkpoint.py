@@ -23,15 +23,23 @@ from megatron_rl.trainer.shards import ModelShards
 from megatron_rl.weights.export import export
 
 COPIED = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "chat_template.jinja", "chat_template.json"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
-"""Files beside the weights that a saved model takes over from where it came from."""
+"""Files other than weights that are copied from the source directory."""
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The contents of `config.json`.
+    """Return the contents of `config.json`.
 
     Raises:
         FileNotFoundError: not a Hugging Face directory.
@@ -46,10 +54,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 class TensorReader:
-    """Tensors of a Hugging Face directory by name, read when asked for; a context manager.
+    """Tensors of a Hugging Face directory by name, read on demand; a context manager.
 
-    Two files are mapped at a time, so a process that reads in the order of the files holds a small
-    part of a large checkpoint. (Two, because the tensors of one parameter may lie in neighbours.)
+    At most two files are mapped, so reading in file order keeps a small part of a large checkpoint
+    in memory. (Two, because the tensors of one parameter may lie in neighboring files.)
 
     Raises:
         FileNotFoundError: a file of the checkpoint is missing.
@@ -79,7 +87,7 @@ class TensorReader:
         if listed is not None and listed != self._file_of:
             wrong = sorted(dict(listed.items() ^ self._file_of.items()))
             raise ValueError(
-                f"{index} and the files beside it disagree on {', '.join(wrong[:5])}: they are of"
+                f"{index} and its files disagree on {', '.join(wrong[:5])}: they are of"
                 " different checkpoints; copy the directory again"
             )
         return self
@@ -89,11 +97,11 @@ class TensorReader:
             self._mapped.popitem()[1].__exit__(None, None, None)
 
     def names(self) -> set[str]:
-        """Every tensor's name."""
+        """Return the names of all tensors."""
         return set(self._file_of)
 
     def file(self, name: str) -> str:
-        """The file that holds a tensor.
+        """Return the file that holds a tensor.
 
         Raises:
             KeyError: no such tensor.
@@ -106,7 +114,7 @@ class TensorReader:
         return self._file_of[name]
 
     def get(self, name: str, index: int | None = None) -> Tensor:
-        """One tensor, or entry `index` of its first dimension."""
+        """Return a tensor, or entry `index` of its first dimension."""
         file = self.file(name)
         if file in self._mapped:
             self._mapped.move_to_end(file)
@@ -121,7 +129,7 @@ class TensorReader:
 
 
 def passthrough(directory: str | Path, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors that are not trained (a vision tower), under their own names."""
+    """Yield the checkpoint's tensors that are not trained (a vision tower), by name."""
     if not architecture.untrained:
         return
     with TensorReader(directory) as reader:
@@ -135,10 +143,10 @@ def write(
     stream: Iterator[tuple[str, Tensor]],
     max_shard_bytes: int = 4 * 2**30,
 ) -> Path:
-    """Writes a Hugging Face directory: `stream` as safetensors, other files from `source`.
+    """Write a Hugging Face directory: `stream` as safetensors, other files from `source`.
 
-    The files go to a hidden sibling, which takes the name `directory` when it is complete; an
-    older directory of that name is replaced. Called by one rank.
+    The files go to a hidden sibling, which is renamed to `directory` when it is complete; an older
+    directory of that name is replaced. Called by one rank.
     """
     path, source = Path(directory), Path(source)
     work = path.parent / f".{path.name}.tmp{os.getpid()}"
@@ -177,17 +185,17 @@ def write(
 
 
 def _flush(work: Path, shards: list[dict[str, Tensor]]) -> None:
-    """Writes the last shard and keeps only its names."""
+    """Write the last shard and keep only its names."""
     save_file(shards[-1], work / f"shard{len(shards) - 1}", metadata={"format": "pt"})
     shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
 
 
 def save_huggingface(policy: ModelShards, directory: str | Path, source: str | Path) -> None:
-    """Writes the model as a Hugging Face directory; collective over the trainer ranks.
+    """Write the model as a Hugging Face directory; collective over the trainer ranks.
 
     Args:
         policy: the model.
-        directory: written by rank 0 as a whole, replacing an older one of that name.
+        directory: written by rank 0, replacing an older one of that name.
         source: Hugging Face directory that config, tokenizer files and untrained tensors are
             copied from.
     """

@@ -1,7 +1,7 @@
 """Log-probs and entropy of given tokens by autograd over all their logits.
 
-The plain way, which `megatron_rl.kernels` is compared with, and the one with the entropy's
-gradient; vocabulary-parallel shards are not gathered.
+The reference for `megatron_rl.kernels`, and the only method with the entropy's gradient;
+vocabulary-parallel shards are not gathered.
 
 Shape legend: T rows, V vocabulary of this rank.
 """
@@ -36,7 +36,7 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
         top_T = logits_TV.amax(dim=1)
         if parallel:
             dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-        # Division comes after the subtraction, which rounds nothing near the top.
+        # Divide after the subtraction, which is exact near the maximum.
         shifted_TV = logits_TV - top_T[:, None]
         if temperature != 1.0:
             shifted_TV /= temperature
@@ -86,7 +86,7 @@ def vocabulary_parallel_logprobs(
     group: dist.ProcessGroup,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [T] with gradient and entropies [T], of columns split over `group`.
+    """Return log-probs [T] with gradient and entropies [T], of columns split over `group`.
 
     Args:
         logits_TV: fp32 logits of this rank's columns.
@@ -94,7 +94,7 @@ def vocabulary_parallel_logprobs(
         temperature: divides the logits.
         vocabulary: columns beyond it, over the whole group, are padding and have probability 0.
         group: tensor-parallel group.
-        entropy_gradient: whether the entropies have a gradient too.
+        entropy_gradient: True if the entropies have a gradient too.
     """
     logprobs_T, entropy_T = _VocabularyParallelLogprob.apply(
         logits_TV, targets_T, temperature, vocabulary, group, entropy_gradient

@@ -35,9 +35,9 @@ from megatron_rl.algorithm.objective import Sums, objective, objective_terms
 from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import RunConfig
 from megatron_rl.kernels import linear
-from megatron_rl.kernels.fused import Settings, linear_logprobs, linear_loss
+from megatron_rl.kernels.fused import linear_logprobs, linear_loss
 from megatron_rl.kernels.heads import LogitGrads, Precision
-from megatron_rl.kernels.lm_head import fp32_linear
+from megatron_rl.kernels.ops import fp32_linear
 from megatron_rl.trainer.batch import MicroBatch
 from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
 
@@ -81,10 +81,10 @@ class Objective:
         tokens = micro.tokens(micro.logprobs_T, micro.entropy_T, slice(None), self.old_is_current)
         return objective(self.algorithm, tokens)
 
-    def cispo_inputs(self, micro: MicroBatch) -> linear.Cispo:
+    def cispo_inputs(self, micro: MicroBatch) -> linear.CispoInputs:
         """Return the inputs of the row kernel."""
         assert isinstance(self.algorithm.loss, Cispo)
-        return linear.Cispo(
+        return linear.CispoInputs(
             micro.generator_logprobs_T,
             micro.advantages_T,
             micro.loss_weights_T,
@@ -150,7 +150,8 @@ def head_loss(
 
     Args:
         hidden_states: [S, B, H], or this rank's part of S under sequence parallelism.
-        output_layer: the LM head; its weight [V, H] unless `output_weight` (tied) is given.
+        output_layer: the LM head; its weight is [V, H].
+        output_weight: a tied weight [V, H] in its place, or None.
         context: the pass; `logprobs_T` and `entropy_T` of its micro-batch are set.
 
     Returns:
@@ -172,7 +173,14 @@ def head_loss(
     weight_VH = output_layer.weight if output_weight is None else output_weight
     if plain:
         return _plain(hidden_TH, weight_VH, context)
-    settings = Settings(
+    return _fused(hidden_TH, weight_VH, context, method)
+
+
+def _fused(
+    hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass, method: Method | None
+) -> Tensor:
+    head, micro, objective = context.head, context.micro, context.objective
+    settings = linear.HeadSettings(
         temperature=context.temperature,
         vocabulary=head.vocabulary,
         group=head.group,

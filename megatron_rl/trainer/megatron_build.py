@@ -1,4 +1,4 @@
-"""From the run's configuration to Megatron's objects: config, module, gradients, optimizer."""
+"""Build Megatron's objects from the run's configuration: config, module, gradients, optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_rl.trainer import world
 
 
 def transformer_engine() -> bool:
-    """Whether layers are Transformer Engine's: CUDA is there, and it is installed."""
+    """Return True if layers are Transformer Engine's: CUDA is available, and it is installed."""
     return torch.cuda.is_available() is True and _installed("transformer_engine")
 
 
@@ -41,18 +41,18 @@ def _installed(module: str) -> bool:
 
 
 def check_sizes(run: RunConfig, architecture: Architecture) -> None:
-    """Refuses parallel sizes that the model cannot be divided by.
+    """Refuse parallel sizes that the model cannot be divided by.
 
     Raises:
         ValueError: names the key, its value and the model's count.
     """
-    found = division.problems(run.parallel, architecture)
-    if found:
-        raise ValueError(found[0])
+    problems = division.problems(run.parallel, architecture)
+    if problems:
+        raise ValueError(problems[0])
 
 
 def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
-    """Megatron's field for an uneven first stage."""
+    """Return Megatron's field for an uneven first stage."""
     first = division.first_stage_layers(layers, stages, chunks)
     return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
 
@@ -60,18 +60,18 @@ def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
 def _finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
 ) -> None:
-    """Reduces the gradients and divides them by nothing: the loss weights hold all divisors."""
+    """Reduce the gradients and divide by nothing: the loss weights hold all divisors."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def _recompute(kind: str, use_te: bool) -> dict[str, Any]:
-    """Megatron's fields for `parallel.recompute`."""
+    """Return Megatron's fields for `parallel.recompute`."""
     if kind == "none":
         return {}
     if kind == "full":
         units = {"recompute_method": "uniform", "recompute_num_layers": 1}
         return {"recompute_granularity": "full", **units}
-    # What is dropped without its output ("layernorm", "moe_act") needs Transformer Engine.
+    # Discarding outputs ("layernorm", "moe_act") needs Transformer Engine.
     modules = ["mlp", "shared_experts", *(["layernorm", "moe_act"] if use_te else [])]
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
@@ -79,7 +79,7 @@ def _recompute(kind: str, use_te: bool) -> dict[str, Any]:
 def transformer_config(
     run: RunConfig, architecture: Architecture, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of this model, layout and machine."""
+    """Return Megatron's configuration of this model, layout and machine."""
     p, cuda = run.parallel, torch.cuda.is_available()
     interleaved = p.virtual_pipeline > 1
     dtype = torch.bfloat16 if run.precision.params == "bf16" else torch.float32
@@ -93,7 +93,7 @@ def transformer_config(
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline if interleaved else None,
-        # Batched, the messages of two stages to each other would take one another's place.
+        # Batched, messages between two stages in both directions would be mixed up.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         context_parallel_size=p.context,
@@ -102,13 +102,13 @@ def transformer_config(
         sequence_parallel=p.sequence_parallel,
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_gradients,
-        variable_seq_lengths=p.pipeline > 1,  # micro-batches have shapes of their own
-        # gloo sends asynchronously from a buffer that deallocation would take away.
+        variable_seq_lengths=p.pipeline > 1,  # micro-batches differ in shape
+        # gloo sends asynchronously from a buffer that must not be freed.
         deallocate_pipeline_outputs=cuda,
         perform_initialization=False,
         attention_softmax_in_fp32=True,
         gradient_accumulation_fusion=use_te and _installed("fused_weight_gradient_mlp_cuda"),
-        # The hook through which a rotary embedding is given positions; one-dimensional ones here.
+        # Makes Megatron pass positions to the rotary embedding; here they are one-dimensional.
         mrope_section=[architecture.head_dim // 2],
         apply_rope_fusion=use_te and not architecture.interleaved_rope,
         masked_softmax_fusion=False,
@@ -121,7 +121,7 @@ def transformer_config(
 
 
 def layer_range(config: TransformerConfig, chunk: int = 0) -> range:
-    """Global numbers of the layers of model chunk `chunk` of this pipeline stage."""
+    """Return the global layer numbers of model chunk `chunk` of this pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk
     first = int(get_transformer_layer_offset(config, virtual, stage))
@@ -135,7 +135,7 @@ def build_module(
     use_te: bool,
     chunk: int = 0,
 ) -> GPTModel:
-    """A chunk of this pipeline stage of the model, with parameters that are still undefined."""
+    """Return a chunk of this pipeline stage, with uninitialized parameters."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = layer_range(config, chunk)
     own = architecture.layer_specs(use_te)[layers.start : layers.stop]
@@ -157,13 +157,13 @@ def build_module(
 
 
 def shards_optimizer(run: RunConfig) -> bool:
-    """Whether optimizer state is sharded: asked for, and there is somebody to share it with."""
+    """Return True if the distributed optimizer is enabled and there is more than one replica."""
     copies = run.data_parallel * run.parallel.context
     return run.parallel.distributed_optimizer and copies > 1
 
 
 def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> DistributedDataParallel:
-    """The module with gradient buffers, on its device and in its number format."""
+    """Return the module with gradient buffers, on its device and in its number format."""
     inner: torch.nn.Module = module.to(world.device())
     if config.bf16:
         inner = Float16Module(config, inner)
@@ -176,7 +176,7 @@ def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> Distrib
 def make_optimizer(
     run: RunConfig, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> Any:
-    """Megatron's AdamW over the wrapped modules."""
+    """Return Megatron's AdamW over the wrapped modules."""
     o = run.optimizer
     options = OptimizerConfig(
         optimizer="adam",
@@ -194,5 +194,5 @@ def make_optimizer(
     config.grad_scale_func = optimizer.scale_loss
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:
-            group["fused"] = True  # one call for all parameters; Megatron does not ask for it
+            group["fused"] = True  # one call for all parameters; not Megatron's default
     return optimizer

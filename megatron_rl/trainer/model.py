@@ -1,4 +1,4 @@
-"""A Hugging Face model on Megatron-Core: this rank's shard of it, its gradients, its optimizer."""
+"""A Hugging Face model on Megatron-Core: this rank's shard, its gradients and its optimizer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron_rl.trainer.shards import ModelShards
 
 
 class Policy(ModelShards):
-    """The trained model: one pipeline stage of it on this rank, and its optimizer.
+    """The trained model: this rank's pipeline stage and its optimizer.
 
-    The gradient of `forward_backward` is the gradient of the plain sum of the loss terms over all
+    `forward_backward` computes the gradient of the plain sum of the loss terms over all
     micro-batches and ranks, in every parallel layout.
 
     Args:
         run: `parallel`, `precision`, `optimizer` and `generation.temperature` count.
-        directory: Hugging Face model, whose weights are loaded.
+        directory: Hugging Face model to load.
 
     Raises:
         FileNotFoundError: no Hugging Face model.
-        ValueError: a model that is not implemented, or that the layout cannot divide.
+        ValueError: a model that is not implemented, or not divisible by the layout.
     """
 
     def __init__(self, run: RunConfig, directory: str | Path) -> None:
@@ -68,7 +68,7 @@ class Policy(ModelShards):
 
     @property
     def module(self) -> GPTModel:
-        """The one module of this stage.
+        """The only module of this stage.
 
         Raises:
             ValueError: it has several (a virtual pipeline).
@@ -81,7 +81,7 @@ class Policy(ModelShards):
         return self.modules[0]
 
     def load_huggingface(self, directory: str | Path) -> None:
-        """Copies this rank's shards from a Hugging Face directory into the parameters.
+        """Copy this rank's shards from a Hugging Face directory into the parameters.
 
         Raises:
             ValueError: names or shapes that differ from the architecture's.
@@ -130,7 +130,7 @@ class Policy(ModelShards):
             )
 
     def apply(self, learning_rate: float) -> float:
-        """One optimizer step with the gradients that are there.
+        """Take one optimizer step with the current gradients.
 
         Returns:
             The global gradient norm before clipping.
@@ -141,7 +141,7 @@ class Policy(ModelShards):
         return float(norm)
 
     def set_adam(self, beta1: float, beta2: float, eps: float) -> None:
-        """Changes AdamW's constants."""
+        """Set AdamW's constants."""
         for group in self.optimizer.param_groups:
             group["betas"], group["eps"] = (beta1, beta2), eps
 

@@ -1,4 +1,4 @@
-"""This rank's parameters by `Weight.megatron`, and their values from a Hugging Face directory."""
+"""Find this rank's parameters by `Weight.megatron`, and load them from Hugging Face files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.trainer import hf_checkpoint
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One module of this rank and which of the model's layers it holds.
+    """One module of this rank and the layers that it holds.
 
     Example: the second of two chunks of stage 0, in 8 layers over 2 stages: `layers` 4 and 5.
     """
@@ -28,7 +28,7 @@ class ModelChunk:
 def by_weight(
     architecture: Architecture, chunks: Sequence[ModelChunk], experts: range, use_te: bool
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters of all chunks, in the order of the forward pass.
+    """Return the parameters of all chunks, in the order of the forward pass.
 
     Args:
         architecture: of the model.
@@ -65,10 +65,10 @@ def load(
     split_rank: Callable[[Weight], tuple[int, int]],
     directory: str | Path,
 ) -> None:
-    """Copies this rank's shards from a Hugging Face directory, one parameter at a time.
+    """Copy this rank's shards from a Hugging Face directory, one parameter at a time.
 
     Args:
-        architecture: whose tensors the directory must hold, all of them and no other trained one.
+        architecture: the directory must hold exactly its trained tensors.
         parameters: of this rank, by `Weight.megatron`.
         split_rank: (rank, size) of the group that shards a weight.
         directory: a Hugging Face model.
@@ -79,15 +79,15 @@ def load(
     weights = architecture.weights()
     expected = {name for w in weights for name in w.hf}
     with hf_checkpoint.TensorReader(directory) as reader, torch.no_grad():
-        found = reader.names() - set(architecture.passthrough(reader.names()))
-        if found != expected:
-            missing, extra = sorted(expected - found), sorted(found - expected)
+        names = reader.names() - set(architecture.passthrough(reader.names()))
+        if names != expected:
+            missing, extra = sorted(expected - names), sorted(names - expected)
             raise ValueError(
                 f"{directory} does not hold the tensors of its config.json: missing"
                 f" {missing[:5]}, unknown {extra[:5]}"
             )
         own = [w for w in weights if w.megatron in parameters]
-        # In the order of the files, each of which is then mapped once.
+        # In file order, so that each file is mapped once.
         for weight in sorted(own, key=lambda w: max(map(reader.file, w.hf))):
             param = parameters[weight.megatron]
             tensors = [reader.get(name, weight.index) for name in weight.hf]

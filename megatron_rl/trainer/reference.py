@@ -1,4 +1,4 @@
-"""The fixed policies of a step beside the trained one: the old policy, and the reference.
+"""The fixed policies of a step: the old policy and the reference.
 
 Source of the old log-probs (`algorithm.old_policy`):
 

@@ -1,11 +1,11 @@
 """Routing replay: the trainer's routers follow the generator's (R3, arXiv 2510.11370).
 
-Trainer and engine round differently, so now and then a token's experts differ, and with them its
-log-prob. Under replay a router takes the experts that the generator took; their probabilities are
-its own, and so is the gradient. A token whose experts are unknown (padding, and the last token of
-a sequence, which predicts nothing) is routed live.
+Trainer and engine round differently, so a token's experts sometimes differ, and with them its
+log-prob. Under replay a router takes the generator's experts, with its own probabilities and
+gradient. A token whose experts are unknown (padding, and the last token of a sequence, which
+predicts nothing) is routed live.
 
-A router of Megatron asks its `router_replay`, where one is set, for the experts of a pass.
+A Megatron router calls its `router_replay`, if one is set, for the experts of a pass.
 
 Shape legend: R tokens of a micro-batch on this rank, position-major, E experts of a layer, K
 experts of a token, L layers with experts.
@@ -29,8 +29,8 @@ from megatron_rl.models.routed_experts import UNKNOWN, check_experts
 from megatron_rl.trainer import world
 
 COUNTS = ("routes", "routes_differing", "routes_differing_live")
-"""Routes (one expert of one token in one layer) that are known; those of them that the trainer
-did not take; those that it would not have taken by itself."""
+"""Known routes (one expert of one token in one layer); those of them that the trainer did not take;
+those that its own routers would not have taken."""
 
 
 class Routing:
@@ -42,7 +42,7 @@ class Routing:
         mode: `algorithm.routing_replay`.
 
     Raises:
-        ValueError: a model without experts, or routers that choose in another way than by top-k.
+        ValueError: a model without experts, or routers that are not top-k.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Routing:
             ]
 
     @contextmanager
-    def following(self, chunk: Any, routes_RLK: Tensor | None) -> Iterator[None]:
-        """Around a forward pass of a chunk.
+    def following(self, chunk: Any, experts_RLK: Tensor | None) -> Iterator[None]:
+        """Follow or compare the generator's experts during a forward pass of a chunk.
 
         Args:
             chunk: one of `chunks`, wrapped or not.
-            routes_RLK: the generator's choices for the positions of this context-parallel rank;
+            experts_RLK: the generator's choices for the positions of this context-parallel rank;
                 None: every token is routed live.
         """
-        module, own = unwrap_model(chunk), routes_RLK
+        module, own = unwrap_model(chunk), experts_RLK
         if own is not None:
             if module.config.sequence_parallel:
                 rank = parallel_state.get_tensor_model_parallel_rank()
@@ -86,9 +86,9 @@ class Routing:
                 follower.end()
 
     def take_counts(self) -> Tensor:
-        """`COUNTS` [3], fp64, of this rank's passes with a gradient since the last call.
+        """Return `COUNTS` [3], fp64, of this rank's passes with a gradient since the last call.
 
-        Each rank has tokens or layers of its own: sums over the world count every route once.
+        Ranks hold different tokens or layers: sums over the world count every route once.
         """
         followers = [f for chunk in self._followers.values() for _, f in chunk]
         # A pipeline stage may have no layer with experts.
@@ -100,7 +100,7 @@ class Routing:
 
 
 class _Follower:
-    """What one router asks for its experts; it has the interface of Megatron's `RouterReplay`."""
+    """Expert choice of one router, with the interface of Megatron's `RouterReplay`."""
 
     layer_number: int | None = None
     """Set by Megatron."""
@@ -111,18 +111,18 @@ class _Follower:
             raise ValueError(
                 f"algorithm.routing_replay: layer {router.layer_number - 1} chooses its experts by"
                 f" moe_router_fusion = {config.moe_router_fusion},"
-                f" moe_router_load_balancing_type = {router.routing_type!r}, which takes no experts"
-                " from outside; leave both out"
+                f" moe_router_load_balancing_type = {router.routing_type!r}, which cannot replay"
+                " experts; leave both out"
             )
         self.router, self._replays = router, replays
-        # Megatron runs a layer once more before its backward pass, micro-batches in their order.
+        # Recomputation runs a layer again before its backward pass, in micro-batch order.
         self._recomputes = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
         self._forward = False
         self._counting = False
         self._given_RK: Tensor | None = None
-        self._again: deque[Tensor | None] = deque()
+        self._recomputed: deque[Tensor | None] = deque()
         self.forget()
         router.router_replay = self
         router.register_forward_hook(self._count_taken)
@@ -131,14 +131,14 @@ class _Follower:
         self._forward, self._given_RK = True, given_RK
         self._counting = torch.is_grad_enabled() and given_RK is not None
         if self._recomputes and torch.is_grad_enabled():
-            self._again.append(given_RK)
+            self._recomputed.append(given_RK)
 
     def end(self) -> None:
         self._forward, self._counting, self._given_RK = False, False, None
 
     def forget(self) -> None:
         self.counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=world.device())
-        self._again.clear()
+        self._recomputed.clear()
 
     def get_replay_topk(
         self,
@@ -148,18 +148,19 @@ class _Follower:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores [R, K] with their gradient, experts [R, K]) of a pass."""
+        """Return (scores [R, K] with their gradient, experts [R, K]) of a pass."""
         assert default_compute_topk is not None
         scores_RK, live_RK = default_compute_topk(
             scores_RE, topk, num_groups=num_groups, group_topk=group_topk
         )
-        if not self._forward and not self._again:
+        if not self._forward and not self._recomputed:
             raise RuntimeError(
                 f"layer {self.router.layer_number - 1} was called outside of `Routing.following`,"
-                " so the experts of its tokens are unknown; run the model through policy.forward,"
+                " so the experts of its tokens are unknown; run the model through"
+                " trainer.model.forward,"
                 " or set algorithm.routing_replay = none"
             )
-        given_RK = self._given_RK if self._forward else self._again.popleft()
+        given_RK = self._given_RK if self._forward else self._recomputed.popleft()
         if given_RK is None:
             return scores_RK, live_RK
         known_R = given_RK[:, :1] != UNKNOWN
@@ -172,7 +173,7 @@ class _Follower:
         return scores_RE.gather(1, experts_RK), experts_RK
 
     def _count_taken(self, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
-        # The map that tokens are dispatched by, whatever made it.
+        # Counted from the dispatch map, so that it covers every way of choosing.
         if self._counting and self._given_RK is not None:
             known_R = self._given_RK[:, :1] != UNKNOWN
             self.counts[0] += known_R.sum() * self._given_RK.shape[1]
@@ -180,5 +181,5 @@ class _Follower:
 
 
 def _missing(taken_RE: Tensor, given_RK: Tensor, known_R: Tensor) -> Tensor:
-    """How many of the given experts were not taken."""
+    """Return the number of given experts that were not taken."""
     return (~taken_RE.gather(1, given_RK.clamp(min=0)) & known_R).sum()

@@ -1,7 +1,7 @@
-"""The short supervised stage: token-mean cross-entropy on completions, through the RL path.
+"""The supervised stage: token-mean cross-entropy on completions, through the RL path.
 
-The loss is the same sum of weighted token terms, with the log-likelihood in place of the policy
-loss and `1 / completion tokens of the step` as every token's weight.
+The loss is the sum of weighted token terms of `reinforce` with advantage 1 and the weight
+`1 / completion tokens of the step`: the log-likelihood.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_rl.algorithm.losses.reinforce import Reinforce
 from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import RunConfig
-from megatron_rl.data.splits import demonstrations
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
+from megatron_rl.data.prompts import demonstrations
 from megatron_rl.models import start_checkpoint, tiny
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import batch_of_examples, micro_batches_of
@@ -33,15 +33,15 @@ from megatron_rl.trainer.model import Policy
 Example = tuple[list[int], list[int]]
 """(prompt, completion) as token ids."""
 CROSS_ENTROPY = Objective(Algorithm(loss=Reinforce()))
-"""With advantage 1 and the generator out of the formula, REINFORCE is the log-likelihood."""
+"""On `batch_of_examples`, whose advantages are 1, REINFORCE is the log-likelihood."""
 FINAL_RATE = 0.1
-"""The cosine ends at this part of the peak learning rate."""
+"""The cosine ends at this fraction of the peak learning rate."""
 REPORT_EVERY = 20
-"""Steps between calls of `on_step`: the loss needs a reduction over the ranks."""
+"""Steps between calls of `on_step`, which need a reduction over the ranks."""
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warm-up times a cosine to a tenth of the peak."""
+    """Return the rate: a linear warm-up times a cosine to a tenth of the peak."""
     s = config.sft
     warm = min(1.0, (step + 1) / max(1, s.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * step / s.steps))
@@ -54,7 +54,7 @@ def run_supervised(
     examples_by_step: Iterator[list[Example]],
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Trains on demonstrations until the iterator ends; collective over the trainer ranks.
+    """Train on demonstrations until the iterator ends; collective over the trainer ranks.
 
     Args:
         config: `sft` counts; AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps 1e-8 here.
@@ -111,12 +111,12 @@ def make_start_checkpoint(config: RunConfig, rank: int) -> None:
     torch.distributed.barrier()
     tokenizer = Tokenizer.from_file(str(initial / "tokenizer.json"))
     policy = Policy(config, initial)
-    said = time.monotonic()
+    printed = time.monotonic()
 
     def on_step(step: int, loss: float) -> None:
-        nonlocal said
-        if rank == 0 and config.metrics.terminal != "off" and time.monotonic() - said > 5:
-            said = time.monotonic()
+        nonlocal printed
+        if rank == 0 and config.metrics.terminal != "off" and time.monotonic() - printed > 5:
+            printed = time.monotonic()
             print(
                 f"supervised stage: step {step + 1}/{config.sft.steps}, loss {loss:.3f}", flush=True
             )
@@ -130,7 +130,7 @@ def make_start_checkpoint(config: RunConfig, rank: int) -> None:
 
 
 def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[Example]]:
-    """`sft.sequences_per_step` demonstrations for each of `sft.steps` steps, in shuffled epochs."""
+    """Yield `sft.sequences_per_step` demonstrations per step, in shuffled epochs."""
     s = config.sft
 
     def encode(text: str) -> list[int]:

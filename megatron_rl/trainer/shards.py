@@ -1,4 +1,4 @@
-"""A model that Megatron has divided over the trainer ranks: what this rank holds of it."""
+"""This rank's share of a model that Megatron has divided over the trainer ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.weights.export import ExportPlan, PlanKey
 
 
 class ModelShards:
-    """This rank's part of a model and of a batch, in the parallel layout that Megatron has set up.
+    """This rank's share of a model and its data, in the parallel layout that Megatron has set up.
 
     Args:
         run: `parallel` and `schedule` count.
@@ -35,10 +35,10 @@ class ModelShards:
         self.export_plans: dict[PlanKey, ExportPlan] = {}
 
     def route(self, chunks: Sequence[Any]) -> None:
-        """Has the routers of these model chunks do as `algorithm.routing_replay` says.
+        """Attach `algorithm.routing_replay` to the routers of these model chunks.
 
         Raises:
-            ValueError: a model whose routers cannot.
+            ValueError: a model whose routers do not support it.
         """
         mode = self.run.algorithm.routing_replay
         if mode != "none":
@@ -52,7 +52,7 @@ class ModelShards:
         return range(first, first + count)
 
     def split_rank(self, weight: Weight) -> tuple[int, int]:
-        """(rank, size) of the tensor-parallel group that shards this weight, expert or dense."""
+        """Return (rank, size) of the tensor-parallel group that shards this weight."""
         if weight.expert is None:
             return (
                 parallel_state.get_tensor_model_parallel_rank(),
@@ -65,14 +65,14 @@ class ModelShards:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches of a step is a multiple of."""
+        """Pad the number of micro-batches of a step to a multiple of this."""
         p = self.run.parallel
-        # The interleaved schedule goes round the stages with as many micro-batches.
+        # The interleaved schedule needs a multiple of the number of stages.
         return p.pipeline if p.virtual_pipeline > 1 else 1
 
     @staticmethod
     def add_over_context(values: Tensor) -> Tensor:
-        """The sum over the ranks that hold other tokens of the same sequences; no gradient."""
+        """Return the sum over context-parallel ranks, without gradient."""
         if parallel_state.get_context_parallel_world_size() == 1:
             return values
         total = values.detach().clone()
@@ -81,9 +81,9 @@ class ModelShards:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's outputs count in sums over the world: one rank per token.
+        """True if this rank's outputs count in sums over the world: one rank per token.
 
-        Data-parallel and context-parallel ranks have tokens of their own.
+        Data-parallel and context-parallel ranks hold different tokens.
         """
         return (
             parallel_state.get_tensor_model_parallel_rank() == 0

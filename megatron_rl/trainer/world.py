@@ -1,7 +1,7 @@
 """The Megatron world: torch.distributed over the trainer ranks, and Megatron's groups in it.
 
-Torchrun may have started more ranks (generators). The trainers are the first ones, and this world
-is theirs alone: its ranks count from 0 and its default process group holds nobody else.
+Torchrun may have started more ranks (generators). The trainers are the first ones; only they are
+in this world's default process group.
 """
 
 from __future__ import annotations
@@ -18,37 +18,34 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_rl.config import RunConfig
-from megatron_rl.patching import require
 
 _control: list[dist.ProcessGroup] = []
 
 
 def device() -> torch.device:
-    """Where this rank's parameters live."""
+    """Return the device of this rank's parameters."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def control_group() -> dist.ProcessGroup:
-    """A gloo group of all trainer ranks whose time-out outlasts the wait for a batch."""
+    """Return a gloo group of all trainer ranks; its time-out outlasts the wait for a batch."""
     return _control[0]
 
 
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
-    """Joins this process to the Megatron world and seeds it.
+    """Join this process to the Megatron world and seed it.
 
     Args:
         config: `parallel`, `seed` and `timeouts` count.
         rank: of this process among the trainer ranks.
         world_size: number of trainer ranks; equals `roles.trainer_ranks`.
-        store: shared by the trainer ranks; its keys get a prefix of their own.
+        store: shared by the trainer ranks; its keys get a prefix.
 
     Raises:
         ValueError: sizes that don't fit together.
-        PatchNeededError: Megatron-Core has a fault that would spoil the run.
     """
-    require("trainer")
     p, t = config.parallel, config.timeouts
     if world_size != config.roles.trainer_ranks:
         raise ValueError(
@@ -78,40 +75,40 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     join_world(config)
     torch.manual_seed(config.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
-    # What is imported by now stays: without this every full collection walks through it (0.2 s).
+    # Imported modules stay: without this every full collection walks through them (0.2 s).
     gc.collect()
     gc.freeze()
 
 
 def join_world(config: RunConfig) -> None:
-    """Makes the control group, in a world whose other groups are there; collective."""
+    """Create the control group in a world that Megatron has set up; collective."""
     t = config.timeouts
     wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
     _control[:] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))]
 
 
 def destroy_world() -> None:
-    """Leaves the world, whose models end with it; `init_world` may make another in this process."""
+    """Leave the world and release its models; `init_world` may create another in this process."""
     _control.clear()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.unfreeze()  # what `init_world` kept may be garbage now
+    gc.unfreeze()  # frozen objects of `init_world` may be garbage now
     _release_models()
 
 
 def _release_models() -> None:
-    # Circles through autograd's nodes, which no collector sees, keep a model, and with it every
-    # group and its sockets. A token dispatcher has the probabilities of its last pass, whose graph
-    # has hooks of the model; a distributed optimizer's shards are views of the parameters.
-    for found in gc.get_objects():
-        kind = type(found)
+    # Reference cycles through autograd nodes are invisible to the GC and keep the model, its
+    # process groups and their sockets alive. A token dispatcher keeps the probabilities of its last
+    # pass, whose graph has hooks of the model; an optimizer's shards are views of parameters.
+    for item in gc.get_objects():
+        kind = type(item)
         if issubclass(kind, MoETokenDispatcher):
-            for name, value in vars(found).items():
+            for name, value in vars(item).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    setattr(found, name, None)
+                    setattr(item, name, None)
         elif issubclass(kind, torch.nn.Parameter):
-            vars(found).pop("main_param", None)
+            vars(item).pop("main_param", None)
         elif issubclass(kind, MegatronOptimizer):
-            vars(found).clear()
+            vars(item).clear()

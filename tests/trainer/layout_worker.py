@@ -235,7 +235,7 @@ class Orchestrator:
 
 
 def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> list[Any]:
-    """What rank 0's client hears when rank 1 alone is asked to stop, before step 2."""
+    """Return the events of rank 0's client when rank 1 is stopped before step 2."""
     from megatron_rl.train import train_loop
     from megatron_rl.trainer.model import Policy
 
@@ -271,7 +271,7 @@ def main(rank: int, folder: Path) -> None:
             alone[name] = observe(config, folder / name, check_resume=resumes)
             destroy_world()
     resumed = {n: seen["resumed"] for n, seen in alone.items() if "resumed" in seen}
-    found: dict[str, Any] = {"alone": resumed}
+    found: dict[str, Any] = {"one process": resumed}
     for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
         out = folder / "out" / str(i)
         config = run_config(folder / name, 2, output_dir=out, **options, **routing(name))
@@ -283,4 +283,4 @@ def main(rank: int, folder: Path) -> None:
         if rank == 0:
             found[layout] = compare(seen, alone[name])
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(found, folder / "seen.pt")

@@ -187,7 +187,7 @@ def test_packed_ranks_have_nearly_the_same_to_do() -> None:
 @pytest.mark.parametrize(
     ("bounds", "prompts", "what"),
     [
-        ([0, 3, 6], [1], "1 prompt lengths for 2 batch"),
+        ([0, 3, 6], [1], "1 prompt lengths for 2 sequences"),
         ([0, 3, 5], [1, 1], "don't divide 6 tokens"),
         ([0, 3, 3, 6], [1, 1, 1], "don't divide 6 tokens"),
         ([0, 3, 6], [1, 4], "sequence 1 has 3 tokens and a prompt of 4"),

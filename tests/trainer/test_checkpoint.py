@@ -32,7 +32,7 @@ def test_state_is_written_into_the_same_directory_before_it_counts(
 ) -> None:
     config, policy = run
 
-    def write_state(directory: str) -> None:
+    def write_state(step: int, directory: str) -> None:
         assert checkpoint.find_latest(checkpoint.folder(config)) is None
         assert not (Path(directory) / "trainer.json").exists()
         (Path(directory) / "orchestrator.json").write_text("{}")
@@ -59,7 +59,7 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
     config, policy = run
     good = checkpoint.save(config, policy, 1)
 
-    def fails(directory: str) -> None:
+    def fails(step: int, directory: str) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
+from megatron_rl.models.packing import Rows
 from megatron_rl.trainer import hf_checkpoint
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.model import Policy
@@ -65,17 +67,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=VARIANTS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """(policy, transformers model, directory) of one variant."""
-    name, changes = VARIANTS[request.param]
-    directory = write_model(tmp_path / "hf", name, **changes)
-    config = run_config(directory)
-    with world_of_one(config):
-        reference = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
-        yield Policy(config, directory), reference, directory
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Megatron world of this process for all variants."""
+    with world_of_one(run_config(tmp_path_factory.mktemp("world"))):
+        yield
 
 
 def random_tokens(rows: int, positions: int) -> Tensor:
@@ -84,8 +80,6 @@ def random_tokens(rows: int, positions: int) -> Tensor:
 
 
 def forward(policy: Policy, tokens_BS: Tensor, bounds: tuple[int, ...]) -> Tensor:
-    from megatron_rl.models.attention import Rows  # imports Megatron: after policy's mends
-
     rows = Rows.of_bounds(bounds, 0, 1, tokens_BS.device)
     positions_BS = rows.positions_s.expand_as(tokens_BS)
     logits: Tensor = policy.module(tokens_BS, positions_BS, None, packed_seq_params=rows)
@@ -93,7 +87,10 @@ def forward(policy: Policy, tokens_BS: Tensor, bounds: tuple[int, ...]) -> Tenso
 
 
 def check_same(policy: Policy, reference: Any, ours: Tensor, theirs: Tensor) -> None:
-    """Logits, and the gradient of all parameters of a function of them."""
+    """Compare logits, and the gradients of all parameters of a function of them."""
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    reference.zero_grad()
     assert theirs.abs().max() > 0.5  # logits that differ from each other
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     torch.log_softmax(ours, -1)[..., 0].sum().backward()
@@ -109,31 +106,38 @@ def check_same(policy: Policy, reference: Any, ours: Tensor, theirs: Tensor) -> 
         torch.testing.assert_close(own[name], gradient, atol=atol, rtol=1e-4, msg=name)
 
 
-def test_logits_and_gradients_equal_those_of_transformers(pair: Any) -> None:
-    policy, reference, _ = pair
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_gradients_and_files_equal_those_of_transformers(
+    variant: str, tmp_path: Path
+) -> None:
+    name, changes = VARIANTS[variant]
+    directory = write_model(tmp_path / "hf", name, **changes)
+    policy = Policy(run_config(directory), directory)
+    reference = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    check_export(policy, directory, tmp_path / "out")
+
     tokens_BS = random_tokens(3, 40)
     ours = forward(policy, tokens_BS, (0, 40))
     check_same(policy, reference, ours, reference(tokens_BS).logits)
 
-
-def test_packed_logits_and_gradients_equal_those_of_transformers(pair: Any) -> None:
-    policy, reference, _ = pair
-    bounds = (0, 33, 40, 63)
+    bounds = (0, 33, 40, 63)  # packed
     tokens_1S = random_tokens(1, 63)
     ours = forward(policy, tokens_1S, bounds)
-    alone = [reference(tokens_1S[:, a:b]).logits for a, b in itertools.pairwise(bounds)]
-    check_same(policy, reference, ours, torch.cat(alone, dim=1))
+    each = [reference(tokens_1S[:, a:b]).logits for a, b in itertools.pairwise(bounds)]
+    check_same(policy, reference, ours, torch.cat(each, dim=1))
 
 
-def test_export_equals_the_file_that_was_loaded(pair: Any, tmp_path: Path) -> None:
-    policy, _, directory = pair
+def check_export(policy: Policy, directory: Path, out: Path) -> None:
+    """Compare the exported tensors with the loaded file, also through a sharded directory."""
     loaded = load_file(directory / "model.safetensors")
     stream = dict(export(policy))
     assert stream.keys() == loaded.keys()
     assert all(torch.equal(stream[name], loaded[name]) for name in loaded)
 
     # Every tensor in a file of its own: the sharded format, which transformers reads as well.
-    written = hf_checkpoint.write(tmp_path / "out", directory, export(policy), max_shard_bytes=1)
+    written = hf_checkpoint.write(out, directory, export(policy), max_shard_bytes=1)
     again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     with hf_checkpoint.TensorReader(written) as reader:
         assert reader.names() == loaded.keys()
@@ -153,24 +157,23 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_trained_and_the_rest_carrie
     loaded = load_file(directory / "model.safetensors")
     vision = {n for n in loaded if not n.startswith("language_model.")}
     config = run_config(directory)
-    with world_of_one(config):
-        policy = Policy(config, directory)
-        reference = AutoModelForImageTextToText.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        )
-        assert policy.architecture.shapes() == {
-            n: tuple(t.shape) for n, t in loaded.items() if n not in vision
-        }
-        tokens_BS = random_tokens(2, 40)
-        ours = forward(policy, tokens_BS, (0, 40))
-        check_same(policy, reference, ours, reference(input_ids=tokens_BS).logits)
+    policy = Policy(config, directory)
+    reference = AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert policy.architecture.shapes() == {
+        n: tuple(t.shape) for n, t in loaded.items() if n not in vision
+    }
+    tokens_BS = random_tokens(2, 40)
+    ours = forward(policy, tokens_BS, (0, 40))
+    check_same(policy, reference, ours, reference(input_ids=tokens_BS).logits)
 
-        assert vision
-        assert set(policy.architecture.passthrough(loaded)) == vision
-        with torch.no_grad():
-            for p in policy.parameters.values():
-                p.mul_(2)
-        save_huggingface(policy, tmp_path / "out", directory)
+    assert vision
+    assert set(policy.architecture.passthrough(loaded)) == vision
+    with torch.no_grad():
+        for p in policy.parameters.values():
+            p.mul_(2)
+    save_huggingface(policy, tmp_path / "out", directory)
     with hf_checkpoint.TensorReader(tmp_path / "out") as reader:
         assert reader.names() == loaded.keys()
         for name, tensor in loaded.items():
@@ -182,19 +185,18 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     original = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").unlink()
     config = run_config(directory)
-    with world_of_one(config):
-        with pytest.raises(FileNotFoundError, match="incomplete"):
-            Policy(config, directory)
-        (directory / "model.safetensors").write_bytes(original)
-        policy = Policy(config, directory)
-        scout = write_model(tmp_path / "scout", "tiny_scout")
-        with pytest.raises(ValueError, match="does not hold the tensors of its config.json"):
-            policy.load_huggingface(scout)
-        wide = write_model(tmp_path / "wide", "tiny_dense", intermediate_size=256)
-        with pytest.raises(ValueError, match=r"layers.0.mlp.gate_proj.* \[\(256, 64\)"):
-            policy.load_huggingface(wide)
-        sharded = hf_checkpoint.write(tmp_path / "out", directory, export(policy), 1)
-        index = sharded / "model.safetensors.index.json"
-        index.write_text(index.read_text().replace("lm_head.weight", "head.weight"))
-        with pytest.raises(ValueError, match=r"disagree on head.weight, lm_head.weight"):
-            policy.load_huggingface(sharded)
+    with pytest.raises(FileNotFoundError, match="incomplete"):
+        Policy(config, directory)
+    (directory / "model.safetensors").write_bytes(original)
+    policy = Policy(config, directory)
+    scout = write_model(tmp_path / "scout", "tiny_scout")
+    with pytest.raises(ValueError, match="does not hold the tensors of its config.json"):
+        policy.load_huggingface(scout)
+    wide = write_model(tmp_path / "wide", "tiny_dense", intermediate_size=256)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate_proj.* \[\(256, 64\)"):
+        policy.load_huggingface(wide)
+    sharded = hf_checkpoint.write(tmp_path / "out", directory, export(policy), 1)
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("lm_head.weight", "head.weight"))
+    with pytest.raises(ValueError, match=r"disagree on head.weight, lm_head.weight"):
+        policy.load_huggingface(sharded)

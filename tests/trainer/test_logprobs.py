@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.kernels.lm_head import fp32_linear
+from megatron_rl.kernels.ops import fp32_linear
 from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
 
 

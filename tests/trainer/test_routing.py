@@ -145,7 +145,7 @@ def test_a_pass_that_no_one_announced_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_routes_is_refused(directory: Path) -> None:
-    with pytest.raises(ValueError, match=r"0 bytes of routes.*routing_replay is 'replay'"):
+    with pytest.raises(ValueError, match=r"0 bytes of routed experts.*routing_replay is 'replay'"):
         Seen(directory, batch(), "replay")
 
 
