@@ -1,4 +1,4 @@
-"""Imports point down only, and what must be light stays light (the lines of the design)."""
+"""Imports point down only, and the light packages stay light (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -6,131 +6,74 @@ import ast
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.source import PACKAGE, ROOT, cycles, imports, imports_of, module_of, modules, tree
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megatron_rl"
-
-# Room -> rooms that it may import. What is not listed is refused.
-MAY_IMPORT: dict[str, set[str]] = {
-    "section": set(),
-    "messages": set(),
-    "scaling": set(),
-    # A loss is the section of the configuration that names it.
-    "algorithm": {"section"},
-    "recipes": {"section"},
-    "config": {"section", "algorithm", "recipes", "rewards"},
-    "compat": {"config"},
-    # Standard library only: it works where nothing else is installed yet.
-    "patching": set(),
-    "kernels": {"config", "compat", "algorithm"},
-    "models": {"config", "compat"},
-    "weights": {"config", "messages", "compat", "models"},
-    "rewards": {"section"},
-    # Estimators, and what puts an evaluation together.
-    "evaluation": {
-        *("config", "messages", "data", "rewards", "observe", "patching"),
-        *("rollout", "orchestrator", "convert", "launch"),
-    },
-    "data": {"config", "messages", "rewards"},
-    "observe": {"config", "messages", "scaling"},
-    "policy": {
-        *("config", "messages", "compat", "patching"),
-        *("algorithm", "kernels", "models", "weights", "data"),
-    },
-    "rollout": {
-        *("config", "messages", "compat", "patching"),
-        *("algorithm", "kernels", "models", "weights"),
-    },
-    "orchestrator": {"config", "messages", "algorithm", "data", "rewards", "observe", "weights"},
-    # What puts a run together.
-    "plan": {"config", "orchestrator", "models"},
-    "convert": {"models"},
-    "doctor": {"*"},
-    "recipes_cli": {"config", "recipes"},
-    "ablate": {"config", "recipes", "observe", "scaling"},
-    "launch": {"*"},
-    "plugin": {"*"},
-    "cli": {"*"},
+CONFIGURATION = ["section", "algorithm", "recipes", "rewards", "config"]
+# Package or top-level module -> those that it may import. The order is that of the layers, bottom
+# first: a layer imports earlier ones only.
+MAY_IMPORT: dict[str, list[str]] = {
+    "section": [],
+    "messages": [],
+    "scaling": [],
+    # A loss is the section of the configuration that names it; so are a recipe's and a verifier's.
+    "algorithm": ["section"],
+    "recipes": ["section"],
+    "rewards": ["section"],
+    "config": ["section", "algorithm", "recipes", "rewards"],
+    "compat": ["config"],
+    "kernels": ["config", "compat", "algorithm"],
+    "models": ["config", "compat"],
+    "data": ["config", "messages", "algorithm", "rewards"],
+    "metrics": ["config", "messages", "scaling"],
+    "weights": ["config", "messages", "compat", "models"],
+    "orchestrator": ["config", "messages", "algorithm", "data", "rewards", "metrics"],
+    "generator": ["config", "messages", "compat", "models", "weights"],
+    "trainer": [
+        *["config", "messages", "compat", "algorithm", "data"],
+        *["kernels", "models", "weights"],
+    ],
+    "launch": ["config", "weights"],
+    "train": [
+        *["config", "messages", "compat", "launch", "models", "weights"],
+        *["orchestrator", "generator", "trainer"],
+    ],
+    "megatron_plugin": [
+        *["config", "messages", "compat", "launch", "models", "weights"],
+        *["orchestrator", "generator", "trainer"],
+    ],
+    "commands": [
+        *[*CONFIGURATION, "messages", "scaling", "compat", "kernels", "models", "data", "metrics"],
+        *["weights", "orchestrator", "generator", "trainer", "launch"],
+    ],
+    "cli": ["config", "compat", "scaling", "orchestrator", "train", "commands"],
 }
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
-# Modules of these rooms reach nothing heavy when they are imported, not even through others.
-LIGHT_ROOMS = {
-    *("section", "config", "messages", "algorithm", "recipes", "scaling", "observe"),
-    *("orchestrator", "plan", "recipes_cli", "ablate", "cli", "patching", "doctor"),
-}
+# Importing a module of these reaches nothing heavy, not even through others.
+LIGHT = (
+    "section config messages algorithm recipes rewards scaling data metrics orchestrator launch"
+    " train cli commands.ablate commands.doctor commands.plan commands.recipes commands.verify"
+).split()
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Name -> file of every module in the package."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def room_of(module: str) -> str:
-    # The plug-in starts what `launch` starts, inside Megatron's own process.
-    if f"{module}.".startswith(f"{PACKAGE.name}.policy.plugin."):
-        return "plugin"
+def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def _is_type_checking(node: ast.If) -> bool:
-    test = node.test
-    name = test.id if isinstance(test, ast.Name) else getattr(test, "attr", "")
-    return name == "TYPE_CHECKING"
+def own_imports(module: str) -> set[str]:
+    """Return the modules of the package that a module imports anywhere, itself excluded."""
+    names = (name for name, _ in imports(module) if f"{name}.".startswith(f"{PACKAGE.name}."))
+    return {module_of(name) for name in names} - {module}
 
 
-@cache
-def imports(module: str) -> list[tuple[str, bool]]:
-    """(imported name, whether importing the module runs it) of every import in a module."""
-    path = modules()[module]
-    is_package = path.name == "__init__.py"
-    found: list[tuple[str, bool]] = []
-
-    def visit(node: ast.AST, runs: bool) -> None:
-        if isinstance(node, ast.Import):
-            found.extend((alias.name, runs) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                base = ".".join(parts + ([node.module] if node.module else []))
-            # `from package import name` may import the module package.name.
-            found.extend((f"{base}.{alias.name}", runs) for alias in node.names)
-        inside = runs and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if isinstance(node, ast.If) and _is_type_checking(node):
-            for child in node.orelse:
-                visit(child, runs)
-            return
-        for child in ast.iter_child_nodes(node):
-            visit(child, inside)
-
-    visit(ast.parse(path.read_text(), filename=str(path)), True)
-    return found
-
-
-def test_the_import_reader_sees_relative_lazy_and_type_checking_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_import_reader_sees_relative_lazy_and_type_checking_imports(tmp_path: Path) -> None:
     source = tmp_path / "b.py"
     source.write_text(
         "from typing import TYPE_CHECKING\nfrom ..x import y\nfrom . import z\n"
         "if TYPE_CHECKING:\n    import torch\ndef f():\n    import vllm\n"
     )
-    table = {"megatron_rl.a.b": source}
-    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: table)
-    imports.cache_clear()
-    found = imports("megatron_rl.a.b")
-    imports.cache_clear()
-    assert found == [
+    assert imports_of("megatron_rl.a.b", source) == [
         ("typing.TYPE_CHECKING", True),
         ("megatron_rl.x.y", True),
         ("megatron_rl.a.z", True),
@@ -138,42 +81,40 @@ def test_the_import_reader_sees_relative_lazy_and_type_checking_imports(
     ]
 
 
-@pytest.mark.parametrize("module", modules())
-def test_arrows_point_down_only(module: str) -> None:
-    room = room_of(module)
-    if room == "":
-        assert not imports(module), "megatron_rl/__init__.py imports nothing"
-        return
-    assert room in MAY_IMPORT, f"{room} is a new room: give it its place in the design and here"
-    allowed = MAY_IMPORT[room] | {room}
-    for name, _ in imports(module):
-        if name.startswith("megatron_rl.") and "*" not in allowed:
-            target = room_of(name)
-            if target.startswith("__"):  # `from megatron_rl import __version__`
-                continue
-            assert target in allowed, (
-                f"{module} imports {name}: {room} may import {sorted(allowed)}"
-            )
+def test_arrows_point_down_only() -> None:
+    order = list(MAY_IMPORT)
+    assert set(order) == {layer_of(module) for module in modules()} - {""}
+    for layer, others in MAY_IMPORT.items():
+        higher = [other for other in others if order.index(other) >= order.index(layer)]
+        assert not higher, f"{layer} may not import {higher}: they come later in MAY_IMPORT"
+    wrong, used = [], set()
+    for module in modules():
+        layer = layer_of(module)
+        for name in own_imports(module):
+            if layer_of(name) not in (layer, ""):
+                used.add((layer, layer_of(name)))
+                if layer_of(name) not in MAY_IMPORT.get(layer, []):
+                    wrong.append(f"{module} imports {name}")
+    assert wrong == []
+    unused = [
+        f"{a} -> {b}" for a, others in MAY_IMPORT.items() for b in others if (a, b) not in used
+    ]
+    assert unused == [], "MAY_IMPORT has arrows that nothing uses"
 
 
-def test_the_allowed_arrows_have_no_cycle() -> None:
-    def below(room: str, path: tuple[str, ...]) -> None:
-        assert room not in path, f"rooms import each other: {' -> '.join((*path, room))}"
-        for other in MAY_IMPORT[room] - {"*"}:
-            below(other, (*path, room))
-
-    for room in MAY_IMPORT:
-        below(room, ())
+def test_no_modules_import_each_other() -> None:
+    assert cycles({module: own_imports(module) for module in modules()}) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room_of(m) == "orchestrator"])
-def test_orchestrator_imports_neither_megatron_nor_vllm_nor_torch(module: str) -> None:
-    for name, _ in imports(module):
-        assert name.split(".")[0] not in HEAVY, f"{module} imports {name}"
+def test_orchestrator_imports_neither_megatron_nor_vllm_nor_torch() -> None:
+    own = [module for module in modules() if layer_of(module) == "orchestrator"]
+    heavy = [f"{m}: {n}" for m in own for n, _ in imports(m) if n.split(".")[0] in HEAVY]
+    assert heavy == []
 
 
 def reached(module: str) -> dict[str, list[str]]:
-    """Everything that importing a module imports -> the chain of modules that leads to it."""
+    """Return everything that importing a module imports -> the chain of modules to it."""
     seen: dict[str, list[str]] = {}
     queue = [(module, [module])]
     while queue:
@@ -189,13 +130,21 @@ def reached(module: str) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room_of(m) in LIGHT_ROOMS])
-def test_light_rooms_reach_no_heavy_package_through_others(module: str) -> None:
-    for name, chain in reached(module).items():
-        assert name.split(".")[0] not in HEAVY, " -> ".join(chain)
+def light_modules() -> list[str]:
+    names = tuple(f"{PACKAGE.name}.{name}." for name in LIGHT)
+    return [m for m in modules() if f"{m}.".startswith(names) and not m.endswith("__main__")]
 
 
-LIGHT_MODULES = [m for m in modules() if room_of(m) in LIGHT_ROOMS and not m.endswith("__main__")]
+def test_light_packages_reach_no_heavy_one_through_others() -> None:
+    chains = [
+        " -> ".join(chain)
+        for module in light_modules()
+        for name, chain in reached(module).items()
+        if name.split(".")[0] in HEAVY
+    ]
+    assert chains == []
+
+
 BLOCKER = """
 import sys
 class Blocker:
@@ -218,21 +167,9 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_config_scaling_and_cli_leave_torch_unimported() -> None:
-    done = run_python(
-        "import sys, megatron_rl.config, megatron_rl.scaling, megatron_rl.cli\n"
-        f"print(sorted({HEAVY!r} & set(sys.modules)))"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
 def test_light_modules_import_where_torch_cannot_be_imported() -> None:
-    done = run_python(BLOCKER.format(heavy=HEAVY) + f"import {', '.join(LIGHT_MODULES)}")
+    done = run_python(BLOCKER.format(heavy=HEAVY) + f"import {', '.join(light_modules())}")
     assert done.returncode == 0, done.stderr
-
-
-def test_the_blocker_blocks() -> None:
     done = run_python(BLOCKER.format(heavy=HEAVY) + "import torch")
     assert "torch is blocked" in done.stderr
 
@@ -243,35 +180,39 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _changes_of_megatron(tree: ast.AST) -> list[int]:
-    """Lines that set an attribute of something imported from Megatron."""
+def changes_of_megatron(tree: ast.AST) -> list[int]:
+    """Return the lines that set an attribute of something imported from Megatron."""
     theirs: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
             theirs |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found = [a for a in node.names if a.name.split(".")[0] == "megatron"]
-            theirs |= {a.asname or "megatron" for a in found}
+            aliases = [a for a in node.names if a.name.split(".")[0] == "megatron"]
+            theirs |= {a.asname or "megatron" for a in aliases}
     lines = []
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             targets = [t for t in node.targets if isinstance(t, ast.Attribute)]
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
-            places = node.targets if isinstance(node, ast.Delete) else [node.target]
-            targets = [t for t in places if isinstance(t, ast.Attribute)]
+            changed = node.targets if isinstance(node, ast.Delete) else [node.target]
+            targets = [t for t in changed if isinstance(t, ast.Attribute)]
         elif isinstance(node, ast.Call) and _root(node.func) in ("setattr", "delattr"):
             targets = node.args[:1]
         lines += [t.lineno for t in targets if _root(t) in theirs]
     return lines
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room_of(m) != "compat"])
-def test_nothing_of_megatron_is_changed_outside_compat(module: str) -> None:
-    assert _changes_of_megatron(ast.parse(modules()[module].read_text())) == []
+def test_nothing_of_megatron_is_changed_outside_compat() -> None:
+    changes = {
+        module: changes_of_megatron(tree(path))
+        for module, path in modules().items()
+        if layer_of(module) != "compat"
+    }
+    assert {module: lines for module, lines in changes.items() if lines} == {}
 
 
-def test_the_look_for_changes_sees_them() -> None:
+def test_the_search_for_changes_sees_them() -> None:
     text = """
 import megatron.core.utils
 from megatron.training import training as T
@@ -281,4 +222,4 @@ setattr(T, "y", 2)
 own = T.build()
 own.z = 3
 """
-    assert _changes_of_megatron(ast.parse(text)) == [4, 5, 6]
+    assert changes_of_megatron(ast.parse(text)) == [4, 5, 6]

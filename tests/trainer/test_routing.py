@@ -132,7 +132,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         Policy(config, tmp_path)
 
 
-def test_a_pass_that_no_one_announced_is_refused(tmp_path: Path) -> None:
+def test_a_pass_outside_of_following_is_refused(tmp_path: Path) -> None:
     from megatron_rl.trainer.model import Policy
 
     directory = write(tmp_path, "tiny_scout")
@@ -140,7 +140,7 @@ def test_a_pass_that_no_one_announced_is_refused(tmp_path: Path) -> None:
     with world_of_one(config):
         policy = Policy(config, directory)
         router = next(m for m in policy.module.modules() if type(m).__name__ == "TopKRouter")
-        with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*policy\.forward"):
+        with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*trainer\.model\.forward"):
             router(torch.zeros(4, 1, router.config.hidden_size))
 
 
