@@ -87,10 +87,9 @@ def test_docstrings_begin_with_a_fact_or_an_imperative() -> None:
     questions = []
     for where, node in nodes(ast.Expr):
         assert isinstance(node, ast.Expr)
-        value = node.value
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            if QUESTION.match(value.value):
-                questions.append(f"{where}: {value.value.splitlines()[0]}")
+        text = node.value.value if isinstance(node.value, ast.Constant) else None
+        if isinstance(text, str) and QUESTION.match(text):
+            questions.append(f"{where}: {text.splitlines()[0]}")
     assert questions == []
 
 

@@ -51,10 +51,11 @@ MAY_IMPORT: dict[str, list[str]] = {
 }
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Importing a module of these reaches nothing heavy, not even through others.
-LIGHT = (
-    "section config messages algorithm recipes rewards scaling data metrics orchestrator launch"
-    " train cli commands.ablate commands.doctor commands.plan commands.recipes commands.verify"
-).split()
+LIGHT = [
+    *["section", "config", "messages", "algorithm", "recipes", "rewards", "scaling", "data"],
+    *["metrics", "orchestrator", "launch", "train", "cli", "commands.ablate", "commands.doctor"],
+    *["commands.plan", "commands.recipes", "commands.verify"],
+]
 
 
 def layer_of(module: str) -> str:

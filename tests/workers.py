@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_ranks(worker: str, ranks: int, folder: Path, seconds: float) -> None:
-    """Runs the worker module's ranks to their end; none of them outlives this call.
+    """Run the worker module's ranks to their end; none of them outlives this call.
 
     Args:
         worker: module with `main(rank, folder)`.

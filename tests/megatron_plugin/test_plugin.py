@@ -37,7 +37,7 @@ def world(directory: Path) -> Iterator[None]:
 
 
 def script_model(policy: Policy, **config: Any) -> Any:
-    """The model as a script builds it: Megatron's own attention, no more than its arguments."""
+    """Build the model as a script does: Megatron's own attention, only its arguments."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 

@@ -26,7 +26,7 @@ ODD_VOCABULARY = 31
 
 
 def run_config(model: str | Path, ranks: int = 1, **overrides: Any) -> RunConfig:
-    """A small fp32 run; `overrides` are dotted keys with `__` for the dot."""
+    """Return a small fp32 run; `overrides` are dotted keys with `__` for the dot."""
     options = {
         "roles__trainer_ranks": ranks,
         "precision__params": "fp32",
@@ -46,7 +46,7 @@ def run_config(model: str | Path, ranks: int = 1, **overrides: Any) -> RunConfig
 
 @contextlib.contextmanager
 def world_of_one(config: RunConfig) -> Iterator[None]:
-    """This process as the whole Megatron world."""
+    """Make this process the whole Megatron world."""
     from megatron_rl.trainer.world import destroy_world, init_world
 
     init_world(config, 0, 1, dist.HashStore())
@@ -57,7 +57,7 @@ def world_of_one(config: RunConfig) -> Iterator[None]:
 
 
 def write_model(directory: Path, name: str, scale: float = 1.0, **changes: Any) -> Path:
-    """A tiny model with weights that matter: norms off 1, `changes` in its config.json.
+    """Write a tiny model with weights that matter: norms off 1, `changes` in its config.json.
 
     Args:
         directory: written.
@@ -128,7 +128,7 @@ def _from_transformers(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def batch(step: int = 0, sequences: int = 7, seed: int = 0, **changes: Any) -> messages.Batch:
-    """A batch with every kind of token: forced, dropped, of older versions, of one version.
+    """Return a batch with every kind of token: forced, dropped, of older and of one version.
 
     Sequence 1 is dropped as a whole; sequence 2 has a forced token in its middle; sequences of
     even number were sampled by `step` throughout, the others changed version on the way.
@@ -166,7 +166,7 @@ def batch(step: int = 0, sequences: int = 7, seed: int = 0, **changes: Any) -> m
 
 
 def with_random_routes(message: messages.Batch, architecture: Any) -> messages.Batch:
-    """The batch with experts by chance, none for the last token of each sequence."""
+    """Return the batch with random experts, none for the last token of each sequence."""
     bounds = messages.ints(message.bounds)
     shape = (bounds[-1], len(architecture.moe_layers), architecture.experts)
     order = np.argsort(np.random.default_rng(message.step).random(shape), axis=2)
@@ -178,13 +178,13 @@ def with_random_routes(message: messages.Batch, architecture: Any) -> messages.B
 
 
 def distances(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
-    """|a - b| / |b| of each tensor, in Euclidean norms."""
+    """Return |a - b| / |b| of each tensor, in Euclidean norms."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     return {n: float((a[n].double() - b[n].double()).norm() / b[n].double().norm()) for n in b}
 
 
 def gradients(policy: Any) -> dict[str, Tensor]:
-    """Gradients under the Hugging Face names; on rank 0, collective over the trainer ranks.
+    """Return gradients by Hugging Face names; on rank 0, collective over the trainer ranks.
 
     They travel as the weights do: the parameters hold them for a moment.
     """

@@ -140,7 +140,7 @@ def test_a_pass_outside_of_following_is_refused(tmp_path: Path) -> None:
     with world_of_one(config):
         policy = Policy(config, directory)
         router = next(m for m in policy.module.modules() if type(m).__name__ == "TopKRouter")
-        with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*trainer\.model\.forward"):
+        with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*model\.forward"):
             router(torch.zeros(4, 1, router.config.hidden_size))
 
 

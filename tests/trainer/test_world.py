@@ -15,7 +15,7 @@ from tests.trainer.cases import run_config, world_of_one, write_model
 
 
 def a_pass(directory: Path) -> weakref.ref[Any]:
-    """A forward pass with a graph, which nobody runs backward, in a world of its own."""
+    """Run a forward pass with a graph, and no backward pass, in a new world."""
     from megatron_rl.models.attention import Rows  # imports Megatron: after policy's mends
 
     config = run_config(directory)
