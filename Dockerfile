@@ -3,13 +3,13 @@
 #   docker build --tag megatron_rl .
 #   docker run --rm --gpus all --ipc host megatron_rl megatron-rl doctor
 #
-# The trainer lives in the Python of NVIDIA's PyTorch image, with its torch and Transformer Engine;
-# the generators in /opt/generator, with the torch that vLLM was built for; both load the image's
-# libnccl. Every package comes by version and hash from docker/*.lock (docker/lock.sh writes them);
-# nothing else is fetched, and no apt package is needed. docker/steps.sh has the steps.
+# The trainer uses the Python of NVIDIA's PyTorch image, with its torch and Transformer Engine. The
+# generators use /opt/generator, with the torch that vLLM was built for. Both load the image's
+# libnccl. Every package is pinned by version and hash in docker/*.lock (written by docker/lock.sh);
+# nothing else is downloaded, and no apt package is needed. The steps are in docker/steps.sh.
 #
-# NGC_TAG must be an image of Python 3.12 with torch 2.10 or later. Pin it by digest for a build that
-# must be the same for ever: --build-arg NGC_TAG=26.05-py3@sha256:...
+# NGC_TAG must be an image with Python 3.12 and torch 2.10 or later. For a reproducible build, pin it
+# by digest: --build-arg NGC_TAG=26.05-py3@sha256:...
 ARG NGC_IMAGE=nvcr.io/nvidia/pytorch
 ARG NGC_TAG=26.05-py3
 FROM ${NGC_IMAGE}:${NGC_TAG}
@@ -25,11 +25,10 @@ COPY docker/steps.sh docker/uv.lock docker/trainer.lock docker/generator.lock do
 RUN docker/steps.sh uv trainer generator nccl
 
 COPY setup.py pyproject.toml README.md LICENSE constraints.txt ./
-COPY patches patches
 COPY tools tools
 COPY examples examples
 COPY megatron_rl megatron_rl
-# nvcc of the image compiles the kernels for sm_80, sm_90a and sm_100; no GPU is needed for that.
+# The image's nvcc compiles the kernels for sm_80, sm_90a and sm_100; this needs no GPU.
 RUN MEGATRON_RL_BUILD_CUDA=1 docker/steps.sh wheel package check
 
 ENV MEGATRON_RL_GENERATOR_PYTHON=/opt/generator/bin/python \
@@ -40,7 +39,7 @@ RUN useradd --create-home --uid 10001 --shell /bin/bash rl && \
     install -d -o rl -g rl /workspace/runs
 USER 10001
 WORKDIR /workspace
-# Port 0: a run on this node may hold the rendezvous port.
+# Port 0: a run on this node may be using the rendezvous port.
 HEALTHCHECK --interval=5m --timeout=120s --start-period=2m --retries=3 \
     CMD ["megatron-rl", "doctor", "--quick", "--port", "0"]
 CMD ["megatron-rl", "doctor"]

@@ -2,16 +2,16 @@
 VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
-# One file per worker and two workers: many tests wait for processes that they started. In the order
-# of their names: xdist would leave the longest to the end.
+# Two workers: many tests wait for processes that they start. A file stays on one worker. Files go
+# in the order of their names: xdist's own order leaves the longest to the end.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(abspath $(VENV))/bin
 
-# Two cores are shared by three ranks: one thread each is the fastest.
+# Three ranks share two cores: one thread per rank is fastest.
 export OMP_NUM_THREADS ?= 1
 export VENV OTHER_MEGATRON
-# Every role and every test starts processes that import torch, Megatron and vLLM: each would
-# compile them anew (10 s).
+# Every role and many tests start processes that import torch, Megatron and vLLM. Without bytecode
+# files, each of them would compile these packages again (10 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-other-megatron lint format clean
@@ -33,10 +33,10 @@ demo:
 test: setup
 	PATH="$(BIN):$$PATH" python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
-# The trainer's tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
+# Trainer tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
 test-other-megatron: setup
 	PYTHONPATH="$(abspath $(VENV)-megatron-$(OTHER_MEGATRON))" PATH="$(BIN):$$PATH" \
-	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/trainer tests/compat tests/patching
+	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/trainer tests/compat
 
 lint: setup
 	$(BIN)/ruff check .

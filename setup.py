@@ -122,12 +122,11 @@ setup(
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={
         "megatron_rl": [
-            *("py.typed", "recipes/*.yaml", "ablate/*.yaml", "kernels/csrc/*"),
+            "py.typed",
+            "recipes/*.yaml",
+            "commands/*/*.yaml",
+            "kernels/csrc/*",
             "models/configs/*.json",
-        ],
-        # A link to the folder `patches` at the top.
-        "megatron_rl.patching": [
-            *("patches/*.patch", "patches/*.toml", "patches/*.md", "patches/reproduce/*.py"),
         ],
     },
     install_requires=BASE,

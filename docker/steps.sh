@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The steps of the Dockerfile, one argument each, in this order; each ends the build when it fails.
+# Steps of the Dockerfile, one argument each, in this order. A failing step ends the build.
 #
-#   uv         uv itself, by hash, into a folder of its own
-#   trainer    what the trainer needs beside the image's torch and Transformer Engine
-#   generator  the generators' environment: vLLM with the torch that it was built for
-#   nccl       one libnccl for both: the generators' torch loads the image's
-#   wheel      megatron_rl with its kernels; MEGATRON_RL_BUILD_CUDA=1: for sm_80, sm_90a, sm_100
-#   package    that wheel in both, and the patches of upstream
+#   uv         install uv itself, by hash, into its own folder
+#   trainer    install the trainer's packages next to the image's torch and Transformer Engine
+#   generator  make the generators' environment: vLLM with the torch that it was built for
+#   nccl       let the generators' torch load the image's libnccl
+#   wheel      build megatron_rl with its kernels (MEGATRON_RL_BUILD_CUDA=1: sm_80, sm_90a, sm_100)
+#   package    install that wheel in both environments
 #   check      both environments start the command
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -15,7 +15,7 @@ GENERATOR=${GENERATOR:-/opt/generator}      # the generators' environment
 UV_HOME=${UV_HOME:-/opt/uv}
 WHEELS=${WHEELS:-/opt/wheels}
 SYSTEM_NCCL=${SYSTEM_NCCL:-/usr/lib/x86_64-linux-gnu/libnccl.so.2}
-# The image pins its own packages through this; the locks here are complete and hashed.
+# NVIDIA's image pins packages with this variable, but the locks here are complete and hashed.
 unset PIP_CONSTRAINT
 export UV_NO_CACHE=${UV_NO_CACHE:-1} UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 
@@ -42,18 +42,15 @@ for step in "$@"; do
     ln -sf "$SYSTEM_NCCL" "$library"
     ;;
   wheel)
-    # Without isolation nothing is fetched: setuptools is there by hash, torch's headers by the image.
+    # No isolation, no download: setuptools comes from the lock, torch's headers from the image.
     uv build --quiet --wheel --no-build-isolation --python "$PYTHON" --out-dir "$WHEELS" "$here/.."
     ;;
   package)
     into_trainer "$WHEELS"/megatron_rl-*.whl
     into_generator "$WHEELS"/megatron_rl-*.whl
-    "$PYTHON" -m megatron_rl.patching apply
-    "$GENERATOR/bin/python" -m megatron_rl.patching apply
     ;;
   check)
     for python in "$PYTHON" "$GENERATOR/bin/python"; do
-      "$python" -m megatron_rl.patching check
       "$python" -m megatron_rl.cli config >/dev/null
     done
     ;;

@@ -17,7 +17,7 @@ from megatron_rl.commands.plan.cli import app as plan_app
 from megatron_rl.commands.prepare.cli import app as data_app
 from megatron_rl.commands.recipes import app as recipes_app
 from megatron_rl.commands.verify import app as rewards_app
-from megatron_rl.compat.quiet import hush
+from megatron_rl.compat.quiet import silence_notices
 from megatron_rl.scaling.cli import app as scaling_app
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ app.add_typer(evaluation_app)
 app.add_typer(data_app, name="data")
 
 # At import: the processes that vLLM spawns import the main module before they import vLLM.
-hush()
+silence_notices()
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -111,12 +111,12 @@ def show_config() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry of the console script and of the examples; what cannot run exits with 2."""
+    from megatron_rl.compat.upstream import UnsupportedVersionError
     from megatron_rl.config import ConfigError
-    from megatron_rl.patching import PatchNeededError
 
     try:
         app(args=arguments, prog_name="megatron-rl")
-    except (ConfigError, PatchNeededError) as e:
+    except (ConfigError, UnsupportedVersionError) as e:
         print(f"megatron-rl: {e}", file=sys.stderr)
         sys.exit(2)
 

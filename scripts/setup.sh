@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that the demo, the tests and the linters need, and applies the patches
-# of upstream (patches/) to what it installed; a second call is quick.
+# Make .venv with everything that the demo, the tests and the linters need; a second call is quick.
 #
-# Needs: any python3 >= 3.8 with pip (it fetches uv), a Python 3.12, a C++ compiler.
+# Requirements: any python3 >= 3.8 with pip (to fetch uv), Python 3.12 or 3.13, a C++ compiler.
 # Variables:
-#   PYTHON       the interpreter for .venv, when the one that is found is not the one you want
-#   VENV         the environment's folder (.venv)
-#   EXTRAS       extras of setup.py (cpu,dev)
-#   TORCH_INDEX  a package index with PyTorch's own CPU wheels, which are far smaller
-#   OTHER_MEGATRON  a second version of megatron-core, into $VENV-megatron-<version> (make
-#                test-other-megatron runs the trainer's tests with it)
-#   OTHER_TORCH  a second version of torch, into $VENV-torch-<version>, for a test of the kernels
+#   PYTHON          interpreter for .venv (default: the first one found)
+#   VENV            folder of the environment (default: .venv)
+#   EXTRAS          extras of setup.py (default: cpu,dev)
+#   TORCH_INDEX     package index with PyTorch's own CPU wheels, which are far smaller
+#   OTHER_MEGATRON  second version of megatron-core, installed into $VENV-megatron-<version>, for
+#                   make test-other-megatron
+#   OTHER_TORCH     second version of torch, installed into $VENV-torch-<version>, for a kernel test
 # The package index is uv's or pip's own setting (UV_DEFAULT_INDEX, PIP_INDEX_URL, pip's files).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,20 +22,19 @@ OTHER_TORCH=${OTHER_TORCH:-}
 OTHER_MEGATRON=${OTHER_MEGATRON:-}
 BOOTSTRAP=.bootstrap
 STAMP=$VENV/.installed
-INPUTS="setup.py pyproject.toml constraints.txt overrides.txt scripts/setup.sh patches/*.patch"
-INPUTS="$INPUTS patches/patches.toml"
+INPUTS="setup.py pyproject.toml constraints.txt overrides.txt scripts/setup.sh"
 
 fail() {
   printf 'make setup: %s\n' "$*" >&2
   exit 1
 }
 
-version_of() { # prints major.minor of a working interpreter, nothing otherwise
+version_of() { # print major.minor of a working interpreter, nothing otherwise
   "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null || true
 }
 
-# A name on PATH can be a pyenv shim of a version that is not selected: every candidate is run.
-find_python() { # find_python VERSION...: the first working interpreter of one of these versions
+# Run every candidate: a name on PATH can be a pyenv shim of a version that is not selected.
+find_python() { # find_python VERSION...: print the first working interpreter of these versions
   local wanted candidate
   for wanted in "$@"; do
     for candidate in "python$wanted" python3 python \
@@ -53,7 +51,7 @@ find_python() { # find_python VERSION...: the first working interpreter of one o
   return 1
 }
 
-find_uv() { # sets UV: on PATH, or from the package index into .bootstrap
+find_uv() { # set UV: the one on PATH, or install it into .bootstrap
   if UV=$(command -v uv); then return; fi
   UV=$PWD/$BOOTSTRAP/bin/uv
   if [ -x "$UV" ]; then return; fi
@@ -63,7 +61,7 @@ find_uv() { # sets UV: on PATH, or from the package index into .bootstrap
       "apt install python3 python3-pip python3-venv)"
   pinned=$(grep '^uv==' constraints.txt)
   echo "make setup: fetching $pinned with $python"
-  # Without ensurepip (Debian's python3-venv) there is no venv, but pip may be there by itself.
+  # Debian without python3-venv has no ensurepip, so no venv, but may have pip.
   if "$python" -m venv "$BOOTSTRAP" >/dev/null 2>&1; then
     "$BOOTSTRAP/bin/python" -m pip install --quiet "$pinned"
   else
@@ -73,7 +71,7 @@ find_uv() { # sets UV: on PATH, or from the package index into .bootstrap
     "or put uv on PATH yourself"
 }
 
-# What the environment is made of; any change installs again.
+# Checksum of everything the environment is made from; a change triggers a new installation.
 # shellcheck disable=SC2086
 fingerprint() { { cat $INPUTS; echo "$EXTRAS|$TORCH_INDEX|$OTHER_TORCH|$OTHER_MEGATRON|${PYTHON:-}|$PWD"; } | cksum; }
 
@@ -102,7 +100,7 @@ if [ "$(version_of "$VENV/bin/python")" != "$(version_of "$PYTHON_USED")" ]; the
 fi
 rm -f "$STAMP"
 
-# uv does not read pip's files: hand its index on, so that a mirror set for pip serves here too.
+# uv does not read pip's configuration files: pass pip's index on, so that its mirror is used.
 if [ -z "${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-}" ]; then
   mirror=${PIP_INDEX_URL:-$("$PYTHON_USED" -m pip config get global.index-url 2>/dev/null || true)}
   if [ -n "$mirror" ]; then export UV_DEFAULT_INDEX=$mirror; fi
@@ -116,13 +114,13 @@ echo "make setup: installing megatron_rl[$EXTRAS] into $VENV ($("$VENV/bin/pytho
 MEGATRON_RL_BUILD_CUDA=0 "$UV" pip install "${arguments[@]}" --constraint constraints.txt \
   --override overrides.txt --editable ".[$EXTRAS]"
 
-# The package above was built apart from torch, so that its kernels are compiled now.
+# The isolated build above had no torch, so the kernels are compiled now.
 case $EXTRAS in *cuda*) ;; *) export MEGATRON_RL_BUILD_CUDA=${MEGATRON_RL_BUILD_CUDA:-0} ;; esac
 "$VENV/bin/python" -m megatron_rl.kernels.build --install
 
 if [ -n "$OTHER_TORCH" ] && [ ! -d "$VENV-torch-$OTHER_TORCH" ]; then
   echo "make setup: installing torch $OTHER_TORCH, alone, into $VENV-torch-$OTHER_TORCH"
-  # uv makes the folder even where it fails.
+  # uv creates the folder even if the installation fails.
   "$UV" pip install "${arguments[@]}" --no-deps --target "$VENV-torch-$OTHER_TORCH" \
     "torch==$OTHER_TORCH" || { rm -rf "$VENV-torch-$OTHER_TORCH" && fail "no torch $OTHER_TORCH"; }
 fi
@@ -131,8 +129,5 @@ if [ -n "$OTHER_MEGATRON" ]; then
   rm -rf "$VENV-megatron-$OTHER_MEGATRON"
   "$UV" pip install "${arguments[@]}" --no-deps --target "$VENV-megatron-$OTHER_MEGATRON" \
     "megatron-core==$OTHER_MEGATRON" || fail "no megatron-core $OTHER_MEGATRON"
-  "$VENV/bin/python" tools/apply_patches.py apply --site "$VENV-megatron-$OTHER_MEGATRON"
 fi
-"$VENV/bin/python" tools/apply_patches.py apply ||
-  fail "the patches of upstream do not fit what was installed: see above, and patches/README.md"
 fingerprint >"$STAMP"

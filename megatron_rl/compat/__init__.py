@@ -1,1 +1,19 @@
-"""Named, guarded run-time mends of upstream packages; each says why, and for which versions."""
+"""Run-time changes of upstream packages; each states why, and for which releases.
+
+Megatron is changed while it is imported, so every package here that imports it calls `install`
+in its `__init__`: no order of imports has to be kept.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.compat import megatron_cpu, megatron_fixes, upstream
+
+
+def install() -> None:
+    """Have Megatron changed while it is imported; imports nothing heavy, safe to repeat.
+
+    Raises:
+        RuntimeError: `megatron.core` was imported before, on a machine without CUDA.
+    """
+    megatron_cpu.install()
+    upstream.install(megatron_fixes.FIXES)

@@ -1,8 +1,8 @@
 """A view of `torch` in which the device "cuda" is the CPU, for modules that know no other device.
 
 `view()` is a copy of the module's namespace with its own `cuda` and its own tensor factories.
-The real `torch` stays as it is (a global patch of the factories breaks `torch.device("meta")`),
-so that everyone else in the process, transformers above all, sees nothing of it.
+The real `torch` stays as it is, because a global patch of the factories breaks
+`torch.device("meta")`, on which transformers and others rely.
 """
 
 from __future__ import annotations
@@ -10,33 +10,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 CPU = torch.device("cpu")
 
-FACTORIES = (
-    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
-    *("randint", "zeros_like", "ones_like", "empty_like", "full_like"),
-)
+_NAMES = "tensor as_tensor zeros ones empty full arange rand randn randint"
+FACTORIES = f"{_NAMES} zeros_like ones_like empty_like full_like".split()
 """Functions whose `device="cuda"` is read as the CPU, and `pin_memory` is dropped."""
 
 
-class Event:
-    """An event of a device that is always done."""
+class _Event:
+    """An event that is always done."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, *_: Any) -> Event:
+    def record(self, *_: Any) -> _Event:
         return self
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: Event) -> float:
+    def elapsed_time(self, _: _Event) -> float:
         return 0.0
 
     def wait(self, *_: Any) -> None:
@@ -45,22 +43,17 @@ class Event:
     synchronize = wait
 
 
-class Stream(Event):
-    """A stream of a device that does everything at once, in order."""
+class _Stream(_Event):
+    """A stream that does everything at once, in order."""
 
     cuda_stream, device = 0, CPU
+    wait_stream = wait_event = _Event.wait
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def wait_stream(self, _: Stream) -> None:
-        pass
-
-    def wait_event(self, _: Event) -> None:
-        pass
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
+        return isinstance(other, _Stream)
 
     def __hash__(self) -> int:
         return 0
@@ -75,21 +68,15 @@ class _View(types.ModuleType):
         self.__dict__.update({k: v for k, v in real.__dict__.items() if k not in hooks})
         self.__dict__.update(names, _real=real)
 
-    def __getattr__(self, name: str) -> Any:  # names that the original makes when asked
+    def __getattr__(self, name: str) -> Any:  # names that the original makes on demand
         return getattr(self.__dict__["_real"], name)
-
-
-def _is_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.split(":")[0] == "cuda"
-    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)
-        if _is_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).split(":")[0] == "cuda":
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
 
@@ -100,14 +87,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-@contextlib.contextmanager
-def _in_stream(_: Any = None) -> Iterator[None]:
-    yield
-
-
 def view() -> types.ModuleType:
-    """A private `torch` for modules that hard-code the device "cuda"."""
-    stream = Stream()
+    """Return a private `torch` for modules that hard-code the device "cuda"."""
+    stream = _Stream()
     rng = {
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
@@ -120,11 +102,11 @@ def view() -> types.ModuleType:
         set_device=_nothing,
         synchronize=_nothing,
         empty_cache=_nothing,
-        Stream=Stream,
-        Event=Event,
+        Stream=_Stream,
+        Event=_Event,
         current_stream=lambda *_: stream,
         default_stream=lambda *_: stream,
-        stream=_in_stream,
+        stream=lambda *_: contextlib.nullcontext(),
         nvtx=_View(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
         random=_View(torch.cuda.random, **rng),
         **rng,
@@ -133,9 +115,9 @@ def view() -> types.ModuleType:
 
 
 def training_view() -> types.ModuleType:
-    """The same for `megatron.training`, which runs nowhere but where CUDA is available."""
+    """Return the same for `megatron.training`, which insists that CUDA is available."""
     torch_view: Any = view()
-    # The generation for which Megatron asks nothing of the environment.
+    # The generation for which Megatron needs no environment variables.
     newest = types.SimpleNamespace(major=10, minor=0, total_memory=0)
     names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     cuda = _View(

@@ -1,6 +1,6 @@
-"""Upstream notices that tell a user of `megatron_rl` nothing to act on, silenced one by one.
+"""Upstream notices that a user of `megatron_rl` need not act on, silenced one by one.
 
-Everything else still comes through; `MEGATRON_RL_VERBOSE=1` shows these as well.
+All other notices are shown; `MEGATRON_RL_VERBOSE=1` shows these as well.
 """
 
 from __future__ import annotations
@@ -34,18 +34,12 @@ WARNINGS = (
 """Starts of warnings (regular expressions), of Megatron-Core and of torch when it is the caller."""
 
 
-IN_OTHER_PROCESSES = (
-    # The lock of a progress bar, in a process of vLLM's that is ended with its engine.
-    "ignore:resource_tracker:UserWarning",
-)
-"""Filters of PYTHONWARNINGS, for helper processes of Python itself."""
-
-
-def hush() -> None:
-    """Silences the notices in this process; safe to repeat."""
+def silence_notices() -> None:
+    """Silence the notices in this process; safe to repeat."""
     if os.environ.get("MEGATRON_RL_VERBOSE") == "1":
         return
-    ignore_in_processes(*IN_OTHER_PROCESSES)
+    # The lock of a progress bar, in a process of vLLM's that is ended with its engine.
+    ignore_in_processes("ignore:resource_tracker:UserWarning")
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
     for name, starts in LOG_LINES.items():
@@ -55,7 +49,7 @@ def hush() -> None:
 
 
 def ignore_in_processes(*filters: str) -> None:
-    """Adds filters to PYTHONWARNINGS, which Python processes read that are started later."""
+    """Add filters to PYTHONWARNINGS, for Python processes that are started later."""
     present = [f for f in os.environ.get("PYTHONWARNINGS", "").split(",") if f]
     os.environ["PYTHONWARNINGS"] = ",".join([*present, *(f for f in filters if f not in present)])
 

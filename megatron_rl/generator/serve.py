@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.process_environment import ignore_signals, prepare_environment
 from megatron_rl.messages import (
@@ -35,7 +36,6 @@ from megatron_rl.messages import (
     decode,
     encode,
 )
-from megatron_rl.patching import require
 from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
 
 STATS_SECONDS = 1.0
@@ -67,7 +67,7 @@ def run_generator(
     Raises:
         Exception: whatever ended the role, after it was reported as `Failed`.
     """
-    require("generator")
+    upstream.check(vllm_fixes.FIXES)
     ignore_signals()
     prepare_environment(config, model_dir)
     role = _Generator(config, engine_index, rank, endpoint, rendezvous)
@@ -214,7 +214,6 @@ class _Generator:
                 logprobs=completion.logprobs,
                 forced=completion.forced,
                 spans=completion.spans,
-                started_version=completion.spans[0].version,
                 finish_reason=completion.finish_reason,
                 routes=routes,
             )

@@ -1,8 +1,8 @@
 """The `vllm.general_plugins` entry point: vLLM calls `register` in each of its processes.
 
 It runs in every vLLM of the environment, also in one that has nothing to do with this package, so
-it only adds: a weight-transfer backend by name.
-Processes of a generator's engine are set apart from the signals of its terminal as well.
+it adds a weight-transfer backend and fixes known faults, and nothing else. Only processes of a
+generator's engine are also shielded from the signals of its terminal.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+
+from megatron_rl.compat import upstream, vllm_fixes
 
 WEIGHT_TRANSFER_BACKEND = "megatron_rl"
 """Name under which vLLM finds all transports of `megatron_rl.weights`."""
@@ -21,9 +23,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Register what a generator's engine needs; may be called any number of times."""
+    """Register the backend, and the fixes in a known release; may be called any number of times."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+    try:
+        upstream.check(vllm_fixes.FIXES)
+    except upstream.UnsupportedVersionError:
+        # A generator's engine must not run so; another user's vLLM may.
+        if os.environ.get(ENGINE_OWNER):
+            raise
+    else:
+        upstream.install(vllm_fixes.FIXES)
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER_BACKEND,
@@ -36,8 +46,8 @@ def register() -> None:
 
 def _stay_until_the_owner_ends() -> None:
     # Ctrl-C and torchrun signal whole process groups, and vLLM's processes end at the first
-    # SIGINT; the run needs them until the orchestrator says Stop. In a group of their own they
-    # don't see it, so the kernel must end them when their parent is gone.
+    # SIGINT; the run needs them until the orchestrator sends Stop. In a process group of their own
+    # they get no such signal, so the kernel must end them when their parent is gone.
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

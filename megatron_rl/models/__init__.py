@@ -13,8 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl import compat
+
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
+
+compat.install()
 
 ARCHITECTURES = {
     "llama": "megatron_rl.models.llama:Llama",

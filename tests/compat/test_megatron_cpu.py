@@ -1,21 +1,21 @@
-"""Each mend is still called for by the installed Megatron-Core, and hurts nobody else."""
+"""Each workaround is still needed by the installed Megatron-Core, and affects nothing else."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-import pytest
 import torch
 
-from megatron_rl.compat import cpu_torch, megatron_checkpoint, megatron_cpu
-from megatron_rl.compat.megatron_mends import MENDS, Mend
+import megatron_rl
+from megatron_rl.compat import cpu_torch, import_hook, megatron_checkpoint, megatron_cpu
+from megatron_rl.compat.megatron_workarounds import WORKAROUNDS
 
 
 def source(module: str) -> str:
-    """A module's source, found without importing it or its parents."""
+    """Return a module's source without importing it or its parents."""
     import importlib.metadata
 
     root = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")))
@@ -24,9 +24,13 @@ def source(module: str) -> str:
     return file.read_text()
 
 
-@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.module)
-def test_the_mend_is_still_needed(mend: Mend) -> None:
-    assert mend.evidence in source(mend.module), f"upstream changed: is '{mend.reason}' solved?"
+def test_each_workaround_is_still_needed() -> None:
+    solved = [
+        (module, change.__doc__)
+        for module, (evidence, change) in WORKAROUNDS.items()
+        if evidence not in source(module)
+    ]
+    assert solved == [], "upstream changed"
 
 
 def test_the_checkpoint_queue_is_still_a_spawned_manager() -> None:
@@ -40,7 +44,7 @@ def test_the_view_leaves_the_real_torch_alone() -> None:
     assert view.empty(2, device=torch.device("cuda", 0), pin_memory=True).device.type == "cpu"
     assert view.cuda.current_device() == torch.device("cpu")
     assert view.cuda.get_rng_state().equal(torch.get_rng_state())
-    # What transformers relies on: the factories know `meta`, and the context is honoured.
+    # transformers relies on this: the factories know `meta`, and the context counts.
     with torch.device("meta"):
         assert torch.arange(3).is_meta
         assert view.arange(3).is_meta
@@ -67,28 +71,76 @@ def test_install_is_inert_with_cuda_and_refuses_other_releases_and_a_late_call()
     code = """
 import importlib.metadata, sys, types, torch
 from megatron_rl.compat import megatron_cpu
+from megatron_rl.compat.upstream import UnsupportedVersionError
+module = types.ModuleType("megatron.core.jit"); module.torch = torch
 torch.cuda.is_available = lambda: True
-megatron_cpu.install(); assert not megatron_cpu.installed()
+megatron_cpu._change(module); assert module.torch is torch
 torch.cuda.is_available = lambda: False
 version, importlib.metadata.version = importlib.metadata.version, lambda name: "0.17.1"
-try: megatron_cpu.install()
-except RuntimeError as e: assert "0.17.1" in str(e) and "0.18.x, 0.19.x" in str(e), e
+try: megatron_cpu._change(module)
+except UnsupportedVersionError as e: assert "0.17.1" in str(e) and ">=0.18,<0.20" in str(e), e
 else: raise SystemExit("another release was accepted")
 importlib.metadata.version = version
 sys.modules["megatron.core"] = types.ModuleType("megatron.core")
 try: megatron_cpu.install()
-except RuntimeError as e: assert "call install() first" in str(e), e
+except RuntimeError as e: assert "imported before megatron_rl" in str(e), e
 else: raise SystemExit("a late call was accepted")
 del sys.modules["megatron.core"]
 megatron_cpu.install(); megatron_cpu.install()
-assert megatron_cpu.installed() and sum(type(f).__name__ == "_Finder" for f in sys.meta_path) == 1
+assert sum(type(f).__name__ == "_Finder" for f in sys.meta_path) == 1
+from megatron.core import jit
+assert jit.torch is not torch and jit.torch.cuda.current_device() == torch.device("cpu")
+assert torch.ones(1).cuda().device.type == "cpu"
 """
     done = _python(code)
     assert done.returncode == 0, done.stderr
 
 
 def test_only_megatron_core_sees_the_view() -> None:
-    finder = megatron_cpu._Finder()
+    finder = import_hook._Finder()
     assert finder.find_spec("megatron_rl.trainer") is None
     assert finder.find_spec("torch.cuda") is None
-    assert PathFinder.find_spec("megatron_rl") is not None
+    assert import_hook.is_within("megatron.core.jit", megatron_cpu.PACKAGES)
+    assert not import_hook.is_within("megatron.core_utils", megatron_cpu.PACKAGES)
+
+
+def test_every_package_that_imports_megatron_installs_the_changes_first() -> None:
+    root = Path(megatron_rl.__file__).parent
+    lacking = []
+    for path in root.rglob("*.py"):
+        package = path.relative_to(root).parts[0]
+        names = [
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            for name in _imported(node)
+            if name.split(".")[0] == "megatron"
+        ]
+        if names and package != "compat":
+            body = ast.parse((root / package / "__init__.py").read_text()).body
+            lines = [ast.unparse(node) for node in body]
+            if "compat.install()" not in lines:
+                lacking.append(str(path.relative_to(root)))
+    assert lacking == []
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""] if node.level == 0 else []
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_the_order_in_which_packages_are_imported_does_not_count() -> None:
+    code = """
+import sys
+import megatron_rl.models
+assert not {"torch", "megatron.core"} & set(sys.modules), "the hook is light"
+import megatron_rl.models.attention, megatron_rl.megatron_plugin.data_iterator, megatron_rl.trainer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.tensor_parallel import random
+import torch
+assert torch.ones(1).cuda().device.type == "cpu"
+assert random._get_cuda_rng_state().equal(torch.get_rng_state())
+assert hasattr(FP32Optimizer.sharded_state_dict, "__wrapped__")
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 NOTICES = """
 import logging, warnings
 from megatron_rl.compat import quiet
-quiet.hush(); quiet.hush()
+quiet.silence_notices(); quiet.silence_notices()
 for name, starts in quiet.LOG_LINES.items():
     logging.getLogger(name).warning(starts[0] + " and more")
     logging.getLogger(name).warning("something to act on")
@@ -62,6 +62,6 @@ def test_no_logger_and_no_category_is_silenced_as_a_whole():
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        quiet.hush()
+        quiet.silence_notices()
         assert all(message is not None for _, message, *_ in warnings.filters)
     assert levels == [logger.level for logger in loggers]

@@ -1,7 +1,7 @@
-"""Megatron-Core is mended before a test module imports it."""
+"""Megatron-Core is changed for CPU, whatever a test module imports first."""
 
 from __future__ import annotations
 
-from megatron_rl.compat import megatron_cpu
+from megatron_rl import compat
 
-megatron_cpu.install()
+compat.install()

@@ -68,8 +68,11 @@ def _software(options: Options, answer: dict[str, Any] | None, *, cuda: bool) ->
     if answer is not None:
         found = answer
         yield from _guarded("vLLM", lambda: generator_check.check_features(found))
-    ours = {"python": sys.executable, "patches": device_probe._said(device_probe.patches)}
-    yield from _guarded("patches", lambda: generator_check.check_patches(ours, answer))
+    fixes = device_probe._said(device_probe.upstream_fixes)
+    ours = {"python": sys.executable, "upstream_fixes": fixes}
+    yield from _guarded(
+        "upstream fixes", lambda: generator_check.check_upstream_fixes(ours, answer)
+    )
     yield from _guarded(
         "NCCL",
         lambda: generator_check.check_nccl(

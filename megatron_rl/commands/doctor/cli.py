@@ -32,7 +32,7 @@ def doctor(
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Check versions, devices, patches, ports, memory and transport; say what to do.
+    """Check versions, devices, upstream fixes, ports, memory and transport; say what to do.
 
     Exit status 0: a run can start here. 1: a line failed, and names its remedy. Any key of the
     configuration can follow as a dotted option.

