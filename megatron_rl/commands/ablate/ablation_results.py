@@ -1,198 +1,104 @@
-"""What an ablation found: fits of runs and of recipes, and the recipes against each other.
+"""Fits of recipes and runs, and the comparison of the recipes, as JSON, table and picture.
 
-comparison.json, schema `megatron_rl.ablation/1`:
+comparison.json, schema `megatron_rl.ablation/2`:
 
-    schema, compute          the schema's name; the measure of compute on the axis
-    recipes                  by name: {runs, first, last: mean pass rates, fit}, where `fit` is of
-                             all seeds' evaluations together (megatron_rl.fit/1) or {error}
-    runs                     by `recipe/seed-n`: {ended, steps, tokens, minutes, first, last, fit}
-    comparison               megatron_rl.comparison/1 of the recipes, or {error}
+    compute        measure of compute on the axis
+    results        by recipe (its runs together) and by run `recipe/seed-n`:
+                   {runs, ended, steps, tokens, minutes: totals, first, last: mean pass rates,
+                   fit: as in the summary.json of a run}
+    comparison     megatron_rl.comparison/1 of the recipes, or {error}
 """
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.commands.ablate.runs import Run
-from megatron_rl.metrics.metrics_file import Row, last_rows
+from megatron_rl.metrics.curves import UNITS, fit_curve
+from megatron_rl.metrics.metrics_file import last_rows
 
-SCHEMA = "megatron_rl.ablation/1"
-UNITS = {"tokens": "tokens", "device_hours": "device hours", "flops": "FLOP", "steps": "steps"}
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Evaluations, and the sigmoid through them."""
-
-    rows: list[Row]
-    fit: Any
-    """`scaling.Fit`, or None."""
-    error: str
-    """Why there is no fit; empty when there is one."""
-
-    @property
-    def first(self) -> float | None:
-        """Mean pass rate at step 0."""
-        return _mean([r["pass_rate"] for r in self.rows if r["step"] == 0])
-
-    def described(self) -> dict[str, Any]:
-        """The fit for JSON."""
-        from megatron_rl.scaling.report import fit_to_dict
-
-        return {"error": self.error} if self.fit is None else fit_to_dict(self.fit)
+SCHEMA = "megatron_rl.ablation/2"
 
 
 def write(runs: list[Run], folder: Path) -> dict[str, Any]:
-    """Fit these runs and write comparison.json, .md and .png (where two recipes have fits).
+    """Fit these runs; write comparison.json, .md and, if two recipes have fits, .png.
 
     Returns:
-        What comparison.json holds.
+        The contents of comparison.json.
     """
     from megatron_rl.scaling import DataError, compare
     from megatron_rl.scaling.plot import save_comparison
     from megatron_rl.scaling.report import comparison_to_dict
 
-    measure = runs[0].load().fit.compute
-    single = {run: curve([run], measure, run.name) for run in runs}
-    recipes = {
-        name: curve([run for run in runs if run.recipe == name], measure, name)
-        for name in dict.fromkeys(run.recipe for run in runs)
-    }
-    fits = [c.fit for c in recipes.values() if c.fit is not None]
-    comparison: dict[str, Any]
+    measure = runs[0].config.fit.compute
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(str(run.config.recipe), []).append(run)
+    fitted = {name: _fit(name, members, measure) for name, members in groups.items()}
     try:
-        ranked = compare(fits)
-        comparison = comparison_to_dict(ranked)
-        save_comparison(ranked, folder / "comparison.png")
+        comparison = compare([curve for _, curve in fitted.values() if curve is not None])
+        ranking = comparison_to_dict(comparison)
+        save_comparison(comparison, folder / "comparison.png")
     except DataError as e:
-        comparison = {"error": str(e)}
-    found = {
+        ranking = {"error": str(e)}
+    fitted |= {run.name: _fit(run.name, [run], measure) for run in runs}
+    results = {
         "schema": SCHEMA,
         "compute": measure,
-        "recipes": {
-            name: {
-                "runs": sum(run.recipe == name for run in runs),
-                "first": c.first,
-                "last": _mean([_last(single[r].rows) for r in runs if r.recipe == name]),
-                "fit": c.described(),
-            }
-            for name, c in recipes.items()
-        },
-        "runs": {run.name: _run(run, single[run]) for run in runs},
-        "comparison": comparison,
+        "results": {name: result for name, (result, _) in fitted.items()},
+        "comparison": ranking,
     }
-    _replace(folder / "comparison.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-    _replace(folder / "comparison.md", table(found))
-    return found
+    (folder / "comparison.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    (folder / "comparison.md").write_text(table(results))
+    return results
 
 
-def curve(runs: list[Run], measure: str, name: str) -> Curve:
-    """The evaluations of these runs together, and their fit; a fit that fails is told."""
-    from megatron_rl.scaling import Series, fit
-
-    axis = "step" if measure == "steps" else f"compute_{measure}"
-    rows = [row for run in runs for row in last_rows(run.rows(), "eval")]
-    try:
-        series = Series.clean(
-            [row[axis] for row in rows],
-            [row["pass_rate"] for row in rows],
-            [row["pass_rate_stderr"] for row in rows],
-            name=name,
-            unit=UNITS[measure],
-        )
-        return Curve(rows, fit(series, r0="first"), "")
-    # The fitter's refusal (too few points) and scipy's failures: the runs stay what they are.
-    except (ValueError, ArithmeticError, RuntimeError) as e:
-        return Curve(rows, None, f"{type(e).__name__}: {e}")
+def _fit(name: str, runs: list[Run], measure: str) -> tuple[dict[str, Any], Any]:
+    """Return the result of these runs together, and the fit or None."""
+    steps = [rows[-1] for run in runs if (rows := last_rows(run.rows(), "step"))]
+    evaluations = [rows for run in runs if (rows := last_rows(run.rows(), "eval"))]
+    fit, curve = fit_curve([row for rows in evaluations for row in rows], measure, name=name)
+    result = {
+        "runs": len(runs),
+        "ended": ", ".join(dict.fromkeys(str(run.ended_by()) for run in runs)),
+        "steps": sum(row["step"] + 1 for row in steps),
+        "tokens": sum(row["compute_tokens"] for row in steps),
+        "minutes": sum(row["wall_seconds"] for row in steps) / 60,
+        "first": fmean(rows[0]["pass_rate"] for rows in evaluations) if evaluations else None,
+        "last": fmean(rows[-1]["pass_rate"] for rows in evaluations) if evaluations else None,
+        "fit": fit,
+    }
+    return result, curve
 
 
-def table(found: dict[str, Any]) -> str:
-    """The comparison as Markdown."""
-    unit = UNITS[found["compute"]]
-    ranked = {run["name"]: run for run in found["comparison"].get("runs", [])}
-    order = [*ranked, *(name for name in found["recipes"] if name not in ranked)]
-    lines = [
-        f"| recipe | runs | pass rate, first -> last | A | B | Cmid [{unit}] | B at shared A |"
-        " fit |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in order:
-        entry = found["recipes"][name]
-        fit, shared = entry["fit"], ranked.get(name, {}).get("at_shared_a")
-        at = f"{_interval(shared['B'], '.2f')} at {shared['A']:.3f}" if shared else "-"
-        lines.append(
-            f"| {name} | {entry['runs']} | {_number(entry['first'])} -> {_number(entry['last'])} |"
-            f" {_parameters(fit)} | {at} | {_judged(fit)} |"
-        )
-    lines += [
-        "",
-        f"| run | ended by | steps | tokens | minutes | pass rate, first -> last | A | B |"
-        f" Cmid [{unit}] |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, run in found["runs"].items():
-        lines.append(
-            f"| {name} | {run['ended']} | {run['steps']} | {run['tokens']:,.0f} |"
-            f" {run['minutes']:.1f} | {_number(run['first'])} -> {_number(run['last'])} |"
-            f" {_parameters(run['fit'])} |"
-        )
-    pairs = found["comparison"].get("pairs", [])
-    lines += ["", *(f"- {p['better']} over {p['other']}: {p['verdict']}" for p in pairs)]
+def table(results: dict[str, Any]) -> str:
+    """Return the results as Markdown: a table of recipes and runs, and the ranking."""
+    columns = "recipe or run | runs | ended by | steps | tokens | minutes | pass rate | A | B"
+    lines = [f"| {columns} | Cmid [{UNITS[results['compute']]}] | fit |", "|---" * 11 + "|"]
+    for name, r in results["results"].items():
+        rates = " -> ".join("-" if r[k] is None else f"{r[k]:.3f}" for k in ("first", "last"))
+        forms = {"A": ".3f", "B": ".2f", "Cmid": ",.0f"}
+        curve = [_interval(r["fit"].get(key), form) for key, form in forms.items()]
+        good = "good" if r["fit"].get("well_conditioned") else "ill-conditioned"
+        verdict = r["fit"].get("error", good).replace("|", "/").replace("\n", " ")
+        numbers = [r["runs"], r["ended"], r["steps"], f"{r['tokens']:,.0f}", f"{r['minutes']:.1f}"]
+        lines.append(f"| {' | '.join(map(str, [name, *numbers, rates, *curve, verdict]))} |")
+    lines.append("")
+    for run in results["comparison"].get("runs", []):
+        if shared := run["at_shared_a"]:
+            at = f"B {_interval(shared['B'], '.2f')} at the shared A {shared['A']:.3f}"
+            lines.append(f"- {run['name']}: {at}")
+    for pair in results["comparison"].get("pairs", []):
+        lines.append(f"- {pair['better']} over {pair['other']}: {pair['verdict']}")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _run(run: Run, c: Curve) -> dict[str, Any]:
-    steps = last_rows(run.rows(), "step")
-    last = steps[-1] if steps else {}
-    return {
-        "ended": run.done(),
-        "steps": len(steps),
-        "tokens": last.get("compute_tokens", 0),
-        "minutes": last.get("wall_seconds", 0.0) / 60,
-        "first": c.first,
-        "last": _last(c.rows),
-        "fit": c.described(),
-    }
-
-
-def _last(rows: list[Row]) -> float | None:
-    return rows[-1]["pass_rate"] if rows else None
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return float(np.mean(known)) if known else None
-
-
-def _parameters(fit: dict[str, Any]) -> str:
-    if "error" in fit:
-        return "- | - | -"
-    forms = (("A", ".3f"), ("B", ".2f"), ("Cmid", ",.0f"))
-    return " | ".join(_interval(fit[name], form) for name, form in forms)
-
-
-def _judged(fit: dict[str, Any]) -> str:
-    if "error" in fit:
-        return fit["error"].replace("|", "/").replace("\n", " ")
-    return "good" if fit["well_conditioned"] else "ill-conditioned"
-
-
-def _interval(value: dict[str, Any], form: str) -> str:
-    low, high = (_number(value[end], form) for end in ("low", "high"))
-    return f"{_number(value['value'], form)} [{low}, {high}]"
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text)
-    os.replace(fresh, path)
+def _interval(value: dict[str, Any] | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return "{} [{}, {}]".format(
+        *("-" if value[k] is None else f"{value[k]:{form}}" for k in ("value", "low", "high"))
+    )

@@ -10,55 +10,46 @@ import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+RECIPES = "Recipes to compare, separated by commas (`megatron-rl recipes`)."
+SEEDS = "Runs of each recipe, with seeds 1, 2, ..."
+CONFIG = "YAML file of the sizes, on top of each recipe; default: the tiny task."
+START = "Model that all runs start from; default: a supervised stage makes it."
+
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def ablate(
     context: typer.Context,
-    recipes: Annotated[
-        str, typer.Option(help="Recipes to compare, with commas (`megatron-rl recipes`).")
-    ],
-    seeds: Annotated[int, typer.Option(help="Runs of each recipe, with seeds 1, 2, ...")] = 1,
+    recipes: Annotated[str, typer.Option(help=RECIPES)],
+    seeds: Annotated[int, typer.Option(min=1, help=SEEDS)] = 1,
     output: Annotated[Path, typer.Option(help="Folder of the ablation.")] = Path("runs/ablation"),
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of the sizes, on top of each recipe; default: the tiny task."),
-    ] = None,
-    start_checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Model that all runs start from; default: a supervised stage makes it."),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens after which a run ends.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Minutes of RL after which a run ends.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    start_checkpoint: Annotated[Path | None, typer.Option(help=START)] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens that end a run.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Minutes of RL that end a run.")] = None,
 ) -> None:
     """Run recipes on the tiny task, fit each, and compare them.
 
-    Any key of the configuration can follow as a dotted option, for all runs. The same command goes
-    on with what is not over yet; more recipes or seeds can be added to a folder.
+    Any key of the configuration can follow as a dotted option, for all runs. The same command
+    continues an interrupted ablation; more recipes or seeds can be added to a folder.
     """
     from megatron_rl.commands.ablate import ablation_results, runs
 
-    plan = runs.Plan(
-        recipes=tuple(name.strip() for name in recipes.split(",") if name.strip()),
-        seeds=seeds,
-        output=output,
-        config=config or runs.TINY,
-        start_checkpoint=start_checkpoint,
-        budget=runs.Budget(tokens, minutes),
-        overrides=tuple(context.args),
+    names = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    file, overrides = config or runs.TINY, tuple(context.args)
+    ablation = runs.Ablation(
+        names, seeds, output, file, start_checkpoint, tokens, minutes, overrides
     )
-    # The run that is under way is a process group of its own: whatever ends this one stops it.
+    # The current run is its own process group: interrupt it when this process is terminated.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    over: list[runs.Run] = []
+    finished: list[runs.Run] = []
     try:
-        for run in runs.execute(plan, lambda text: print(text, flush=True)):
-            over.append(run)
-            ablation_results.write(over, output)
+        for run in runs.execute(ablation, lambda text: print(text, flush=True)):
+            finished.append(run)
+            ablation_results.write(finished, output)
     except runs.RunFailed as e:
         typer.secho(f"megatron-rl ablate: {e}", err=True)
         raise typer.Exit(1) from None
     finally:
-        if over:
+        if finished:
             print((output / "comparison.md").read_text())
             print(f"{output}/comparison.json, .md, .png")
