@@ -1,14 +1,16 @@
-"""What the roles say to each other: msgspec structs, MessagePack on ZeroMQ sockets.
+"""The messages between the roles: msgspec structs, sent as MessagePack over ZeroMQ sockets.
 
-Wire format: every message is one MessagePack map with a `type` tag; `PROTOCOL` is compared in
-`Hello` and a peer of another version is refused. Arrays travel as little-endian bytes.
+Each message is one MessagePack map with a `type` tag. `Hello` carries `PROTOCOL`; a peer with
+another protocol version is refused. Arrays are little-endian bytes.
 
     trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+import functools
+import operator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,11 +18,11 @@ from numpy.typing import NDArray
 
 PROTOCOL = 2
 TRAINER = "trainer"
-"""Socket identity of trainer rank 0; engines are `generator-0`, `generator-1`, ..."""
+"""Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
-    """Base of everything that travels."""
+    """Base of all messages."""
 
 
 # ---------------------------------------------------------------- weights
@@ -31,29 +33,29 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     dtype: str
-    """torch's name without the module: `float32`, `bfloat16`."""
+    """torch dtype without the module: `float32`, `bfloat16`."""
     shape: tuple[int, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight version that is complete: written only after its last byte.
+    """A complete weight version: announced only after its last byte is readable.
 
     Example: `Manifest(version=21, path="/dev/shm/run/v000021", buckets=("0.safetensors",), ...)`.
     """
 
     version: int
-    """Optimizer steps that made these weights."""
+    """Optimizer steps behind these weights."""
     path: str
-    """Folder that holds the buckets (transport `disk`); empty where they are sent on request."""
+    """Folder of the buckets (transport `disk`); empty if they are sent on request."""
     buckets: tuple[str, ...]
-    """Names of the buckets, in the order of the stream; file names on disk."""
+    """Names of the buckets in stream order (file names on disk)."""
     checksums: tuple[str, ...]
-    """Hex checksum of each bucket; what it covers is the transport's to say."""
+    """Hex checksum of each bucket; each transport defines the bytes that it covers."""
     tensors: tuple[TensorInfo, ...]
-    """Every tensor of the version, in the order of the stream."""
+    """All tensors of the version, in stream order."""
     num_bytes: int
     transport: str = "disk"
-    """`weights.transport` of the trainer that made it."""
+    """`weights.transport` of the trainer."""
     bucket_tensors: tuple[int, ...] = ()
     """Number of tensors in each bucket."""
     senders: tuple[int, ...] = ()
@@ -64,30 +66,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generate(Message):
-    """Sample completions of one prompt; each one is answered by a `Sample`."""
+    """Sample completions of one prompt; the answer is one `Sample` per completion."""
 
     group: int
-    """Index of the group in dispatch order (training) or of the prompt (evaluation)."""
+    """Group index in dispatch order (training), or prompt index (evaluation)."""
     prompt_id: int
     prompt: list[int]
-    """Token ids; ends with the marker that opens thinking."""
+    """Token ids, including the marker that opens thinking."""
     thinking_budgets: list[int]
-    """Thinking tokens of each completion before interruption; its length is the group size."""
+    """Thinking tokens before interruption, one entry per completion of the group."""
     answer_budget: int
-    """Tokens for the answer after thinking ended."""
+    """Tokens for the answer after thinking."""
     temperature: float
     evaluation: int = -1
-    """Step of the evaluation that this belongs to; -1 for training."""
+    """Weight version under evaluation; -1 for training."""
 
 
 class UpdateWeights(Message):
-    """Swap to these weights in flight; answered by `WeightsUpdated`."""
+    """Swap to these weights in flight; the answer is `WeightsUpdated`."""
 
     manifest: Manifest
 
 
 class ScoreRequest(Message):
-    """Log-probs of given completions under the weights held now; answered by `Scores`."""
+    """Compute log-probs of given completions under the current weights; the answer is `Scores`."""
 
     step: int
     prompts: list[list[int]]
@@ -95,29 +97,29 @@ class ScoreRequest(Message):
 
 
 class Stop(Message):
-    """End cleanly."""
+    """Exit cleanly."""
 
 
 # ---------------------------------------------------------------- generator -> orchestrator
 
 
 class Hello(Message):
-    """First message of a peer on its socket."""
+    """The first message of a peer."""
 
     role: str
     """`trainer` or `generator`."""
     rank: int
     version: int
-    """Weight version held."""
+    """Weight version that the peer holds."""
     protocol: int = PROTOCOL
     capacity: int = 0
-    """Completions decoding at once (generators)."""
+    """Concurrent completions (generators)."""
     active_parameters: int = 0
-    """Parameters that one token uses (trainer), for FLOPs."""
+    """Active parameters per token (trainer), for FLOPs."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Completion tokens `[start, end)` were made by weights `version`."""
+    """Completion tokens `[start, end)` were sampled by weights `version`."""
 
     version: int
     start: int
@@ -125,42 +127,39 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(Message):
-    """One completion as the engine made it; ids are never re-encoded."""
+    """One completion with the token ids of the engine (never re-encoded)."""
 
     group: int
     index: int
-    """Position in the group, 0 .. G-1."""
+    """Position in the group, 0 to G - 1."""
     prompt_id: int
     evaluation: int
     token_ids: list[int]
     logprobs: list[float]
-    """Generator's log-prob of each token at sampling time."""
+    """Log-prob of each token at sampling time, from the generator."""
     forced: tuple[int, int]
-    """Half-open range of tokens that were forced, not sampled; (0, 0) for none."""
+    """Half-open range of forced (not sampled) tokens; (0, 0) for none."""
     spans: list[VersionSpan]
-    """Which version made which tokens; they cover the completion without gaps."""
-    started_version: int
-    """Version held when the prompt was prefilled."""
+    """Weight version of each token; the spans cover the completion without gaps."""
     finish_reason: str
-    """`stop`, or `length` for a truncated completion."""
+    """`stop`, or `length` if truncated."""
     routes: bytes = b""
-    """Experts that each token of prompt and completion took (`models.routes`); empty without
-    `algorithm.routing_replay`."""
+    """Routed experts of all tokens (`models.routed_experts`) for `algorithm.routing_replay`."""
 
 
 class WeightsUpdated(Message):
-    """The engine decodes with `version` now."""
+    """The generator decodes with `version` from now on."""
 
     version: int
     pause_seconds: float
-    """Time in which no token moved."""
+    """Time without decoding."""
     transfer_seconds: float
-    """Loading (part of the pause); with files, reading and checking them once more as well."""
+    """Loading, part of the pause; with files also reading and checking them."""
     requests_in_flight: int
 
 
 class Scores(Message):
-    """Answer to `ScoreRequest`: one list of log-probs per completion, under `version`."""
+    """The answer to `ScoreRequest`: log-probs of each completion under `version`."""
 
     step: int
     version: int
@@ -168,20 +167,20 @@ class Scores(Message):
 
 
 class GeneratorStats(Message):
-    """Sent about once a second."""
+    """Load of a generator, about once a second."""
 
     seconds: float
-    """Time covered by this message."""
+    """Interval that this message covers."""
     busy_seconds: float
-    """Part of it with at least one request decoding."""
+    """Part of the interval with at least one request decoding."""
     running: int
     tokens: int
     aborted: int
-    """Requests that ended without being finished, since the start (must stay 0)."""
+    """Requests that ended unfinished since the start (must stay 0)."""
 
 
 class Failed(Message):
-    """A role cannot go on; the run stops with this text."""
+    """A role failed; the run stops with this error."""
 
     error: str
 
@@ -190,148 +189,111 @@ class Failed(Message):
 
 
 class BatchRequest(Message):
-    """The trainer is ready to train step `step` (weights `step`)."""
+    """The trainer is ready for step `step`."""
 
     step: int
 
 
 class Batch(Message):
-    """All sequences of one optimizer step, flat, one entry per token (prompt and completion).
+    """All sequences of one optimizer step, flat, one entry per prompt or completion token.
 
-    `loss_weight` carries all normalisation: the trainer computes `sum(loss_weight * term)`.
-    Prompt tokens, forced tokens and dropped completions have weight 0.
+    `loss_weights` carries all normalization: the trainer computes `sum(loss_weight * term)`.
+    Prompt tokens and forced tokens have weight 0.
 
     Example: two sequences of 3 and 4 tokens: `bounds` = [0, 3, 7].
     """
 
     step: int
-    bounds: bytes
-    """int32 [sequences + 1]: sequence i is tokens `[bounds[i], bounds[i+1])`."""
-    prompt_lengths: bytes
+    bounds: bytes = bytes(4)
+    """int32 [sequences + 1]: sequence i has tokens `[bounds[i], bounds[i+1])`."""
+    prompt_lengths: bytes = b""
     """int32 [sequences]."""
-    token_ids: bytes
+    token_ids: bytes = b""
     """int32 [tokens]."""
-    advantages: bytes
+    advantages: bytes = b""
     """float32 [tokens]."""
-    generator_logprobs: bytes
-    """float32 [tokens]: 0 on prompts."""
-    loss_weights: bytes
+    generator_logprobs: bytes = b""
+    """float32 [tokens], 0 on prompts."""
+    loss_weights: bytes = b""
     """float32 [tokens]."""
-    versions: bytes
-    """int32 [tokens]: weights that made the token, -1 on prompts and forced tokens."""
-    probe: list[int]
-    """Sequences whose trainer log-probs are wanted in `StepDone.probe_logprobs`."""
+    versions: bytes = b""
+    """int32 [tokens]: weight version of the token, -1 on prompts and forced tokens."""
+    probe: list[int] = []
+    """Sequences whose log-probs the trainer returns in `StepDone.probe_logprobs`."""
     routes: bytes = b""
-    """`Sample.routes` of all sequences, one after the other."""
+    """`Sample.routes` of all sequences, concatenated."""
     stop: bool = False
-    """No step is left to train (the other fields are empty)."""
+    """All steps are trained; the batch is empty."""
     save: bool = False
-    """Save a checkpoint before this step (the weights of `step`)."""
+    """Save a checkpoint before this step."""
     versions_needed_from: int = 0
-    """Generators will not read the bytes of versions below this one any more."""
-
-    @classmethod
-    def stopping(cls, step: int, versions_needed_from: int = 0) -> Self:
-        """The batch that says no step is left."""
-        return cls(
-            step=step,
-            bounds=np.zeros(1, dtype="<i4").tobytes(),
-            prompt_lengths=b"",
-            token_ids=b"",
-            advantages=b"",
-            generator_logprobs=b"",
-            loss_weights=b"",
-            versions=b"",
-            probe=[],
-            stop=True,
-            versions_needed_from=versions_needed_from,
-        )
+    """Oldest weight version that a generator may still read."""
 
 
 class StepDone(Message):
-    """Step `step` was applied: the weights are `step + 1` now."""
+    """Step `step` is done; the weights are version `step + 1` now."""
 
     step: int
     metrics: dict[str, float]
-    """Sums and means over the whole batch, by the names of metrics.jsonl."""
+    """Sums and means over the batch, by the names of metrics.jsonl."""
     probe_logprobs: list[list[float]]
-    """Completion log-probs under weights `step` for each sequence of `Batch.probe`."""
+    """Completion log-probs under weights `step`, one list per sequence of `Batch.probe`."""
     wait_seconds: float
-    """Time waited for the batch."""
+    """Wait for the batch."""
     train_seconds: float
-    """Forward, backward and optimizer."""
+    """Forward, backward and optimizer step."""
     publish_seconds: float = 0.0
-    """Export of the previous version."""
+    """Export of the previous weight version."""
 
 
 class Published(Message):
-    """Weights that generators can take."""
+    """A weight version that generators can load."""
 
     manifest: Manifest
     seconds: float
 
 
 class SaveState(Message):
-    """Write the orchestrator's state of `step` into `directory`; answered by `StateSaved`."""
+    """Write the orchestrator's state of `step` into `directory`; the answer is `StateSaved`."""
 
     step: int
     directory: str
 
 
 class StateSaved(Message):
+    """The orchestrator's state of `step` is written."""
+
     step: int
 
 
 class TrainerDone(Message):
-    """The trainer ends: after its last step, or because it was interrupted."""
+    """The trainer ends, after its last step or by an interrupt."""
 
     step: int
     interrupted: bool
 
 
-AnyMessage = (
-    Generate
-    | UpdateWeights
-    | ScoreRequest
-    | Stop
-    | Hello
-    | Sample
-    | WeightsUpdated
-    | Scores
-    | GeneratorStats
-    | Failed
-    | BatchRequest
-    | Batch
-    | StepDone
-    | Published
-    | SaveState
-    | StateSaved
-    | TrainerDone
-)
+# Every class above: the tag tells them apart.
+AnyMessage: Any = functools.reduce(operator.or_, Message.__subclasses__())
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
-    return _encoder.encode(message)
+    """Return the bytes of a message."""
+    return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Any:
-    """The message of these bytes.
-
-    Raises:
-        msgspec.ValidationError: not a message of this protocol.
-    """
+    """Return the message of these bytes, or raise msgspec.DecodeError."""
     return _decoder.decode(data)
 
 
 def ints(data: bytes) -> NDArray[np.int32]:
-    """The int32 array of a field."""
+    """Return a field as an int32 array."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def floats(data: bytes) -> NDArray[np.float32]:
-    """The float32 array of a field."""
+    """Return a field as a float32 array."""
     return np.frombuffer(data, dtype="<f4")

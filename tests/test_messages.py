@@ -91,7 +91,6 @@ def test_generator_logprobs_travel_as_doubles() -> None:
         logprobs=[value],
         forced=(0, 0),
         spans=[m.VersionSpan(0, 0, 1)],
-        started_version=0,
         finish_reason="stop",
     )
     assert m.decode(m.encode(sample)).logprobs == [value]

@@ -12,73 +12,80 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.terminal import restore_terminal
-from megatron_rl.orchestrator.spec import Spec
+from megatron_rl.orchestrator.spec import EvaluateOnly, Spec
 
 
 class OrchestratorFailed(RuntimeError):
-    """The orchestrator's process did not come up or did not end well; its own log says why."""
+    """The orchestrator's process did not start or failed; its own log has the cause."""
 
 
 class OrchestratorProcess:
-    """The orchestrator as a child of trainer rank 0.
+    """The orchestrator as a child process.
 
     Args:
         config: the run's configuration.
-        model_dir: Hugging Face directory whose tokenizer is used.
-        phases: wall seconds of what was before, by phase.
-        checkpoint: checkpoint folder to go on from, or None.
+        model_dir: Hugging Face directory of the tokenizer.
+        phases: wall seconds of the phases before, by name.
+        checkpoint: checkpoint folder to resume from, or None.
+        evaluate_only: evaluate version 0 and train nothing.
 
     Raises:
         OrchestratorFailed: it ended, or did not bind within `timeouts.startup_seconds`.
     """
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, phases: dict[str, float], checkpoint: Path | None
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        phases: dict[str, float],
+        checkpoint: Path | None,
+        evaluate_only: EvaluateOnly | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_")
-        endpoint_file = Path(self._folder.name) / "endpoint"
+        self._endpoint_file = Path(self._folder.name) / "endpoint"
         one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         spec = Spec(
             config=config.model_dump(mode="json"),
             model_dir=str(model_dir),
             bind="tcp://127.0.0.1:*" if one_node else "tcp://*:*",
-            endpoint_file=str(endpoint_file),
+            endpoint_file=str(self._endpoint_file),
             phases=phases,
             checkpoint=str(checkpoint or ""),
+            evaluate_only=evaluate_only,
         )
         spec_file = Path(self._folder.name) / "spec.json"
         spec_file.write_bytes(msgspec.json.encode(spec))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.orchestrator", str(spec_file)]
+            [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
         )
-        self.endpoint = self._await_endpoint(endpoint_file, config, one_node)
+        endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
+        self.endpoint = (
+            endpoint if one_node else endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])
+        )
 
-    def _await_endpoint(self, path: Path, config: RunConfig, one_node: bool) -> str:
-        deadline = time.monotonic() + config.timeouts.startup_seconds
-        while not path.exists():
+    def _wait_for_endpoint(self, seconds: float) -> str:
+        deadline = time.monotonic() + seconds
+        while not self._endpoint_file.exists():
             if (reason := self.ended()) is not None:
                 raise OrchestratorFailed(f"the orchestrator did not start: {reason}")
             if time.monotonic() > deadline:
                 raise OrchestratorFailed(
                     "the orchestrator did not bind its socket within timeouts.startup_seconds ="
-                    f" {config.timeouts.startup_seconds}"
+                    f" {seconds}"
                 )
             time.sleep(0.02)
-        endpoint = path.read_text()
-        return endpoint if one_node else endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])
+        return self._endpoint_file.read_text()
 
     def ended(self) -> str | None:
-        """None while it runs, else how it ended."""
+        """Return None while it runs, else exit status and cause."""
         status = self._process.poll()
         if status is None:
             return None
-        error = Path(self._folder.name) / "endpoint.error"
-        cause = f": {error.read_text()}" if error.exists() else ""
-        return f"exit status {status}{cause}"
+        error = Path(f"{self._endpoint_file}.error")
+        return f"exit status {status}" + (f": {error.read_text()}" if error.exists() else "")
 
     def wait(self, seconds: float) -> None:
-        """Wait for it to end by itself.
+        """Wait for its own end.
 
         Raises:
             OrchestratorFailed: it failed, or still runs after `seconds`.
@@ -92,12 +99,11 @@ class OrchestratorProcess:
             raise OrchestratorFailed(f"the orchestrator failed: {self.ended()}")
 
     def kill_on_error(self, kind: object, *_: object) -> None:
-        """End it now if a `with` block ends by an error (`contextlib.ExitStack.push`)."""
+        """Kill it if a `with` block ends with an error (`contextlib.ExitStack.push`)."""
         if kind is not None:
             self.kill()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it."""
         self._process.kill()
         self._process.wait(10)
-        restore_terminal()

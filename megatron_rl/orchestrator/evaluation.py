@@ -1,24 +1,30 @@
-"""When to evaluate, and what an evaluation measured."""
+"""Evaluations of a run: their steps, the generators pinned to a version, and their rows."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from megatron_rl.config import Evaluation
-from megatron_rl.messages import Sample
-from megatron_rl.rewards import Outcome
+from megatron_rl import messages as m
+from megatron_rl.config import Evaluation, RunConfig
+from megatron_rl.data import Prompt
+from megatron_rl.orchestrator.generators import GeneratorState
+from megatron_rl.orchestrator.run_metrics import RunMetrics
+from megatron_rl.orchestrator.spec import EvaluateOnly
+from megatron_rl.rewards import Verdict
 
 
 def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
-    """Steps to evaluate at: 0, then evenly spaced in the logarithm of compute up to the last.
+    """Return the steps to evaluate at: 0, then evenly spaced in log compute up to the last step.
 
-    Compute is proportional to steps here: every step trains the same number of completions.
-    With `every_steps` they are that far apart instead, and the last step is one of them.
+    Every step trains the same number of completions, so compute is proportional to steps here.
+    With `every_steps` they are evenly spaced in steps instead.
     """
     if evaluation.every_steps is not None:
         return sorted({*range(0, steps, evaluation.every_steps), steps})
@@ -26,22 +32,35 @@ def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
     return sorted({0, *(round(float(s)) for s in spaced), steps})
 
 
-def steps_left(wanted: Sequence[int], evaluated: set[int], first_step: int) -> set[int]:
-    """Steps still to evaluate at, in a run that starts at `first_step`.
+def steps_left(planned: Sequence[int], evaluated: set[int], first_step: int) -> set[int]:
+    """Return the steps to evaluate at in a run that starts at `first_step`.
 
-    An evaluation that was under way when the run ended cannot be made up: the weights of its step
-    are gone. The curve gets a point at the first step instead.
+    An evaluation that was running when the run ended cannot be completed: its weights are gone. The
+    curve gets a point at the first step instead.
 
     Example: of 0, 8, 20 with 0 evaluated, a run that starts at step 10 evaluates at 10 and 20.
     """
-    missing = set(wanted) - evaluated
+    missing = set(planned) - evaluated
     left = {s for s in missing if s >= first_step}
     return left if left == missing else left | {first_step}
 
 
+class EvaluatedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion of an evaluation with its verdict, one line of `EvaluateOnly.samples_file`."""
+
+    prompt: int
+    sample: int
+    """0 to n - 1."""
+    token_ids: list[int]
+    truncated: bool
+    interrupted: bool
+    """The interruption phrase ended thinking."""
+    verdict: Verdict
+
+
 @dataclass(slots=True)
 class EvaluationRun:
-    """One evaluation under way: mean@n over the held-out prompts at one weight version."""
+    """A running evaluation: mean@n over the held-out prompts at one weight version."""
 
     step: int
     tasks: Sequence[str]
@@ -49,82 +68,164 @@ class EvaluationRun:
     samples_per_prompt: int
     compute: dict[str, float]
     """Compute spent up to this version."""
-    lengths: dict[tuple[int, int], tuple[int, bool]] = field(default_factory=dict)
-    """(prompt, index) -> (tokens of the completion, whether it was truncated)."""
-    outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)
-    """(prompt, index) -> what the verifier said."""
+    samples: dict[tuple[int, int], EvaluatedSample] = field(default_factory=dict)
+    """(prompt, index) -> verified completion."""
     started: float | None = None
-    """When the first engine began."""
 
-    def add(self, prompt: int, sample: Sample) -> None:
-        """A completion arrived.
-
-        Raises:
-            ValueError: another weight version made a part of it.
-        """
+    def check_versions(self, sample: m.Sample) -> None:
+        """Raise ValueError if another weight version sampled a part of a completion."""
         versions = {span.version for span in sample.spans}
         if versions - {self.step}:
             raise ValueError(
-                f"evaluation at step {self.step}: prompt {prompt} was answered by weight versions"
-                f" {sorted(versions)}; the generators must hold version {self.step} while it runs"
+                f"evaluation at step {self.step}: prompt {sample.prompt_id} was answered by weight"
+                f" versions {sorted(versions)}; the generators must hold version {self.step} while"
+                " it runs"
             )
-        truncated = sample.finish_reason == "length"
-        self.lengths[prompt, sample.index] = (len(sample.token_ids), truncated)
 
-    def judged(self, prompt: int, index: int, outcome: Outcome) -> None:
-        """The verdict on a completion that arrived."""
-        self.outcomes[prompt, index] = outcome
+    def add(self, sample: m.Sample, verdict: Verdict) -> EvaluatedSample:
+        """Add a verified completion."""
+        evaluated = self.samples[sample.prompt_id, sample.index] = EvaluatedSample(
+            prompt=sample.prompt_id,
+            sample=sample.index,
+            token_ids=sample.token_ids,
+            truncated=sample.finish_reason == "length",
+            interrupted=sample.forced[1] > sample.forced[0],
+            verdict=verdict,
+        )
+        return evaluated
 
     @property
     def complete(self) -> bool:
-        """Whether every completion was verified."""
-        return len(self.outcomes) == len(self.tasks) * self.samples_per_prompt
+        """True once every completion is verified."""
+        return len(self.samples) == len(self.tasks) * self.samples_per_prompt
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """The row of metrics.jsonl: pass rates with their standard errors, and compute."""
+        """Return the row of metrics.jsonl: pass rates with standard errors, and compute."""
         names = list(dict.fromkeys(self.tasks))
         row = {
             "step": self.step,
             **self.compute,
-            **self._measured(range(len(self.tasks))),
+            **self._pass_rates(range(len(self.tasks))),
             "eval_seconds": seconds,
         }
         if len(names) > 1:
             row["tasks"] = {
-                name: self._measured([p for p, task in enumerate(self.tasks) if task == name])
+                name: self._pass_rates([p for p, task in enumerate(self.tasks) if task == name])
                 for name in names
             }
         return row
 
-    def _measured(self, prompts: Sequence[int]) -> dict[str, Any]:
-        """Over some prompts; only a correct answer passes, whatever reward the others have."""
+    def _pass_rates(self, prompts: Sequence[int]) -> dict[str, Any]:
+        """Return the estimates over some prompts; only correct completions pass."""
         n = self.samples_per_prompt
-        outcomes = [[self.outcomes[p, i] for i in range(n)] for p in prompts]
-        table = np.array(outcomes) == Outcome.CORRECT
-        tokens, truncated = zip(
-            *(self.lengths[p, i] for p in prompts for i in range(n)), strict=True
-        )
+        samples = [self.samples[p, i] for p in prompts for i in range(n)]
+        table = np.array([s.verdict.passed for s in samples], dtype=float).reshape(-1, n)
         return {
             "pass_rate": float(table.mean(axis=1).mean()),
-            "pass_rate_stderr": sampling_stderr(table.astype(float)),
+            "pass_rate_stderr": sampling_stderr(table),
             "pass_at_n": float(table.max(axis=1).mean()),
             "num_prompts": len(prompts),
             "samples_per_prompt": n,
-            "verdicts": dict(sorted(Counter(o.value for row in outcomes for o in row).items())),
-            "eval_completion_tokens_mean": float(np.mean(tokens)),
-            "eval_truncated_fraction": float(np.mean(truncated)),
+            "verdicts": dict(sorted(Counter(s.verdict.outcome.value for s in samples).items())),
+            "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
+            "eval_truncated_fraction": float(np.mean([s.truncated for s in samples])),
         }
 
 
 def sampling_stderr(table: np.ndarray) -> float:
-    """Standard error of mean@n from sampling, for a fixed set of prompts.
+    """Return the standard error of mean@n from sampling, for a fixed set of prompts.
 
-    The held-out prompts are the same at every evaluation, so the scatter between points of one
-    curve comes from the completions: `sqrt(sum_p var_p / n) / P`, [P prompts, n samples].
+    All evaluations have the same held-out prompts, so the scatter between points of one curve comes
+    from the completions: `sqrt(sum_p var_p / n) / P`, [P prompts, n samples].
     """
     prompts, samples = table.shape
     if samples < 2:
         return float(table.mean(axis=1).std(ddof=1) / np.sqrt(prompts)) if prompts > 1 else 0.0
     variance = table.var(axis=1, ddof=1) / samples
-    # With no scatter at all the error is not zero: half a completion stands in for it.
+    # Without any scatter the error is still not zero: assume half a completion.
     return float(max(np.sqrt(variance.sum()) / prompts, 0.5 / (prompts * samples)))
+
+
+class Evaluations:
+    """The evaluations of a run that starts at `first_step`: those to come and those in progress."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        heldout: list[Prompt],
+        metrics: RunMetrics,
+        first_step: int,
+        only: EvaluateOnly | None = None,
+    ) -> None:
+        self._config, self._heldout, self._metrics, self._only = config, heldout, metrics, only
+        planned = [0] if only else evaluation_steps(config.evaluation, config.schedule.steps)
+        self.steps = steps_left(planned, metrics.evaluated_steps, first_step)
+        """Steps to evaluate at; generators skip none of these versions."""
+        self._running: dict[int, EvaluationRun] = {}
+
+    @property
+    def running(self) -> list[int]:
+        """Steps whose evaluation is not complete."""
+        return list(self._running)
+
+    def published(self, version: int) -> None:
+        """Open the evaluation of a version, if one is planned."""
+        if version in self.steps:
+            self._running[version] = EvaluationRun(
+                version,
+                [p.task for p in self._heldout],
+                self._config.evaluation.samples_per_prompt,
+                self._metrics.compute(),
+            )
+
+    def start(self, generator: GeneratorState) -> list[m.Generate]:
+        """Pin a generator to its version and return the requests of its share of the prompts."""
+        step = generator.version
+        if step not in self._running:
+            return []
+        g = self._config.generation
+        share = self._heldout[generator.number :: self._config.roles.engines]
+        n = self._config.evaluation.samples_per_prompt
+        generator.pinned, generator.evaluations_left = True, len(share) * n
+        generator.in_flight += len(share) * n
+        run = self._running[step]
+        run.started = run.started or time.monotonic()
+        self._metrics.evaluation_started(generator.name)
+        if not share:
+            self._unpin(generator)
+        return [
+            m.Generate(
+                group=prompt.id,
+                prompt_id=prompt.id,
+                prompt=prompt.token_ids,
+                thinking_budgets=[g.thinking_budget_tokens[1]] * n,
+                answer_budget=g.answer_budget_tokens,
+                temperature=self._only.temperature if self._only else g.temperature,
+                evaluation=step,
+            )
+            for prompt in share
+        ]
+
+    def arrived(self, generator: GeneratorState, sample: m.Sample) -> None:
+        """Count a completion; the generator's last one frees it for the next version."""
+        self._running[sample.evaluation].check_versions(sample)
+        generator.evaluations_left -= 1
+        if generator.evaluations_left == 0:
+            self._unpin(generator)
+
+    def verified(self, sample: m.Sample, verdict: Verdict) -> None:
+        """Add a verdict; the last one writes the row."""
+        run = self._running[sample.evaluation]
+        evaluated = run.add(sample, verdict)
+        if self._only:
+            with open(self._only.samples_file, "ab") as file:
+                file.write(msgspec.json.encode(evaluated) + b"\n")
+        if run.complete:
+            del self._running[run.step]
+            self.steps.discard(run.step)
+            now = time.monotonic()
+            self._metrics.evaluation(run.row(now - (run.started or now)))
+
+    def _unpin(self, generator: GeneratorState) -> None:
+        generator.pinned = False
+        self._metrics.evaluation_ended(generator.name)

@@ -12,17 +12,16 @@ from megatron_rl.rewards.verifier_settings import RewardValues
 
 @dataclass(slots=True)
 class Group:
-    """Completions of one prompt.
+    """The completions of one prompt.
 
-    Groups are numbered in dispatch order, and they are trained in it, whatever finished first:
-    batches have no bias to short completions, and a resumed run trains the same prompts.
+    Groups are numbered and trained in dispatch order, regardless of which finishes first: batches
+    have no bias to short completions, and a resumed run trains the same prompts.
     """
 
     index: int
     prompt_id: int
     size: int
     task: str = ""
-    """Name of the prompt's task."""
     values: RewardValues = field(default_factory=RewardValues)
     """Reward of each verdict."""
     samples: dict[int, Sample] = field(default_factory=dict)
@@ -30,22 +29,22 @@ class Group:
 
     @property
     def received(self) -> bool:
-        """Whether every completion has arrived; verdicts may still be missing."""
+        """True once every completion has arrived, verified or not."""
         return len(self.samples) == self.size
 
     @property
     def complete(self) -> bool:
-        """Whether every completion has arrived and was verified."""
+        """True once every completion is verified."""
         return len(self.verdicts) == self.size
 
     @property
-    def unjudged(self) -> list[Sample]:
-        """Completions that arrived and were not verified yet."""
-        return [s for i, s in sorted(self.samples.items()) if i not in self.verdicts]
+    def unverified(self) -> list[Sample]:
+        """Completions that arrived and have no verdict."""
+        return [s for s in self.ordered if s.index not in self.verdicts]
 
     @property
     def rewarded(self) -> list[Sample]:
-        """Completions whose verdict is a reward."""
+        """Completions whose verdict gives a reward."""
         return [s for s in self.ordered if self.reward(s) is not None]
 
     @property
@@ -60,47 +59,50 @@ class Group:
 
     @property
     def pass_rate(self) -> float | None:
-        """Share of right completions; None where the verifier came to no verdict on any.
+        """Share of correct completions, or None without any.
 
-        A comparison that went over its limit says nothing of the completion and is not counted; an
-        answer that is missing or unreadable is not right.
+        A verifier time-out tells nothing about the completion and is not counted; a missing or
+        unreadable answer counts as incorrect.
         """
-        judged = [v for v in self.verdicts.values() if v.verdict is not Outcome.TIMED_OUT]
-        return sum(v.passed for v in judged) / len(judged) if judged else None
+        decided = [v for v in self.verdicts.values() if v.outcome is not Outcome.TIMED_OUT]
+        return sum(v.passed for v in decided) / len(decided) if decided else None
 
     def reward(self, sample: Sample) -> float | None:
-        """Reward of a completion; None leaves it out of the batch and of the baseline."""
+        """Return a completion's reward; None leaves it out of batch and baseline."""
         return self.values.of(self.verdicts[sample.index])
 
 
 class GroupQueue:
-    """Groups in the order of their dispatch, which is the order in which steps take them.
+    """Groups in dispatch order, which is the order in which steps take them.
 
     Args:
-        per_step: groups that a step trains (B), those that a refill replaces not counted.
-        replaced: whether a complete group is dropped and replaced by a later one (refill).
+        per_step: groups that a step trains (B), not counting those that a refill replaces.
+        replaced: True for a complete group that is dropped and replaced by a later one (refill).
 
-    Example: B = 2; groups 0 to 4 were dispatched, 1 is replaced: step 0 takes 0, 1 and 2, and group
-    5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).
+    Example: B = 2; groups 0 to 4 were dispatched and 1 is replaced: step 0 takes 0, 1 and 2, and
+    group 5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).
     """
 
     def __init__(self, per_step: int, replaced: Callable[[Group], bool]) -> None:
         self._per_step, self._is_replaced = per_step, replaced
         self._groups: dict[int, Group] = {}
         self._again: dict[int, Group] = {}
+        """Groups of a checkpoint to generate again."""
         self._replaced: set[int] = set()
         self._counted = 0
+        """Dispatched groups that are neither consumed nor replaced."""
         self._taken: dict[int, int] = {}
+        """Step -> number of groups in its batch."""
         self.trained_steps = 0
-        """Steps that were trained: the next one is v."""
+        """Trained steps: the next one is v."""
         self.consumed = 0
         """Groups that trained steps took (c)."""
         self.next_index = 0
-        """Number of the group that is dispatched next."""
+        """Index of the next group to dispatch."""
 
     @property
     def next_step(self) -> int:
-        """Step in which the next group is trained, at the latest: `v + (i - c) // B`."""
+        """The latest step in which the next group is trained: `v + (i - c) // B`."""
         return self.trained_steps + self._counted // self._per_step
 
     def __getitem__(self, index: int) -> Group:
@@ -108,17 +110,17 @@ class GroupQueue:
 
     @property
     def waiting(self) -> list[Group]:
-        """Groups that were dispatched and are not consumed."""
+        """Dispatched groups that are not consumed."""
         return list(self._groups.values())
 
     def skip_finished(self) -> None:
-        """Pass over groups that were finished before a resume."""
+        """Skip groups that were received before a resume."""
         while self.next_index in self._groups:
             self._counted += self.next_index not in self._replaced
             self.next_index += 1
 
     def dispatch(self, draw: Callable[[], int], make: Callable[[int, int], Group]) -> Group:
-        """The next group, `make(index, prompt id)`; it is drawn, or an old one made again."""
+        """Return the next group, `make(index, prompt id)`, of a drawn or a restored prompt."""
         again = self._again.pop(self.next_index, None)
         prompt_id = draw() if again is None else again.prompt_id
         group = self._groups[self.next_index] = make(self.next_index, prompt_id)
@@ -126,47 +128,47 @@ class GroupQueue:
         self._counted += 1
         return group
 
-    def arrived(self, group: Group) -> None:
-        """A completion of the group was verified."""
+    def verified(self, group: Group) -> None:
+        """Note a new verdict in the group."""
         if group.complete and self._is_replaced(group):
             self._replaced.add(group.index)
-            # A group that a resumed run has not come to is not counted yet.
+            # After a resume, groups from next_index on are not counted yet.
             self._counted -= group.index < self.next_index
 
     def next_groups(self, steps: int = 1) -> list[Group] | None:
-        """The groups of the next steps, replaced ones included; None until all are complete."""
-        found: list[Group] = []
+        """Return the groups of the next steps with replaced ones; None until all are complete."""
+        groups: list[Group] = []
         missing = steps * self._per_step
         while missing:
-            group = self._groups.get(self.consumed + len(found))
+            group = self._groups.get(self.consumed + len(groups))
             if group is None or not group.complete:
                 return None
-            found.append(group)
+            groups.append(group)
             missing -= group.index not in self._replaced
-        return found
+        return groups
 
     def complete_ahead(self) -> int:
-        """Complete groups from the next one on, without a gap."""
+        """Count the complete groups from the next one on, up to the first incomplete one."""
         count = 0
         while (g := self._groups.get(self.consumed + count)) is not None and g.complete:
             count += 1
         return count
 
     def take(self, step: int, groups: list[Group]) -> None:
-        """These groups are trained in this step."""
+        """Note the groups of a step's batch."""
         self._taken[step] = len(groups)
 
     def consume(self, step: int) -> list[Group]:
-        """The groups of a step that was trained."""
+        """Remove and return the groups of a trained step."""
         last = self.consumed + self._taken.pop(step)
-        found = [self._groups.pop(i) for i in range(self.consumed, last)]
-        self._counted -= sum(g.index not in self._replaced for g in found)
-        self._replaced -= {g.index for g in found}
+        groups = [self._groups.pop(i) for i in range(self.consumed, last)]
+        self._counted -= sum(g.index not in self._replaced for g in groups)
+        self._replaced -= {g.index for g in groups}
         self.consumed, self.trained_steps = last, step + 1
-        return found
+        return groups
 
     def restore(self, step: int, consumed: int, groups: list[Group]) -> None:
-        """Go on from a checkpoint: received groups are kept, the others are made again."""
+        """Restore a checkpoint: received groups are kept, the others are generated again."""
         self.trained_steps, self.consumed = step, consumed
         self.next_index = consumed
         for group in groups:
@@ -174,4 +176,4 @@ class GroupQueue:
                 self._again[group.index] = group
                 continue
             self._groups[group.index] = group
-            self.arrived(group)
+            self.verified(group)

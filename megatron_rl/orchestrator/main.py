@@ -1,13 +1,14 @@
-"""The orchestrator as a process: `python -m megatron_rl.orchestrator SPEC.json`."""
+"""The orchestrator as a process: `python -m megatron_rl.orchestrator.main SPEC.json`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import resource
 import signal
 import sys
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,12 @@ from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
-from megatron_rl.data import load_prompts, read_format
+from megatron_rl.data import PromptSet, load_prompts, read_format
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.event_loop import Orchestrator
-from megatron_rl.orchestrator.meter import Meter
+from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.spec import Spec
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
@@ -30,8 +31,7 @@ from megatron_rl.orchestrator.verification import Verification
 def run_orchestrator(spec: Spec) -> None:
     """Run to the end and write the report.
 
-    Signals are left to the roles: the trainer says when the run ends, and a run whose trainer is
-    gone ends by itself.
+    Signals are ignored: the trainer decides when the run ends, and without it this process ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -39,57 +39,74 @@ def run_orchestrator(spec: Spec) -> None:
     config = RunConfig.model_validate(spec.config)
     model = Path(spec.model_dir)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    form = read_format(model, config.generation.think_start)
-    prompts = load_prompts(config, tokenizer, form)
+    if spec.evaluate_only:
+        prompts = PromptSet([], spec.evaluate_only.heldout, "")
+    else:
+        form = read_format(model, config.generation.think_start)
+        prompts = load_prompts(config, tokenizer, form)
     state = None
     if spec.checkpoint:
-        state = load_state(
-            Path(spec.checkpoint), prompts.fingerprint, config.schedule.prompts_per_step
-        )
+        per_step = config.schedule.prompts_per_step
+        state = load_state(Path(spec.checkpoint), prompts.fingerprint, per_step)
     path = config.output_dir / "metrics.jsonl"
     writer = MetricsWriter(path, resume_step=None if state is None else state.step)
     evaluated = {row["step"] for row in read_metrics(path) if row["kind"] == "eval"}
     sink = RunSink(config, writer, 0 if state is None else state.step)
-    meter = Meter(sink, config.roles.world_size, evaluated)
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    metrics = RunMetrics(sink, config.roles.world_size, evaluated)
+    verification = Verification(
+        config.verifier,
+        prompts.verifiers,
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+    )
 
     async def serve() -> m.TrainerDone:
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 2000)
-        socket.bind(spec.bind)
-        _announce(spec.endpoint_file, socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        try:
-            async with Verification(config.verifier, prompts.verifiers, decode) as verification:
-                orchestrator = Orchestrator(config, prompts, verification, meter, socket, state)
-                try:
-                    return await orchestrator.run()
-                finally:
-                    await orchestrator.stop_engines()
-        finally:
-            socket.close()
-            context.term()
+        async with _bound_socket(spec) as socket, verification:
+            orchestrator = Orchestrator(
+                config, prompts, verification, metrics, socket, state, spec.evaluate_only
+            )
+            try:
+                return await orchestrator.run()
+            finally:
+                await orchestrator.stop_generators()
 
     try:
         done = asyncio.run(serve())
     finally:
         sink.close()
+    if spec.evaluate_only is None:
+        _report(config, path, {**spec.phases, **metrics.phases()}, done, metrics.aborted)
+
+
+@contextlib.asynccontextmanager
+async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
+    """Bind the ROUTER socket and announce its address."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    options = {zmq.ROUTER_MANDATORY: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 2000}
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+    socket.bind(spec.bind)
+    temporary = Path(f"{spec.endpoint_file}.tmp")
+    temporary.write_text(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    temporary.rename(spec.endpoint_file)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def _report(
+    config: RunConfig, path: Path, phases: dict[str, float], done: m.TrainerDone, aborted: int
+) -> None:
+    run = {
+        "interrupted": done.interrupted,
+        "steps": done.step,
+        "aborted_requests": aborted,
+        "model": config.model,
+    }
     summary = write_report(
-        config.output_dir,
-        path,
-        phases={**spec.phases, **meter.phases()},
-        fit_compute=config.fit.compute,
-        extra={
-            "interrupted": done.interrupted,
-            "steps": done.step,
-            "aborted_requests": meter.aborted,
-            "model": config.model,
-        },
+        config.output_dir, path, phases=phases, fit_compute=config.fit.compute, extra=run
     )
     if config.metrics.terminal != "off":
         print_report(summary)
@@ -97,26 +114,24 @@ def run_orchestrator(spec: Spec) -> None:
 
 def _raise_limit_of_files() -> None:
     # Shells give 1024. 600 generators and the verifier's workers need more, and a connection
-    # beyond the limit would wait in silence.
+    # beyond the limit would wait without an error.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65_536)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _announce(path: str, endpoint: str) -> None:
-    temporary = f"{path}.tmp"
-    Path(temporary).write_text(endpoint)
-    os.replace(temporary, path)
+    limit = min(hard, 65_536)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def main() -> None:
-    """Entry of the process; a failure is printed with its cause and ends with status 1."""
+    """Run the process; an error is printed, written for the parent, and ends it with status 1."""
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     try:
         run_orchestrator(spec)
-    except Exception as e:  # noqa: BLE001 - the process ends here; rank 0 passes the cause on
+    except Exception as e:  # noqa: BLE001 - the process ends here; the parent reports the cause
         traceback.print_exc()
         print(f"megatron_rl orchestrator: {e}", file=sys.stderr, flush=True)
         Path(f"{spec.endpoint_file}.error").write_text(f"{type(e).__name__}: {e}")
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts, over all completions of its groups, and of each task's."""
+"""Metrics of a step's rollouts, over all completions of its groups and for each task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG_COMPLETION_TOKENS = 16
 
 
 def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[str, Any]:
-    """The row of a step, without what the trainer measures.
+    """Return the rollout part of a step's row.
 
     Args:
         step: trainer step.
@@ -23,41 +23,36 @@ def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[s
         kept: those that are trained.
     """
     samples = [s for g in groups for s in g.ordered]
-    lags = Counter(
-        step - span.version
-        for s in samples
-        for span in s.spans
-        for _ in range(span.start, span.end)
-    )
-    lag_tokens = sum(lags.values())
+    lags: Counter[int] = Counter()
+    for span in (span for s in samples for span in s.spans if span.end > span.start):
+        lags[step - span.version] += span.end - span.start
     long = [s for s in samples if len(s.token_ids) > LONG_COMPLETION_TOKENS]
     return {
         **task_metrics(groups, kept),
         "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
         "tokens": sum(len(s.token_ids) for s in samples),
         "completion_tokens_max": max(len(s.token_ids) for s in samples),
-        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lag_tokens, 1),
+        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
         "lag_max": max(lags, default=0),
         "lag_histogram": {str(lag): n for lag, n in sorted(lags.items())},
-        "multi_version_fraction": _share_multi(samples),
-        "multi_version_fraction_long": _share_multi(long),
+        "multi_version_fraction": _multi_version_fraction(samples),
+        "multi_version_fraction_long": _multi_version_fraction(long),
         "completions_long": len(long),
         "prompt_ids": [g.prompt_id for g in groups],
     }
 
 
 def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
-    """What is measured of a step as a whole and of each of its tasks.
+    """Return the metrics that exist for a step and for each of its tasks.
 
-    Means are over what has a value: without any, the name is left out.
+    A mean over nothing is left out.
     """
     samples = [s for g in groups for s in g.ordered]
     rewards = [r for g in groups for s in g.ordered if (r := g.reward(s)) is not None]
-    passed = [p for g in groups if (p := g.pass_rate) is not None]
-    verdicts = Counter(v.verdict.value for g in groups for v in g.verdicts.values())
+    verdicts = Counter(v.outcome.value for g in groups for v in g.verdicts.values())
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
-        "train_pass_rate": passed,
+        "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
         "completion_tokens_mean": [len(s.token_ids) for s in samples],
     }
     return {
@@ -74,7 +69,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
 def by_task(
     tasks: Iterable[str], groups: list[Group], kept: list[Group]
 ) -> dict[str, dict[str, Any]]:
-    """`task_metrics` of each task; one that the step has no prompt of has zero counts."""
+    """Return `task_metrics` of each task; a task without a prompt in the step has zero counts."""
     return {
         task: task_metrics(
             [g for g in groups if g.task == task], [g for g in kept if g.task == task]
@@ -83,7 +78,6 @@ def by_task(
     }
 
 
-def _share_multi(samples: list[Sample]) -> float:
-    if not samples:
-        return 0.0
-    return sum(len({span.version for span in s.spans}) > 1 for s in samples) / len(samples)
+def _multi_version_fraction(samples: list[Sample]) -> float:
+    multi = sum(len({span.version for span in s.spans}) > 1 for s in samples)
+    return multi / len(samples) if samples else 0.0

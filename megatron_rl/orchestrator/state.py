@@ -1,8 +1,8 @@
 """The orchestrator's part of a checkpoint.
 
 Layout of `orchestrator.msgpack`: one line of JSON (`format`, `blake2b` of the rest), then a
-MessagePack map. A file whose checksum differs is refused; it is written beside Megatron's part into
-a folder that is renamed as a whole, so there is never a new one with an old other.
+MessagePack map. A file with another checksum is refused. It lies in the folder of Megatron's part,
+which is renamed into place as one, so both parts are always of the same step.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     prompt_id: int
     samples: list[Sample]
-    """All of its completions, or none."""
+    """All completions, or none."""
     verdicts: dict[int, Verdict]
-    """By completion, as far as they are there; the others are judged again."""
+    """Verdicts by completion; missing ones are computed again."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a resumed run needs beside the weights and the optimizer."""
+    """The state of a resumed run apart from weights and optimizer."""
 
     step: int
     """Steps trained."""
     fingerprint: str
-    """Data set."""
+    """Hash of the data set."""
     prompts_per_step: int
-    next_group: int
     consumed: int
-    """Groups below this number were taken by the trained steps."""
+    """Groups below this index were trained."""
     groups: list[SavedGroup]
     curriculum: dict[str, Any]
     compute: dict[str, float]
@@ -54,13 +53,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
-    """What a checkpoint keeps of groups: completions where all have arrived, and verdicts."""
+    """Return the groups of a checkpoint, with the completions of fully received ones."""
     return [
         SavedGroup(
             index=g.index,
             prompt_id=g.prompt_id,
             samples=g.ordered if g.received else [],
-            verdicts=dict(g.verdicts) if g.received else {},
+            verdicts=g.verdicts if g.received else {},
         )
         for g in groups
     ]
@@ -69,29 +68,25 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
 def restored_groups(
     state: State, make: Callable[[int, int], Group], routed: bool = False
 ) -> list[Group]:
-    """The saved groups, each made by `make(index, prompt id)`.
+    """Return the saved groups, each from `make(index, prompt_id)`.
 
-    Args:
-        state: of a checkpoint.
-        make: a group without completions.
-        routed: completions have routes in this run; those of a run that was saved with another
-            `algorithm.routing_replay` are generated again.
+    With `routed`, completions of this run have routed experts. Completions that were saved under
+    another `algorithm.routing_replay` are generated again.
     """
     groups = []
     for saved in state.groups:
         group = make(saved.index, saved.prompt_id)
         groups.append(group)
-        if any(bool(s.routes) != routed for s in saved.samples):
-            continue
-        group.samples = {s.index: s for s in saved.samples}
-        group.verdicts = dict(saved.verdicts)
+        if all(bool(s.routes) == routed for s in saved.samples):
+            group.samples = {s.index: s for s in saved.samples}
+            group.verdicts = saved.verdicts
     return groups
 
 
 def save_state(state: State, directory: Path) -> None:
     """Write the state into a checkpoint folder that is not in place yet."""
     body = msgspec.msgpack.encode(state)
-    header = {"format": FORMAT, "blake2b": hashlib.blake2b(body, digest_size=16).hexdigest()}
+    header = {"format": FORMAT, "blake2b": _checksum(body)}
     (directory / FILE).write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
@@ -103,13 +98,13 @@ def load_state(directory: Path, fingerprint: str, prompts_per_step: int) -> Stat
     """
     path = directory / FILE
     if not path.exists():
-        raise ConfigError(f"{path}: missing; the checkpoint is not one of megatron_rl's runs")
+        raise ConfigError(f"{path}: missing; the checkpoint is not of a megatron_rl run")
     head, _, body = path.read_bytes().partition(b"\n")
     header = json.loads(head)
     if header.get("format") != FORMAT:
         raise ConfigError(f"{path}: format {header.get('format')!r}, this version reads {FORMAT!r}")
-    if header["blake2b"] != hashlib.blake2b(body, digest_size=16).hexdigest():
-        raise ConfigError(f"{path}: checksum differs; take an older checkpoint")
+    if header["blake2b"] != _checksum(body):
+        raise ConfigError(f"{path}: checksum differs; use an older checkpoint")
     state = msgspec.msgpack.decode(body, type=State, strict=False)
     if state.fingerprint != fingerprint:
         raise ConfigError(
@@ -122,3 +117,7 @@ def load_state(directory: Path, fingerprint: str, prompts_per_step: int) -> Stat
             f" {state.prompts_per_step}; resume with the same"
         )
     return state
+
+
+def _checksum(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()

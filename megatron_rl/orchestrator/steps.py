@@ -1,4 +1,4 @@
-"""What a trainer step takes: the stream of prompts, and the batch once its groups are complete."""
+"""The prompt stream of a run, and the batch of each step once its groups are complete."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from megatron_rl.algorithm.curriculum import Curriculum
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.data.mixture import Mixture, shares
+from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import BuiltBatch, build_batch
-from megatron_rl.orchestrator.errors import RunError
 from megatron_rl.orchestrator.groups import GroupQueue
-from megatron_rl.orchestrator.probe import PROBE_SEQUENCES
 from megatron_rl.orchestrator.rollout_metrics import by_task
+
+PROBE_SEQUENCES = 4
+"""Sequences of a step whose log-probs are compared between trainer and generator."""
 
 
 def prompt_stream(config: RunConfig, prompts: PromptSet) -> Mixture:
-    """The tasks by their weights, each with a curriculum of its own."""
+    """Build the mixture of tasks by weight, with a curriculum for each task."""
     a, weights = config.algorithm, {name: task.weight for name, task in config.tasks.items()}
-    part = shares(weights, list(weights))
+    part = shares(weights)
     streams = {
         name: Curriculum(
             size,
@@ -33,14 +35,7 @@ def prompt_stream(config: RunConfig, prompts: PromptSet) -> Mixture:
 
 
 class StepBuilder:
-    """Builds the batch of each step from the queue of groups.
-
-    Args:
-        config: schedule, algorithm, checkpoint and metrics.
-        prompts: training prompts.
-        stream: where the prompts come from, for the counts of its curricula.
-        first_step: steps trained before this start of the run.
-    """
+    """Builds the batch of each step of a run that starts at `first_step`."""
 
     def __init__(
         self, config: RunConfig, prompts: PromptSet, stream: Mixture, first_step: int
@@ -49,10 +44,10 @@ class StepBuilder:
         self._prompt_ids = {p.id: p.token_ids for p in prompts.train}
 
     def build(self, step: int, groups: GroupQueue, versions_needed_from: int) -> BuiltBatch | None:
-        """The batch of a step, None until its groups (and those of its phase) are complete.
+        """Build the batch of a step; None until its groups (and those of its phase) are complete.
 
         Raises:
-            RunError: a token is older than the schedule allows, or refilling comes to no end.
+            RunError: a token is older than the schedule allows, or refilling finds no usable group.
         """
         c, s = self._config, self._config.schedule
         ready = groups.next_groups()
@@ -68,31 +63,27 @@ class StepBuilder:
             save=step % c.checkpoint.every_steps == 0 and step > self._first_step,
             versions_needed_from=versions_needed_from,
         )
-        lag = built.metrics["lag_max"]
+        stream, metrics = self._stream, built.metrics
+        lag = metrics["lag_max"]
         if lag > s.max_lag_steps:
             raise RunError(
                 f"step {step}: a token is {lag} steps old, schedule.max_lag_steps is"
                 f" {s.max_lag_steps}"
             )
         groups.take(step, ready)
-        stream, found = self._stream, built.metrics
-        found |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
+        metrics |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
         if c.algorithm.refill:
-            found["prompts_refilled"] = len(ready) - s.prompts_per_step
+            metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
         if len(stream.tasks) > 1:
-            found["tasks"] = {
-                task: {
-                    **measured,
-                    "prompts_excluded": stream.excluded_of(task),
-                    "epoch": stream.epoch_of(task),
-                }
-                for task, measured in by_task(stream.tasks, ready, built.kept).items()
-            }
+            tasks = metrics["tasks"] = by_task(stream.tasks, ready, built.kept)
+            for task, row in tasks.items():
+                row["prompts_excluded"] = stream.curricula[task].excluded
+                row["epoch"] = stream.curricula[task].epoch
         return built
 
     def _is_probed(self, step: int) -> bool:
         c = self._config
-        # Engines score given tokens from the plain logits, and with experts of their own.
+        # Generators score tokens at temperature 1 and with their own routed experts.
         comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
         return comparable and step % c.metrics.logprob_check_every_steps == 0
 
@@ -101,9 +92,9 @@ class StepBuilder:
         drawn = groups.complete_ahead()
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
             raise RunError(
-                f"step {step}: {drawn} prompts were drawn, and the completions of nearly all have"
-                f" one reward; that is more than algorithm.refill_max_ratio ="
+                f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"
+                " rewards; that is more than algorithm.refill_max_ratio ="
                 f" {a.refill_max_ratio:g} times schedule.prompts_per_step = {s.prompts_per_step}:"
-                " the prompts are too easy or too hard for the policy; take others, or set"
+                " the prompts are too easy or too hard for the policy; use other prompts, or set"
                 " algorithm.refill false"
             )

@@ -1,7 +1,7 @@
-"""Verdicts for the event loop: what is cheap at once, everything else by the verifier pool.
+"""Verdicts for the event loop: cheap verifiers run inline, all others in the verifier pool.
 
-Which verifiers are cheap is decided in `rewards.tasks.INLINE`. Verdicts come back in any order; a
-group waits for its own, and groups are trained in the order of their dispatch all the same.
+`INLINE` in `rewards.task_verifiers` lists the cheap ones. Verdicts come back in any order; groups
+are still trained in dispatch order.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from megatron_rl.data import Prompt
 from megatron_rl.messages import Sample
 from megatron_rl.rewards import Verdict
 from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.task_verifiers import INLINE, judge_of
+from megatron_rl.rewards.task_verifiers import INLINE, make_verifier
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 
 class Verification:
     """The verifiers of a run: `async with Verification(...) as v: v.start(prompt, sample)`.
 
-    Args:
-        settings: limits and sizes.
-        kinds: verifiers that the prompts want.
-        decode: text of a completion's token ids, special tokens included.
-
-    Raises:
-        VerifierDown: (on entering) a verifier cannot work here; the message has the remedy.
+    `decode` gives the text of token ids with special tokens. Entering raises VerifierDown, with the
+    remedy, if a verifier cannot work here.
     """
 
     def __init__(
@@ -36,10 +31,10 @@ class Verification:
         kinds: Iterable[str],
         decode: Callable[[list[int]], str],
     ) -> None:
-        wanted = set(kinds)
+        kinds = set(kinds)
         self._decode = decode
-        self._inline = {kind: judge_of(kind, settings) for kind in wanted & INLINE}
-        pooled = sorted(wanted - INLINE)
+        self._inline = {kind: make_verifier(kind, settings) for kind in kinds & INLINE}
+        pooled = sorted(kinds - INLINE)
         self.pool = VerifierPool(settings, pooled) if pooled else None
         self._running: set[asyncio.Task[Verdict]] = set()
 
@@ -57,7 +52,7 @@ class Verification:
 
     @property
     def full(self) -> bool:
-        """Whether the verifiers are behind: the generators get no more work until they are not."""
+        """True while the verifiers are behind: dispatch waits."""
         return self.pool is not None and self.pool.full
 
     @property
@@ -66,11 +61,11 @@ class Verification:
         return len(self._running)
 
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
-        """The verdict on a completion, or the task that will have it (or raise VerifierDown)."""
+        """Return the verdict on a completion, or its task, which may raise VerifierDown."""
         text = self._decode(sample.token_ids)
-        judge = self._inline.get(prompt.kind)
-        if judge is not None:
-            return judge(text, prompt.gold, prompt.meta)
+        verify = self._inline.get(prompt.kind)
+        if verify is not None:
+            return verify(text, prompt.gold, prompt.meta)
         assert self.pool is not None, f"no verifier was started for {prompt.kind}"
         task = asyncio.create_task(self.pool.verify(prompt.kind, text, prompt.gold, prompt.meta))
         self._running.add(task)
@@ -80,5 +75,4 @@ class Verification:
     def _ended(self, task: asyncio.Task[Verdict]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            # When the verifiers are down all tasks fail with one error; the first ends the run.
-            task.exception()
+            task.exception()  # retrieved: all tasks fail with one error, and the first ends the run

@@ -1,4 +1,4 @@
-"""A trainer and generators at the edge of the orchestrator: real sockets, made-up completions."""
+"""A fake trainer and fake generators around the orchestrator: real sockets, random completions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, PromptSet
 from megatron_rl.orchestrator.event_loop import Orchestrator
-from megatron_rl.orchestrator.meter import Meter
+from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, load_state
 from megatron_rl.rewards import Outcome, Verdict
 
 
 @dataclass
 class Rows:
-    """Collects what would be written."""
+    """A sink that keeps the rows."""
 
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
@@ -72,13 +72,13 @@ def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
 
 
 def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
-    """A completion is right when its first token is even."""
+    """Return `correct` if the first token is even."""
     right = sample.token_ids[0] % 2 == 0
     return Verdict(Outcome.CORRECT if right else Outcome.WRONG, "first token")
 
 
 class AtOnce:
-    """A verifier that has its verdict at once."""
+    """A verifier with immediate verdicts."""
 
     pool, full, waiting = None, False, 0
 
@@ -93,7 +93,7 @@ class AtOnce:
 
 
 class Late(AtOnce):
-    """A verifier whose verdicts come late and in any order; `limit` of them may be under way."""
+    """A verifier with late verdicts in any order; `limit` of them may be pending."""
 
     def __init__(self, verify, seconds=0.01, limit=10**6, seed=0):
         self.verify, self.seconds, self.limit = verify, seconds, limit
@@ -122,7 +122,7 @@ class Late(AtOnce):
 
 
 class Generator:
-    """Answers each completion after a random time; a swap takes effect between two tokens."""
+    """Returns each completion after a random time; a swap takes effect between two tokens."""
 
     def __init__(self, endpoint, index, seed, slowness=0.002, fail_after=None):
         self.index, self.version, self.rng = index, -1, random.Random(seed)
@@ -162,7 +162,6 @@ class Generator:
 
     async def complete(self, message: m.Generate, index: int, budget: int):
         spans, n = [], self.rng.randint(2, 6)
-        started = self.version
         for token in range(n):
             await asyncio.sleep(self.slowness * self.rng.random())
             if spans and spans[-1].version == self.version:
@@ -179,7 +178,7 @@ class Generator:
                 group=message.group, index=index, prompt_id=message.prompt_id,
                 evaluation=message.evaluation,
                 token_ids=[self.rng.randint(4, 30) for _ in range(n)], logprobs=[-1.0] * n,
-                forced=(0, 0), spans=spans, started_version=started, finish_reason="stop",
+                forced=(0, 0), spans=spans, finish_reason="stop",
             )
         )  # fmt: skip
 
@@ -268,9 +267,9 @@ def run(
     evaluated=None,
     **trainer,
 ):
-    """A run to its end; returns the rows and the peers.
+    """Run to the end and return the rows and the peers.
 
-    `beside(verification)` runs as a task beside it.
+    `beside(verification)` runs as a concurrent task.
     """
     verification = verification or AtOnce(verify)
 
@@ -285,7 +284,12 @@ def run(
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
         rows = Rows()
         orchestrator = Orchestrator(
-            config, prompt_set(config, kind), verification, Meter(rows, 4, evaluated), socket, state
+            config,
+            prompt_set(config, kind),
+            verification,
+            RunMetrics(rows, 4, evaluated),
+            socket,
+            state,
         )
         generators = [
             Generator(endpoint, i, 10 * seed + i, slowness, fail_after)
@@ -299,7 +303,7 @@ def run(
                     tasks.append(asyncio.create_task(beside(verification)))
                 await asyncio.wait_for(orchestrator.run(), 60)
         finally:
-            await orchestrator.stop_engines()
+            await orchestrator.stop_generators()
             await asyncio.wait(tasks, timeout=2)
             for task in tasks:
                 task.cancel()

@@ -1,5 +1,3 @@
-from dataclasses import replace as replace_verdict
-
 import numpy as np
 import pytest
 from msgspec import msgpack
@@ -23,7 +21,6 @@ def sample(index, tokens, *, group=0, forced=(0, 0), spans=None, finish="stop"):
         logprobs=[-0.5 - index] * tokens,
         forced=forced,
         spans=spans or [VersionSpan(3, 0, tokens)],
-        started_version=3,
         finish_reason=finish,
     )
 
@@ -61,7 +58,7 @@ def test_weights_advantages_and_masks_of_a_hand_computed_batch():
 def test_graded_rewards_are_the_batchs_and_are_saved_with_it():
     g = group(0, [sample(0, 3), sample(1, 2), sample(2, 2)], [True, False, False])
     for index, reward in ((0, 0.9), (1, 0.3), (2, None)):
-        g.verdicts[index] = replace_verdict(g.verdicts[index], reward=reward)
+        g.verdicts[index] = replace(g.verdicts[index], reward=reward)
     batch = build([g], advantage_normalization="none").batch
     # 0.9, 0.3 and the outcome's own -1; their mean is 1 / 15
     wanted = [0.0, 0.0, *[0.9 - 1 / 15] * 3, 0.0, 0.0, *[0.3 - 1 / 15] * 2, 0.0, 0.0]
@@ -100,7 +97,7 @@ def test_truncated_completions_are_excluded_from_loss_and_baseline():
 def test_a_batch_without_anything_to_learn_is_empty_and_valid():
     built = build([group(0, [sample(0, 2), sample(1, 2)], [True, True])], probe=4)
     assert ints(built.batch.bounds).tolist() == [0]
-    assert built.batch.token_ids == b"" and built.batch.probe == [] and built.probe == []
+    assert built.batch.token_ids == b"" and built.batch.probe == [] and built.probe.prompts == []
 
 
 def test_lag_counts_every_token_by_its_own_version():
@@ -124,9 +121,9 @@ def test_the_probe_is_of_the_batchs_first_sequences():
     g = group(0, [sample(0, 2), sample(1, 3)], [True, False])
     built = build([group(1, [sample(0, 1), sample(1, 1)], [True, True]), g], probe=1)
     assert built.batch.probe == [0]
-    prompt, probed = built.probe[0]
+    (prompt,), (completion,) = built.probe.prompts, built.probe.completions
     row = slice(*ints(built.batch.bounds)[:2])
-    assert [*prompt, *probed.token_ids] == ints(built.batch.token_ids)[row].tolist()
+    assert [*prompt, *completion] == ints(built.batch.token_ids)[row].tolist()
 
 
 def test_pad_equal_to_eos_changes_nothing_because_masks_come_from_lengths():

@@ -9,7 +9,7 @@ from megatron_rl.orchestrator.evaluation import (
     sampling_stderr,
     steps_left,
 )
-from megatron_rl.rewards import Outcome
+from megatron_rl.rewards import Outcome, Verdict
 
 
 def test_steps_are_even_in_the_logarithm_and_include_both_ends():
@@ -22,10 +22,10 @@ def test_close_points_are_evaluated_once():
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6
 
 
-def completion(index, version=7):
+def completion(prompt, index, version=7):
     return Sample(
-        group=0, index=index, prompt_id=0, evaluation=7, token_ids=[5, 6], logprobs=[-1.0, -1.0],
-        forced=(0, 0), spans=[VersionSpan(version, 0, 2)], started_version=version,
+        group=prompt, index=index, prompt_id=prompt, evaluation=7, token_ids=[5, 6],
+        logprobs=[-1.0, -1.0], forced=(0, 0), spans=[VersionSpan(version, 0, 2)],
         finish_reason="stop",
     )  # fmt: skip
 
@@ -35,8 +35,8 @@ def test_mean_at_n_and_its_row():
     for prompt, passed in ((0, "ccwn"), (1, "cwtu")):
         for i, letter in enumerate(passed):
             assert not run.complete
-            run.add(prompt, completion(i))
-            run.judged(prompt, i, next(o for o in Outcome if o.value[0] == letter))
+            outcome = next(o for o in Outcome if o.value[0] == letter)
+            run.add(completion(prompt, i), Verdict(outcome, ""))
     assert run.complete
     row = run.row(1.5)
     assert row["pass_rate"] == pytest.approx((2 / 4 + 1 / 4) / 2)
@@ -57,8 +57,8 @@ def test_each_task_of_several_has_its_own_part_of_the_row():
     right = {0: [1, 0], 1: [1, 1], 2: [0, 0]}
     for prompt, passed in right.items():
         for i, ok in enumerate(passed):
-            run.add(prompt, completion(i))
-            run.judged(prompt, i, Outcome.CORRECT if ok else Outcome.WRONG)
+            outcome = Outcome.CORRECT if ok else Outcome.WRONG
+            run.add(completion(prompt, i), Verdict(outcome, ""))
     row = run.row(0.0)
     assert row["pass_rate"] == pytest.approx(1 / 2)
     tasks = row["tasks"]
@@ -85,7 +85,7 @@ def test_an_evaluation_that_a_run_did_not_finish_is_made_where_it_goes_on(evalua
 def test_a_completion_of_another_version_is_refused():
     run = EvaluationRun(7, ["a"], 1, {})
     with pytest.raises(ValueError, match=r"step 7.*versions \[8\]"):
-        run.add(0, completion(0, version=8))
+        run.check_versions(completion(0, 0, version=8))
 
 
 def test_the_standard_error_matches_repeated_draws():

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import RunConfig
-from megatron_rl.orchestrator.errors import RunError
+from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator.peers import AtOnce, run, small_config
 
 
 def changed(config: RunConfig, **sections) -> RunConfig:
-    """The configuration with other values in some sections."""
+    """Return the configuration with other values in some sections."""
     values = config.model_dump()
     for section, some in sections.items():
         values[section] |= some

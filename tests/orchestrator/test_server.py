@@ -3,9 +3,10 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.orchestrator.errors import RunError
+from megatron_rl.messages import Scores, StepDone
+from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.orchestrator.meter import Meter
+from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import FILE, load_state, restored_groups
 from tests.orchestrator.peers import Rows, run, small_config
 
@@ -151,16 +152,23 @@ def test_probes_compare_both_sides_under_the_same_weights():
 
 
 def test_single_version_tokens_of_the_batch_and_probed_tokens_are_one_metric():
-    meter = Meter(Rows(), 3)
-    meter.start_clock()
-    meter.probe([[-1.0, -2.0]], [[-1.25, -2.0]])
+    metrics = RunMetrics(Rows(), 3)
+    metrics.start_clock()
+    done = StepDone(
+        step=7, metrics={}, probe_logprobs=[[-1.0, -2.0]], wait_seconds=0.0, train_seconds=0.0
+    )
+    for version in (7, 8):  # scores of other weights do not count
+        metrics.score_requested(done)
+        metrics.scored(
+            Scores(step=7, version=version, logprobs=[[-1.25 if version == 7 else -9.0, -2.0]])
+        )
     trained = {
         "same_version_logprob_error_max": 0.5,
         "same_version_logprob_error_mean": 0.25,
         "same_version_logprob_tokens": 6.0,
     }
     # errors .25, 0 of the probe and six of mean .25: max .5, mean (.25 + 1.5) / 8
-    assert meter._logprob_error(trained) == {
+    assert metrics._logprob_error(trained) == {
         "logprob_error_max": 0.5,
         "logprob_error_mean": 1.75 / 8,
         "logprob_error_tokens": 8.0,
@@ -169,16 +177,16 @@ def test_single_version_tokens_of_the_batch_and_probed_tokens_are_one_metric():
 
 def test_device_hours_stand_still_while_an_evaluation_runs_and_never_fall():
     now = [0.0]
-    meter = Meter(Rows(), 3, clock=lambda: now[0])
-    meter.start_clock()
+    metrics = RunMetrics(Rows(), 3, clock=lambda: now[0])
+    metrics.start_clock()
     spent = []
     for t in range(1, 60):
         now[0] = t * 0.1
         if t == 20:
-            meter.evaluation_started("generator-0")
+            metrics.evaluation_started("generator-0")
         if t == 40:
-            meter.evaluation_ended("generator-0")
-        spent.append(meter.compute()["compute_device_hours"])
+            metrics.evaluation_ended("generator-0")
+        spent.append(metrics.compute()["compute_device_hours"])
     assert spent == sorted(spent)
     # 5.9 s of wall less 2 s of evaluation, on 3 ranks
     assert spent[-1] == pytest.approx(3.9 * 3 / 3600)

@@ -23,7 +23,7 @@ def two_tasks(**schedule):
 
 
 def judged(index, letters, *, task="a", values=None):
-    """A group whose verdicts are given by their first letters."""
+    """Return a group whose verdicts are given by their first letters."""
     g = Group(index, index, len(letters), task, values or RewardValues())
     for i, letter in enumerate(letters):
         g.samples[i] = sample(i, 2, group=index)

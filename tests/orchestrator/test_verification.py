@@ -49,8 +49,8 @@ def kill(pids):
 
 
 def judging(verification):
-    """Processes that judge; those beside them would replace a dead one."""
-    return [pid for slot in verification.pool._slots for pid in slot.process.child_pids]
+    """Return the processes that verify (their parents would replace a dead one)."""
+    return [pid for worker in verification.pool.workers for pid in worker.child_pids]
 
 
 # ---------------------------------------------------------------- late verdicts
@@ -134,7 +134,7 @@ def test_killing_verifier_workers_at_random_changes_no_reward_and_loses_no_group
         while True:
             # Verdicts between the kills: workers that only die would rightly count as down.
             if verification.judged >= at:
-                nurseries = [slot.process.pid for slot in verification.pool._slots]
+                nurseries = [worker.pid for worker in verification.pool.workers]
                 pids = nurseries if len(killed) % 10 == 4 else judging(verification)
                 killed.extend(rng.sample(pids, min(1, len(pids))))
                 kill(killed[-1:])
@@ -200,7 +200,7 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
         token_ids = [1]
 
     found = verification.start(Prompt, Sample)
-    assert isinstance(found, Verdict) and found.verdict is Outcome.CORRECT
+    assert isinstance(found, Verdict) and found.outcome is Outcome.CORRECT
 
 
 def test_the_values_of_verdicts_are_the_configurations():

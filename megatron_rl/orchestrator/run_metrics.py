@@ -1,38 +1,31 @@
-"""Measures of a run: compute, waiting, transfers; one row per step and per evaluation."""
+"""Measurements of a run: compute, waiting, transfers; one row per step and per evaluation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_rl import messages as m
+from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.verification import Verification
 
 
-class Sink(Protocol):
-    """Where rows go: metrics.jsonl first, then its mirrors and the terminal."""
-
-    def step(self, row: dict[str, Any]) -> None: ...
-    def eval(self, row: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
-class Meter:
-    """Collects what a row needs from several messages and writes the row once.
+class RunMetrics:
+    """Collects a row's values from several messages and writes the row once.
 
     Args:
-        sink: receiver of complete rows.
+        sink: receives complete rows.
         ranks: ranks of trainer and generators, for device hours.
-        evaluated_steps: evaluations that metrics.jsonl holds already (a resumed run).
+        evaluated_steps: evaluations already in metrics.jsonl (a resumed run).
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        sink: Sink,
+        sink: RunSink,
         ranks: int,
         evaluated_steps: set[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -43,7 +36,7 @@ class Meter:
         self.aborted = 0
         self._aborted_before = 0
         self._aborted_by: dict[str, int] = {}
-        self._made = clock()
+        self._created = clock()
         self._started: float | None = None
         self._wall_before = 0.0
         self._training_seconds = 0.0
@@ -53,6 +46,7 @@ class Meter:
         self._updates: list[m.WeightsUpdated] = []
         self._publish_seconds = 0.0
         self._stats: list[m.GeneratorStats] = []
+        self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
         self._verifiers: dict[str, int] = {}
         self._evaluating: set[str] = set()
@@ -61,75 +55,73 @@ class Meter:
     # ------------------------------------------------------------ clocks and counters
 
     def start_clock(self) -> None:
-        """All engines are up: compute counts from here."""
+        """Start counting compute: all generators are up."""
         if self._started is None:
             self._started = self._last_step_end = self._clock()
 
-    def wall_seconds(self, now: float | None = None) -> float:
-        """Seconds of the RL stage, over all resumptions."""
-        now = self._clock() if now is None else now
-        return self._wall_before + (0.0 if self._started is None else now - self._started)
+    def wall_seconds(self) -> float:
+        """Return the seconds of the RL stage, over all resumptions."""
+        running = 0.0 if self._started is None else self._clock() - self._started
+        return self._wall_before + running
 
-    def _evaluation_seconds(self, now: float | None = None) -> float:
-        now = self._clock() if now is None else now
-        running = now - self._evaluation_start if self._evaluating else 0.0
+    def _evaluation_seconds(self) -> float:
+        running = self._clock() - self._evaluation_start if self._evaluating else 0.0
         return self._counters["evaluation_seconds"] + running
 
     def compute(self) -> dict[str, float]:
-        """Compute spent on training so far, in the names of metrics.jsonl."""
-        now = self._clock()
-        # While an evaluation runs the difference stands still, up to rounding: it never falls.
-        training = self.wall_seconds(now) - self._evaluation_seconds(now)
+        """Return the compute spent on training so far, by the names of metrics.jsonl."""
+        # Constant during an evaluation up to rounding; the maximum keeps it monotonic.
+        training = self.wall_seconds() - self._evaluation_seconds()
         self._training_seconds = max(self._training_seconds, training)
         return {
             "compute_tokens": self._counters["tokens"],
             "compute_flops": self._counters["flops"],
             "compute_device_hours": self._training_seconds * self._ranks / 3600,
-            "wall_seconds": self.wall_seconds(now),
+            "wall_seconds": self.wall_seconds(),
         }
 
     def counters(self) -> dict[str, float]:
-        """What a checkpoint keeps, beside wall seconds and aborted requests."""
+        """Return the counters of a checkpoint, without wall seconds and aborted requests."""
         return {**self._counters, "evaluation_seconds": self._evaluation_seconds()}
 
     def restore(self, counters: dict[str, float], wall_seconds: float, aborted: int) -> None:
-        """Go on from a checkpoint."""
+        """Restore the counters of a checkpoint."""
         self._counters = dict(counters)
-        self._wall_before, self._aborted_before = wall_seconds, aborted
-        self.aborted = aborted
+        self._wall_before = wall_seconds
+        self.aborted = self._aborted_before = aborted
 
     def phases(self) -> dict[str, float]:
-        """Wall seconds by phase, from the start of this process on."""
+        """Return wall seconds by phase, since the start of this process."""
         evaluation = self._evaluation_seconds()
         up = self._started if self._started is not None else self._clock()
         return {
-            "engines": up - self._made,
+            "engines": up - self._created,
             "rl": self.wall_seconds() - evaluation,
             "evaluation": evaluation,
         }
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ measurements
 
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
-        """A batch went to the trainer."""
+        """Record the rollout metrics of a batch that went to the trainer."""
         self._batches[step] = rollouts
 
     def published(self, published: m.Published) -> None:
-        """The trainer exported a version."""
+        """Record an export of weights by the trainer."""
         self._publish_seconds = published.seconds
 
     def updated(self, updated: m.WeightsUpdated) -> None:
-        """An engine took a version."""
+        """Record a weight update of a generator."""
         self._updates.append(updated)
 
-    def generator(self, name: str, stats: m.GeneratorStats) -> None:
-        """An engine's second."""
+    def generator_stats(self, name: str, stats: m.GeneratorStats) -> None:
+        """Record the load of a generator."""
         self._stats.append(stats)
         self._aborted_by[name] = stats.aborted
         self.aborted = self._aborted_before + sum(self._aborted_by.values())
 
     def verifiers(self, verification: Verification) -> None:
-        """How far behind the verifiers are, and how their processes fare."""
+        """Record the backlog and the failures of the verifiers."""
         if (pool := verification.pool) is not None:
             self._verifiers = {
                 "verifier_waiting": verification.waiting,
@@ -137,23 +129,28 @@ class Meter:
                 "verifier_bugs": pool.stats.bugs,
             }
 
-    def probe(self, trainer: list[list[float]], generator: list[list[float]]) -> None:
-        """Log-probs of the same tokens under the same weights, from both sides."""
-        self._probe_errors.extend(
-            np.abs(np.array(t) - np.array(g)) for t, g in zip(trainer, generator, strict=True)
-        )
+    def score_requested(self, done: m.StepDone) -> None:
+        """Keep the trainer's log-probs until the generator's come."""
+        self._trainer_logprobs[done.step] = done.probe_logprobs
 
-    def evaluation_started(self, engine: str) -> None:
-        """An engine holds its version for an evaluation."""
+    def scored(self, scores: m.Scores) -> None:
+        """Compare both sides' log-probs, unless an update has changed the generator's weights."""
+        trainer = self._trainer_logprobs.pop(scores.step)
+        if scores.version == scores.step:
+            pairs = zip(trainer, scores.logprobs, strict=True)
+            self._probe_errors.extend(np.abs(np.array(t) - np.array(g)) for t, g in pairs)
+
+    def evaluation_started(self, generator: str) -> None:
+        """Note that a generator holds its version for an evaluation."""
         if not self._evaluating:
             self._evaluation_start = self._clock()
-        self._evaluating.add(engine)
+        self._evaluating.add(generator)
         self.sink.note("evaluating")
 
-    def evaluation_ended(self, engine: str) -> None:
-        """The engine's share is done."""
+    def evaluation_ended(self, generator: str) -> None:
+        """Note that a generator has returned its share of an evaluation."""
         seconds = self._evaluation_seconds()
-        self._evaluating.discard(engine)
+        self._evaluating.discard(generator)
         if not self._evaluating:
             self._counters["evaluation_seconds"] = seconds
 
@@ -171,26 +168,27 @@ class Meter:
         now = self._clock()
         step_seconds = max(now - (self._last_step_end or now), 1e-9)
         self._last_step_end = now
-        row = {
-            "step": done.step,
-            **self.compute(),
-            **rollouts,
-            **trainer,
-            **logprob_error,
-            "step_seconds": step_seconds,
-            "trainer_tokens_per_second": tokens / step_seconds,
-            "train_seconds": done.train_seconds,
-            "publish_seconds": self._publish_seconds,
-            # The first wait began before the engines were up.
-            "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
-            "aborted_requests": self.aborted,
-            **self._verifiers,
-            **self._generators(),
-        }
-        self.sink.step(row)
+        self.sink.step(
+            {
+                "step": done.step,
+                **self.compute(),
+                **rollouts,
+                **trainer,
+                **logprob_error,
+                "step_seconds": step_seconds,
+                "trainer_tokens_per_second": tokens / step_seconds,
+                "train_seconds": done.train_seconds,
+                "publish_seconds": self._publish_seconds,
+                # The first wait began before the generators were up.
+                "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
+                "aborted_requests": self.aborted,
+                **self._verifiers,
+                **self._generators(),
+            }
+        )
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
-        """Single-version tokens of the batch, taken out of `trainer`, and probed ones together."""
+        """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""
         tokens = trainer.pop("same_version_logprob_tokens", 0.0)
         total = trainer.pop("same_version_logprob_error_mean", 0.0) * tokens
         worst = trainer.pop("same_version_logprob_error_max", 0.0)
@@ -207,27 +205,21 @@ class Meter:
         }
 
     def _generators(self) -> dict[str, float]:
+        """Return the means over generators since the last row."""
         row: dict[str, float] = {}
         if self._updates:
-            for name in ("pause_seconds", "transfer_seconds"):
+            for name in ("pause_seconds", "transfer_seconds", "requests_in_flight"):
                 row[name] = float(np.mean([getattr(u, name) for u in self._updates]))
-            row["requests_in_flight"] = float(
-                np.mean([u.requests_in_flight for u in self._updates])
-            )
             self._updates.clear()
-        seconds = sum(s.seconds for s in self._stats)
-        if seconds:
-            engines = max(len(self._aborted_by), 1)
-            row["generator_wait_fraction"] = max(
-                1 - sum(s.busy_seconds for s in self._stats) / seconds, 0.0
-            )
-            row["generator_tokens_per_second"] = (
-                sum(s.tokens for s in self._stats) / seconds * engines
-            )
+        if seconds := sum(s.seconds for s in self._stats):
+            busy = sum(s.busy_seconds for s in self._stats)
+            row["generator_wait_fraction"] = max(1 - busy / seconds, 0.0)
+            tokens = sum(s.tokens for s in self._stats)
+            row["generator_tokens_per_second"] = tokens / seconds * len(self._aborted_by)
             self._stats.clear()
         return row
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Write the row of a finished evaluation."""
+        """Write the row of a complete evaluation."""
         self.evaluated_steps.add(row["step"])
         self.sink.eval(row)
