@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from megatron_rl.rewards.math.verdict import judge
+from megatron_rl.rewards.math.verdict import math_verdict
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "rewards" / "golden_math.jsonl"
@@ -46,7 +46,7 @@ def main() -> None:
         for name in ("this", "stock"):
             started = time.process_time()
             if name == "this":
-                got = judge(case["answer"], case["gold"]).passed
+                got = math_verdict(case["answer"], case["gold"]).passed
             else:
                 got = stock(case["answer"], case["gold"])
             seconds[name] += time.process_time() - started

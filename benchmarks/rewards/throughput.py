@@ -32,7 +32,7 @@ async def measure(cases: list[dict[str, Any]], workers: int) -> tuple[float, flo
         calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
         verdicts = await asyncio.gather(*calls)
         took = time.perf_counter() - started
-        return took, cpu_seconds(pool) - cpu, [v.verdict.value for v in verdicts]
+        return took, cpu_seconds(pool) - cpu, [v.outcome.value for v in verdicts]
 
 
 def cpu_seconds(pool: VerifierPool) -> float:

@@ -1,9 +1,10 @@
-"""What a verifier says of a completion, and the errors that are no verdict."""
+"""Verdicts on completions, and the errors that are not verdicts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class Outcome(StrEnum):
@@ -14,28 +15,27 @@ class Outcome(StrEnum):
     NO_ANSWER = "no_answer"
     """Thinking did not end, no box, an empty or unclosed box, no code block."""
     UNPARSABLE = "unparsable"
-    """There is an answer, and it (or the gold answer) cannot be read as anything comparable."""
+    """The answer, or the gold answer, cannot be parsed into anything comparable."""
     TIMED_OUT = "timed_out"
-    """The comparison, not a program under test, went over its time, memory or size limit."""
+    """The comparison, not a program under test, exceeded its time, memory or size limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A verdict and its reason.
+class Verdict(msgspec.Struct, frozen=True):
+    """An outcome and its reason.
 
-    Example: `Verdict(Outcome.WRONG, "41 is not 52")`, or, graded,
+    Example: `Verdict(Outcome.WRONG, "41 is not 52")`, or with a graded reward
     `Verdict(Outcome.WRONG, "3 of 4 tests", reward=0.5)`.
     """
 
-    verdict: Outcome
+    outcome: Outcome = msgspec.field(name="verdict")  # the key that checkpoints have
     reason: str
     reward: float | None = None
-    """In place of the outcome's own reward (`verifier.values`), if it is given."""
+    """Replaces the reward of the outcome (`verifier.values`) if given."""
 
     @property
     def passed(self) -> bool:
-        """Whether the completion counts as right."""
-        return self.verdict is Outcome.CORRECT
+        """True if the completion is correct."""
+        return self.outcome is Outcome.CORRECT
 
 
 class VerifierError(RuntimeError):

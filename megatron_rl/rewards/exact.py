@@ -1,4 +1,4 @@
-"""Exact verifier: the boxed text after thinking is the gold answer, character by character."""
+"""Exact verifier: the boxed text after thinking must equal the gold answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOX = "\\boxed{"
 def verify_exact(
     completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>"
 ) -> Verdict:
-    """Verdict on a completion whose text after thinking must be `\\boxed{answer}` and nothing else.
+    """Check that a completion's text after thinking is `\\boxed{answer}` and nothing else.
 
     Args:
         completion: decoded completion with its special tokens.

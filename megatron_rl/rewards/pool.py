@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import signal
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
-from megatron_rl.rewards.protocol import Request, Response
-from megatron_rl.rewards.slot import Lost, Slot
+from megatron_rl.rewards.process import WorkerLost, WorkerProcess
 from megatron_rl.rewards.verifier_settings import VerifierSettings
+from megatron_rl.rewards.worker import Request
 
-OWN_LIMITS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}
+LIMIT_SIGNALS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}
+"""Signals of a worker's own timers."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 MAX_BUGS = 20
-"""Exceptions in a row that no verifier foresaw, after which it is down."""
-
-
-@dataclass(slots=True)
-class _Item:
-    request: Request
-    done: asyncio.Future[Verdict]
-    crashes: int = 0
+"""Unexpected exceptions in a row after which the verifier is down."""
 
 
 @dataclass(slots=True)
@@ -35,23 +31,21 @@ class PoolStats:
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(task kind, outcome) -> completions."""
     deaths: int = 0
-    """Workers that died and were replaced, their completions judged again."""
+    """Workers that died and were replaced; their completions were verified again."""
     bugs: int = 0
-    """Verdicts `unparsable` because of an exception that the verifier did not foresee."""
-    seconds: float = 0.0
-    """Time that workers spent on verdicts."""
+    """Outcomes `unparsable` because of an unexpected exception in a verifier."""
 
 
 class VerifierPool:
-    """Workers behind a bounded queue: `async with VerifierPool(s) as p: await p.verify(...)`.
+    """Worker processes behind a bounded queue: `async with VerifierPool(s) as p: await p.verify()`.
 
-    A worker that dies is replaced and its completion is judged again, so no verdict depends on it.
-    When workers only die (`max_deaths` in a row), or cannot start, every waiting and later call
-    raises `VerifierDown`.
+    A thread per worker waits for its replies. A worker that dies is replaced and its completion is
+    verified again, so no verdict depends on it. When workers only die (`max_deaths` in a row) or
+    cannot start, every pending and later call raises `VerifierDown`.
 
     Args:
         settings: limits and sizes.
-        kinds: task kinds that will be asked for; their libraries are loaded at the start.
+        kinds: task kinds to verify; their libraries are loaded at the start.
     """
 
     def __init__(
@@ -59,174 +53,181 @@ class VerifierPool:
     ) -> None:
         self.settings, self.kinds = settings, tuple(kinds)
         self.stats = PoolStats()
-        self._slots: list[Slot] = []
-        self._queue: asyncio.Queue[_Item] = asyncio.Queue(settings.queue_size)
-        self._pending: set[asyncio.Future[Verdict]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self.workers: list[WorkerProcess] = []
+        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(settings.workers, "verifier")
+        self._admission = asyncio.Semaphore(settings.workers + settings.queue_size)
+        self._admitted = 0
+        self._lock = threading.Lock()
         self._down: VerifierDown | None = None
-        self._deaths_in_a_row = self._bugs_in_a_row = self._next_id = 0
+        self._deaths_in_a_row = self._bugs_in_a_row = 0
 
     async def __aenter__(self) -> Self:
-        self._slots = [Slot(self.settings, self.kinds) for _ in range(self.settings.workers)]
         try:
-            # Starting is bounded by start_seconds; what a worker lacks is known before the run is.
-            await asyncio.gather(*(self._first(slot) for slot in self._slots))
-        except (VerifierDown, asyncio.CancelledError):
-            self._kill()
+            await asyncio.to_thread(self.start)
+        except asyncio.CancelledError:
+            self.close()
             raise
-        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._kill()
+        await asyncio.to_thread(self.close)
+        await asyncio.sleep(0)  # callers of `verify` get the error before the event loop ends
+
+    def start(self) -> None:
+        """Start the workers and wait until they can verify.
+
+        Raises:
+            VerifierDown: they cannot; the message says why.
+        """
+        try:
+            with self._lock:
+                self._raise_if_down()
+                for _ in range(self.settings.workers):
+                    self.workers.append(WorkerProcess(self.settings, self.kinds))
+            for worker in self.workers:
+                try:
+                    worker.wait_ready()
+                except WorkerLost as e:
+                    self._replace(worker, str(e))
+                self._idle.put(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the workers; pending calls raise `VerifierDown`."""
         self._stop(VerifierDown("the verifier pool was closed"))
-        await asyncio.sleep(0)  # closed transports say goodbye in the loop
+        self._threads.shutdown()
+        for worker in self.workers:
+            worker.close()
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for a worker."""
-        return self._queue.qsize()
+        """Completions in the queue."""
+        return max(0, self._admitted - self.settings.workers)
 
     @property
     def full(self) -> bool:
-        """Whether `verify` would wait for a place in the queue: generators get no more work."""
-        return self._queue.full()
+        """True if the queue is full, so that `verify` would wait for admission."""
+        return self._admission.locked()
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of all workers."""
-        return [pid for s in self._slots for pid in (s.process.pid, *s.process.child_pids)]
+        return [pid for w in self.workers for pid in (w.pid, *w.child_pids)]
 
     async def verify(
         self, kind: str, completion: str, gold: str, meta: dict[str, Any] | None = None
     ) -> Verdict:
-        """The verdict on a completion.
+        """Return the verdict on a completion, without blocking the event loop.
 
         Args:
             kind: task kind, one of the pool's.
             completion: decoded completion, thinking included.
-            gold: right answer (maths), JSON of the tests (code), entry (reasoning).
-            meta: what the task's verifier wants beside it.
+            gold: right answer (math), JSON of the tests (code), entry (reasoning).
+            meta: further input of the task's verifier.
 
         Raises:
-            VerifierDown: no verdict is to be had; the message says why and what to do.
+            VerifierDown: the verifier cannot give a verdict; the message has the remedy.
         """
+        loop, call = asyncio.get_running_loop(), (kind, completion, gold, meta)
+        async with self._admission:
+            self._admitted += 1
+            try:
+                verdict = await loop.run_in_executor(self._threads, self.verify_blocking, *call)
+            finally:
+                self._admitted -= 1
+        self.stats.verdicts[kind, verdict.outcome.value] += 1
+        return verdict
+
+    def verify_blocking(
+        self, kind: str, completion: str, gold: str, meta: dict[str, Any] | None = None
+    ) -> Verdict:
+        """Return the verdict on a completion; see `verify`. May be called from any thread."""
         if kind not in self.kinds:
             kinds = ", ".join(self.kinds)
             raise VerifierDown(f"the pool was started for {kinds}, not for {kind!r}")
-        self._raise_if_down()
-        self._next_id += 1
-        request = Request(
-            id=self._next_id, kind=kind, completion=completion, gold=gold, meta=meta or {}
-        )
-        item = _Item(request, asyncio.get_running_loop().create_future())
-        self._pending.add(item.done)
+        worker = self._idle.get()
         try:
-            # Both waits end: workers answer within their limits or the pool goes down.
-            put = asyncio.create_task(self._queue.put(item))
-            done, _ = await asyncio.wait((put, item.done), return_when=asyncio.FIRST_COMPLETED)
-            if put not in done:
-                put.cancel()
-            verdict = await item.done
+            return self._verify_on(worker, (kind, completion, gold, meta or {}))
+        except VerifierDown as e:
+            self._stop(e)
+            raise
         finally:
-            self._pending.discard(item.done)
-        self.stats.verdicts[kind, verdict.verdict.value] += 1
-        return verdict
+            self._idle.put(worker)
 
     def _raise_if_down(self) -> None:
         if self._down is not None:
             raise self._down
 
     def _stop(self, error: VerifierDown) -> None:
-        self._down = self._down or error
-        for future in self._pending:
-            if not future.done():
-                future.set_exception(self._down)
+        with self._lock:
+            self._down = self._down or error
+            for worker in self.workers:
+                worker.kill()
 
-    def _kill(self) -> None:
-        for slot in self._slots:
-            slot.close()
-
-    async def _serve(self, slot: Slot) -> None:
-        try:
-            while self._down is None:
-                item = await self._queue.get()
-                if item.done.done():
-                    continue
-                started = time.monotonic()
-                verdict = await self._judge(slot, item)
-                self.stats.seconds += time.monotonic() - started
-                if not item.done.done():
-                    item.done.set_result(verdict)
-        except VerifierDown as e:
-            self._stop(e)
-
-    async def _judge(self, slot: Slot, item: _Item) -> Verdict:
-        """The verdict, on as many workers as it takes.
+    def _verify_on(self, worker: WorkerProcess, request: Request) -> Verdict:
+        """Return the verdict, replacing the worker as often as it dies.
 
         Raises:
-            VerifierDown: the verifier says so, or too many workers died in a row.
+            VerifierDown: the verifier cannot work, or too many workers died in a row.
         """
+        crashes = 0
         while True:
+            self._raise_if_down()
             try:
-                response = await slot.ask(item.request)
-            except Lost as e:
-                await self._replace(slot, str(e))
+                reply = worker.ask(request)
+            except WorkerLost as e:
+                self._replace(worker, str(e))
                 continue
-            if response.status == "down":
-                raise VerifierDown(response.reason)
-            if response.verdict is not None:
+            if reply.status == "down":
+                raise VerifierDown(reply.reason)
+            if reply.verdict is not None:
                 self._deaths_in_a_row = self._bugs_in_a_row = 0
-                return response.verdict
-            if response.status == "bug":
-                return self._bug(response)
-            by = signal.Signals(response.signal)
-            if by in OWN_LIMITS:
+                return reply.verdict
+            if reply.status == "bug":
+                self._count_bug(reply.reason)
+                return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {reply.reason}")
+            by = signal.Signals(reply.signal)
+            if by in LIMIT_SIGNALS:
                 self._deaths_in_a_row = 0
-                return Verdict(Outcome.TIMED_OUT, f"over the {OWN_LIMITS[by]} limit of a verdict")
-            self._died(f"a worker was killed by {by.name}")
-            if by in CRASHES:
-                item.crashes += 1
-                if item.crashes > 1:
-                    reason = f"the verifier crashed on it twice ({by.name})"
-                    return Verdict(Outcome.TIMED_OUT, reason)
+                return Verdict(Outcome.TIMED_OUT, f"over the {LIMIT_SIGNALS[by]} limit of a verdict")
+            self._count_death(f"a worker was killed by {by.name}")
+            crashes += by in CRASHES
+            if crashes > 1:
+                return Verdict(Outcome.TIMED_OUT, f"the verifier crashed on it twice ({by.name})")
 
-    async def _replace(self, slot: Slot, reason: str) -> None:
-        """A new worker for the slot, in as many tries as deaths in a row are allowed."""
+    def _replace(self, worker: WorkerProcess, reason: str) -> None:
+        """Restart a worker, as often as deaths in a row are allowed."""
         while True:
-            self._died(reason)
+            self._count_death(reason)
+            worker.close()
+            with self._lock:
+                self._raise_if_down()
+                worker.spawn()
             try:
-                await slot.restart()
-            except Lost as e:
+                return worker.wait_ready()
+            except WorkerLost as e:
                 reason = str(e)
-            else:
-                return
 
-    async def _first(self, slot: Slot) -> None:
-        try:
-            await slot.ready()
-        except Lost as e:
-            await self._replace(slot, str(e))
+    def _count_death(self, reason: str) -> None:
+        with self._lock:
+            self._raise_if_down()
+            self.stats.deaths += 1
+            self._deaths_in_a_row += 1
+            if self._deaths_in_a_row >= self.settings.max_deaths:
+                raise VerifierDown(
+                    f"{self._deaths_in_a_row} verifier workers died in a row without a verdict"
+                    f" between them; the last: {reason}; look for the out-of-memory killer, or"
+                    " raise verifier.memory_mib and verifier.max_deaths"
+                )
 
-    def _died(self, reason: str) -> None:
-        self.stats.deaths += 1
-        self._deaths_in_a_row += 1
-        if self._deaths_in_a_row >= self.settings.max_deaths:
-            raise VerifierDown(
-                f"{self._deaths_in_a_row} verifier workers died in a row without a verdict between"
-                f" them; the last: {reason}; look for the out-of-memory killer, or raise"
-                " verifier.memory_mib and verifier.max_deaths"
-            )
-
-    def _bug(self, response: Response) -> Verdict:
-        self.stats.bugs += 1
-        self._bugs_in_a_row += 1
-        if self._bugs_in_a_row >= MAX_BUGS:
-            raise VerifierDown(
-                f"the verifier failed on {MAX_BUGS} completions in a row; the last:"
-                f" {response.reason}"
-            )
-        return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {response.reason}")
+    def _count_bug(self, reason: str) -> None:
+        with self._lock:
+            self.stats.bugs += 1
+            self._bugs_in_a_row += 1
+            if self._bugs_in_a_row >= MAX_BUGS:
+                raise VerifierDown(
+                    f"the verifier failed on {MAX_BUGS} completions in a row; the last: {reason}"
+                )

@@ -1,4 +1,4 @@
-"""The pool's end of a worker process: start it, speak with it, kill it whole."""
+"""The pool's end of a worker process: start it, send it requests, kill it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,49 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_rl.rewards.protocol import HEADER, body_length, frame
+import msgspec
+
+from megatron_rl.rewards.base import VerifierDown
 from megatron_rl.rewards.verifier_settings import VerifierSettings
-from megatron_rl.rewards.worker import Start
+from megatron_rl.rewards.worker import Reply, Request, encode, receive, wall_limit
 
 PACKAGE_ROOT = Path(__file__).parents[2]
+GRACE_SECONDS = 5.0
+"""A worker that has not killed itself this long after its limit is killed."""
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
+
+class WorkerLost(RuntimeError):
+    """The connection to a worker broke; another worker can take the request."""
 
 
 class WorkerProcess:
-    """A nursery and its child in a process group of their own, at the other end of a socket."""
+    """A fork server and its child in a process group of their own, and the socket to them.
+
+    One thread at a time may use it; `kill` is safe from any other.
+    """
 
     def __init__(self, settings: VerifierSettings, kinds: tuple[str, ...]) -> None:
-        ours, theirs = socket.socketpair()
-        self.socket = ours
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
+        self.settings, self.kinds = settings, kinds
+        self.spawn()
+
+    def spawn(self) -> None:
+        """Start a process, which is usable after `wait_ready`."""
+        self._socket, theirs = socket.socketpair()
+        self._stream = self._socket.makefile("rb")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         path = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *([path] if path else [])]),
-            "PYTHONHASHSEED": "0",  # sympy's orders, and with them verdicts, repeat
+            "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{path}" if path else str(PACKAGE_ROOT),
+            "PYTHONHASHSEED": "0",  # the order of sympy's terms, and with it verdicts, repeat
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
+        fd, settings = theirs.fileno(), self.settings.model_dump_json()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.rewards.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "megatron_rl.rewards.worker", str(fd), settings, *self.kinds],
+            pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -43,68 +61,86 @@ class WorkerProcess:
             start_new_session=True,
         )
         theirs.close()
-        start = Start(settings=settings.model_dump_json(), kinds=kinds)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the first read says so
-            self.socket.sendall(frame(start))
 
     @property
     def pid(self) -> int:
-        """Process id of the nursery, which leads the process group."""
+        """Process id of the fork server, which leads the process group."""
         return self._process.pid
 
     @property
     def child_pids(self) -> list[int]:
-        """Process ids of the nursery's children."""
+        """Process ids of the fork server's children."""
         try:
             text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except (FileNotFoundError, ProcessLookupError):
             return []
         return [int(pid) for pid in text.split()]
 
-    def killed_by_signal(self) -> bool:
-        """Whether a worker whose connection broke was killed, rather than ended by itself."""
-        try:
-            return self._process.wait(timeout=2) < 0
-        except subprocess.TimeoutExpired:
-            return False
+    def wait_ready(self) -> None:
+        """Wait until the worker can verify.
 
-    def kill(self) -> str:
-        """Kill nursery and child, and return the end of what they wrote to standard error."""
+        Raises:
+            VerifierDown: it cannot; the message says why.
+            WorkerLost: it was killed meanwhile; another start may succeed.
+        """
+        self._socket.settimeout(self.settings.start_seconds)
+        try:
+            reply = _decode(receive(self._stream))
+        except TimeoutError:
+            raise VerifierDown(
+                f"a verifier worker did not start within {self.settings.start_seconds:g} s"
+                f" (verifier.start_seconds)\n{self._end()}"
+            ) from None
+        except (EOFError, OSError, msgspec.DecodeError) as e:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self._process.wait(timeout=2) < 0:
+                    raise WorkerLost("a worker was killed while it started") from None
+            raise VerifierDown(f"a verifier worker did not start: {e}\n{self._end()}") from None
+        if reply.status == "down":
+            raise VerifierDown(reply.reason)
+
+    def ask(self, request: Request) -> Reply:
+        """Return the worker's reply to a request.
+
+        Raises:
+            WorkerLost: the worker is gone, or did not answer within its own limits.
+        """
+        limit = wall_limit(self.settings, request[0]) + GRACE_SECONDS
+        self._socket.settimeout(limit)
+        try:
+            self._socket.sendall(encode(request))
+            return _decode(receive(self._stream))
+        except TimeoutError:
+            raise WorkerLost(f"a worker did not answer within {limit:g} s") from None
+        except (EOFError, OSError, msgspec.DecodeError) as e:
+            raise WorkerLost(f"the connection to a worker broke ({type(e).__name__})") from None
+        except BaseException:
+            self.kill()  # a reply may still come: this connection must not be used again
+            raise
+
+    def kill(self) -> None:
+        """Kill fork server and child, and end a wait for their reply."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(timeout=10)
-        self.socket.close()
-        if self._errors.closed:
-            return ""
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Kill the worker and close what belongs to it."""
+        self.kill()
+        self._stream.close()
+        self._socket.close()
         self._errors.close()
-        return text[-2000:].strip()
 
     def forget(self) -> None:
-        """Let go of it in a forked process, to which it does not belong."""
-        self.socket.close()
-        self._process.returncode = 0  # not ours to wait for
+        """Close this process's copy of the socket: after a fork the worker is the parent's."""
+        if (fd := self._socket.detach()) >= 0:
+            os.close(fd)
+        self._process.returncode = 0  # not this process's child
 
-
-def receive(connection: socket.socket) -> bytes:
-    """Body of the next frame on a blocking socket with a time-out.
-
-    Raises:
-        EOFError: the worker is gone.
-        TimeoutError: nothing came in time.
-    """
-    return _exactly(connection, body_length(_exactly(connection, HEADER.size)))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    out = bytearray()
-    while len(out) < size:
-        try:
-            part = connection.recv(min(size - len(out), 1 << 20))
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise EOFError
-        out += part
-    return bytes(out)
+    def _end(self) -> str:
+        """Kill the worker and return the end of its standard error."""
+        self.kill()
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:].strip()

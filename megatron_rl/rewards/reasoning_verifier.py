@@ -1,7 +1,7 @@
 """Task kind `reasoning`: reasoning-gym's own scorers, behind a gate.
 
-Some of its scorers hand the answer to `eval` or to sympy's `parse_expr`, which runs code. For those
-tasks the answer must have a form that cannot call anything, or it is unparsable.
+Some of its scorers pass the answer to `eval` or to sympy's `parse_expr`, which run code. For those
+tasks an answer that could call anything is unparsable.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
@@ -37,11 +38,11 @@ _GATES = {
     "polynomial_multiplication": _FORMULA,
 }
 REFUSED = {"codeio": "its entries run code outside the sandbox"}
-"""Tasks that are not offered, and why."""
+"""Task -> reason why it is not offered."""
 
 
-def gated(task: str, answer: str) -> bool:
-    """Whether an answer may be handed to the task's scorer."""
+def is_safe(task: str, answer: str) -> bool:
+    """Return True if an answer may be passed to the task's scorer."""
     gate = _GATES.get(task)
     if gate is None:
         return True
@@ -52,7 +53,7 @@ def gated(task: str, answer: str) -> bool:
 
 
 def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """reasoning-gym's scorer of a task.
+    """Return reasoning-gym's scorer of a task.
 
     Raises:
         VerifierDown: the library is missing, or has no such task.
@@ -71,16 +72,18 @@ def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
         raise VerifierDown(f"reasoning task {task!r}: {e}") from e
 
 
-def make_judge(settings: VerifierSettings) -> Callable[[str, str, dict[str, Any]], Verdict]:
-    """The verifier; `meta` has the task's name and its entry (`data.reasoning` makes both).
+def make_reasoning_verifier(
+    settings: VerifierSettings,
+) -> Callable[[str, str, dict[str, Any]], Verdict]:
+    """Return the verifier; `meta` has the task's name and its entry, as `data.reasoning` sets them.
 
     Raises:
         VerifierDown: reasoning-gym is missing.
     """
     score_function("chain_sum")
-    scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
+    scorer_of = cache(score_function)
 
-    def judge(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
+    def verify(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
         task = str(meta["dataset"])
         try:
             required = meta.get("ended_thinking", settings.math.ended_thinking)
@@ -92,20 +95,20 @@ def make_judge(settings: VerifierSettings) -> Callable[[str, str, dict[str, Any]
             return Verdict(Outcome.UNPARSABLE, f"an answer of {len(answer)} characters")
         if answer == gold:
             return Verdict(Outcome.CORRECT, f"{shown(answer)} is the answer")
-        if not gated(task, answer):
+        if not is_safe(task, answer):
             reason = f"{shown(answer)} has a form that could run code in {task}'s scorer"
             return Verdict(Outcome.UNPARSABLE, reason)
-        scorer = scorers.get(task) or scorers.setdefault(task, score_function(task))
+        scorer = scorer_of(task)
         try:
             score = float(scorer(answer, meta["entry"]))
         except (MemoryError, VerifierDown):
             raise
-        except Exception as e:  # noqa: BLE001 - scorers raise anything for answers without form
+        except Exception as e:  # noqa: BLE001 - scorers raise anything on malformed answers
             return Verdict(Outcome.UNPARSABLE, f"{task}'s scorer: {type(e).__name__}: {e}")
         outcome = Outcome.CORRECT if score >= 1.0 else Outcome.WRONG
         return Verdict(outcome, f"{task} scores {shown(answer)} {score:g}")
 
-    return judge
+    return verify
 
 
 def _answer(text: str) -> str:

@@ -1,10 +1,12 @@
-"""A worker: one process that loads the libraries once (the nursery), and its child that judges.
+"""Entry point of a verifier worker: a fork server and its child, which verifies completions.
 
-The nursery is single-threaded and only waits, so a child is forked in milliseconds, whether the old
-one was killed at its time limit, crashed or left because of the leak limit. A child sets kernel
-timers on itself whose default action kills it: the limit holds without the help of any Python code,
-in the middle of any C function, and if the pool is gone. The nursery then tells the pool what the
-child died of.
+The fork server loads the libraries once, stays single-threaded and only waits, so a new child takes
+milliseconds, whether the previous one was killed at its time limit, crashed or exited at the leak
+limit. The child arms kernel timers whose default action kills it: the limit holds inside any C
+function, and without the pool. The fork server reports the signal that killed its child.
+
+A message on the socket is its length (4 bytes, little endian) and its MessagePack. The pool sends one
+`Request` at a time and waits for the `Reply`.
 """
 
 from __future__ import annotations
@@ -14,163 +16,153 @@ import gc
 import mmap
 import os
 import resource
-import select
 import signal
 import socket
-import struct
 import sys
-from dataclasses import replace
-from typing import NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import msgspec
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierError
-from megatron_rl.rewards.protocol import (
-    HEADER,
-    Garbled,
-    Request,
-    Response,
-    body_length,
-    frame,
-    read_request,
-)
-from megatron_rl.rewards.task_verifiers import Judge, judge_of
+from megatron_rl.rewards.task_verifiers import Verifier, make_verifier
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
-READY = -1
-RECYCLED, LOST = 3, 4
-_STATE = struct.Struct("<qq")
-IDLE, READING, BUSY = 0, 1, 2
+Request = tuple[str, str, str, dict[str, Any]]
+"""Task kind, completion, gold answer, `meta`."""
+
+RECYCLED = 3
+"""Exit status of a child that reached the leak limit."""
+IDLE, TRANSFER, VERIFYING = 0, 1, 2
+"""Phases of a child, in memory shared with the fork server."""
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 1000
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """First frame of the pool: what the worker is for."""
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to its start or to a request."""
 
-    settings: str
-    """`VerifierSettings` as JSON."""
-    kinds: tuple[str, ...]
+    status: Literal["ready", "verdict", "killed", "down", "bug"]
+    """`ready` (the worker started), `verdict`, `killed` (the child, by `signal`), `down` (the
+    verifier cannot work; `reason` has the remedy), `bug` (an unexpected exception)."""
+    verdict: Verdict | None = None
+    reason: str = ""
+    signal: int = 0
 
 
-def main(fd: int) -> NoReturn:
+def encode(message: Request | Reply) -> bytes:
+    """Return the bytes of a message."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def receive(stream: BinaryIO) -> bytes:
+    """Return the MessagePack of the next message.
+
+    Raises:
+        EOFError: the connection was closed.
+    """
+    header = stream.read(4)
+    length = int.from_bytes(header, "little")
+    body = stream.read(length)
+    if len(header) < 4 or len(body) < length:
+        raise EOFError("the connection was closed")
+    return body
+
+
+def wall_limit(settings: VerifierSettings, kind: str) -> float:
+    """Return the wall-clock limit of one verdict in seconds."""
+    return settings.wall_seconds + (
+        settings.sandbox.total_seconds + 10.0 if kind == "code" else 0.0
+    )
+
+
+def main(fd: int, settings: VerifierSettings, kinds: list[str]) -> NoReturn:
     """Serve the pool at the other end of the socket until it is closed."""
     connection = socket.socket(fileno=fd)
-    start = msgspec.msgpack.decode(_receive(connection), type=Start)
-    settings = VerifierSettings.model_validate_json(start.settings)
     try:
-        judges = {kind: judge_of(kind, settings) for kind in start.kinds}
+        verifiers = {kind: make_verifier(kind, settings) for kind in kinds}
     except VerifierError as e:
-        connection.sendall(frame(Response(id=READY, status="down", reason=str(e))))
+        connection.sendall(encode(Reply(status="down", reason=str(e))))
         sys.exit(1)
     gc.freeze()
-    connection.sendall(frame(Response(id=READY, status="ready")))
-    state = mmap.mmap(-1, _STATE.size)
+    connection.sendall(encode(Reply(status="ready")))
+    phase = mmap.mmap(-1, 1)
     while True:
-        _STATE.pack_into(state, 0, IDLE, 0)
+        phase[0] = IDLE
         child = os.fork()
         if child == 0:
-            _child(connection, state, judges, settings)
+            _run_child(connection, phase, verifiers, settings)
         _, status = os.waitpid(child, 0)
-        phase, request = _STATE.unpack_from(state)
         if os.WIFEXITED(status):
-            code = os.WEXITSTATUS(status)
-            if code == RECYCLED:
-                continue
-            sys.exit(code)
-        if phase == READING:
-            sys.exit(LOST)
-        if phase == BUSY:
-            died = Response(id=request, status="died", signal=os.WTERMSIG(status))
-            connection.sendall(frame(died))
+            if os.WEXITSTATUS(status) != RECYCLED:
+                sys.exit(os.WEXITSTATUS(status))
+        elif phase[0] == TRANSFER:
+            sys.exit(1)  # half of a message may be lost
+        elif phase[0] == VERIFYING:
+            connection.sendall(encode(Reply(status="killed", signal=os.WTERMSIG(status))))
 
 
-def _child(
+def _run_child(
     connection: socket.socket,
-    state: mmap.mmap,
-    judges: dict[str, Judge],
+    phase: mmap.mmap,
+    verifiers: dict[str, Verifier],
     settings: VerifierSettings,
 ) -> NoReturn:
-    _die_with_parent()
-    _limit_memory(settings.memory_mib)
-    start, count = _resident_mib(), 0
-    code = 0
-    # Not `select`: the number is the parent's, and may be beyond 1023.
-    waiting = select.poll()
-    waiting.register(connection, select.POLLIN)
+    exit_status = 1
     try:
-        while True:
-            # Nothing is consumed before the state says so: a child killed here loses nothing.
-            waiting.poll()
-            _STATE.pack_into(state, 0, READING, 0)
-            try:
-                request = read_request(_receive(connection))
-            except EOFError:
-                break
-            _STATE.pack_into(state, 0, BUSY, request.id)
-            response = _answer(request, judges, settings)
-            connection.sendall(frame(response))
-            _STATE.pack_into(state, 0, IDLE, 0)
+        _die_with_parent()
+        _limit_memory(settings.memory_mib)
+        stream = connection.makefile("rb")
+        start_mib, count = _resident_mib(), 0
+        while exit_status != RECYCLED:
+            # Peek: nothing may be consumed before the phase says so.
+            connection.recv(1, socket.MSG_PEEK)
+            phase[0] = TRANSFER
+            request = msgspec.msgpack.decode(receive(stream))
+            phase[0] = VERIFYING
+            reply = encode(_verify(request, verifiers, settings))
+            phase[0] = TRANSFER
+            connection.sendall(reply)
+            phase[0] = IDLE
             count += 1
-            grown = _resident_mib() - start if count % 64 == 0 else 0
-            if count >= settings.verdicts_per_worker or grown > settings.growth_mib:
-                code = RECYCLED
-                break
-    except (Garbled, msgspec.DecodeError, OSError):
-        code = LOST
-    # No interpreter shutdown: everything that it would do belongs to the nursery.
-    os._exit(code)
+            grown_mib = _resident_mib() - start_mib if count % 64 == 0 else 0
+            if count >= settings.verdicts_per_worker or grown_mib > settings.growth_mib:
+                exit_status = RECYCLED
+    except (EOFError, OSError, msgspec.DecodeError):
+        pass  # the pool is gone or unintelligible
+    finally:
+        os._exit(exit_status)  # interpreter shutdown belongs to the fork server
 
 
-def _answer(request: Request, judges: dict[str, Judge], settings: VerifierSettings) -> Response:
-    extra = settings.sandbox.total_seconds + 10.0 if request.kind == "code" else 0.0
+def _verify(request: Request, verifiers: dict[str, Verifier], settings: VerifierSettings) -> Reply:
+    kind, completion, gold, meta = request
     signal.setitimer(signal.ITIMER_PROF, settings.cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + extra)
+    signal.setitimer(signal.ITIMER_REAL, wall_limit(settings, kind))
     try:
-        verdict = judges[request.kind](request.completion, request.gold, request.meta)
+        verdict = verifiers[kind](completion, gold, meta)
     except VerifierError as e:
-        return Response(id=request.id, status="down", reason=str(e)[:MAX_REASON])
+        return Reply(status="down", reason=str(e)[:MAX_REASON])
     except MemoryError:
         verdict = Verdict(Outcome.TIMED_OUT, f"over the memory limit of {settings.memory_mib} MiB")
     except Exception as e:  # noqa: BLE001 - reported to the pool, which counts and bounds these
-        reason = f"{type(e).__name__}: {e}"[:MAX_REASON]
-        return Response(id=request.id, status="bug", reason=reason)
+        return Reply(status="bug", reason=f"{type(e).__name__}: {e}"[:MAX_REASON])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-    verdict = replace(verdict, reason=verdict.reason[:MAX_REASON])
-    return Response(id=request.id, status="verdict", verdict=verdict)
-
-
-def _receive(connection: socket.socket) -> bytes:
-    """Body of the next frame.
-
-    Raises:
-        EOFError: the pool closed the socket.
-    """
-    return _exactly(connection, body_length(_exactly(connection, HEADER.size)))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    out = bytearray()
-    while len(out) < size:
-        part = connection.recv(min(size - len(out), 1 << 20))
-        if not part:
-            raise EOFError
-        out += part
-    return bytes(out)
+    reason = verdict.reason[:MAX_REASON]
+    return Reply(status="verdict", verdict=Verdict(verdict.outcome, reason, verdict.reward))
 
 
 def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(LOST)
+        os._exit(1)
 
 
 def _limit_memory(extra_mib: int) -> None:
-    pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115
-    limit = pages * resource.getpagesize() + extra_mib * 2**20
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + extra_mib * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -184,4 +176,4 @@ def _resident_mib() -> float:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), VerifierSettings.model_validate_json(sys.argv[2]), sys.argv[3:])

@@ -47,7 +47,7 @@ def test_the_split_depends_on_the_seed_alone():
 
 def test_demonstrations_are_noisy_and_often_right():
     outcomes = Counter(
-        verify_exact(completion, str(eval(prompt[len("<bos>") : -len("=?<think>")]))).verdict
+        verify_exact(completion, str(eval(prompt[len("<bos>") : -len("=?<think>")]))).outcome
         for prompt, completion in islice(demonstrations(ArithmeticTask(), 3, 3000, 2, 28), 6000)
     )
     assert set(outcomes) == {Outcome.CORRECT, Outcome.WRONG}

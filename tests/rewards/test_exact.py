@@ -22,6 +22,6 @@ from megatron_rl.rewards import Outcome, verify_exact
 )
 def test_only_the_gold_answer_boxed_right_after_thinking_passes(completion, outcome):
     verdict = verify_exact(completion, "52")
-    assert verdict.verdict is outcome
+    assert verdict.outcome is outcome
     assert verdict.passed == (outcome is Outcome.CORRECT)
     assert verdict.reason

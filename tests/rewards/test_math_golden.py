@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.rewards.math import judge, verify
+from megatron_rl.rewards.math import math_verdict, verify
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
@@ -42,7 +42,7 @@ def expected() -> list[str]:
 
 def judged_by_verify() -> list[str]:
     rows = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
-    return [verify(answer, gold).verdict.value for answer, gold in rows]
+    return [verify(answer, gold).outcome.value for answer, gold in rows]
 
 
 def test_the_table_has_enough_cases_of_enough_kinds() -> None:
@@ -56,8 +56,8 @@ def test_the_table_has_enough_cases_of_enough_kinds() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['gold']}|{c['answer']}"[:60])
 def test_golden_case(case: dict[str, str]) -> None:
-    verdict = judge(case["answer"], case["gold"])
-    assert verdict.verdict == case["verdict"], f"{verdict.reason} ({case['why']})"
+    verdict = math_verdict(case["answer"], case["gold"])
+    assert verdict.outcome == case["verdict"], f"{verdict.reason} ({case['why']})"
     assert verdict.reason
 
 
@@ -87,7 +87,7 @@ def test_all_cases_from_asyncio_through_the_pool() -> None:
         async with VerifierPool(VerifierSettings(workers=2), ("math",)) as pool:
             calls = (pool.verify("math", answer, gold, meta) for answer, gold in rows)
             verdicts = await asyncio.wait_for(asyncio.gather(*calls), 120)
-        return [v.verdict.value for v in verdicts]
+        return [v.outcome.value for v in verdicts]
 
     assert asyncio.run(main()) == expected()
 

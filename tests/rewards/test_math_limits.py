@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.rewards.base import Outcome
-from megatron_rl.rewards.math import judge, numeric, stock
+from megatron_rl.rewards.math import math_verdict, numeric, stock
 from megatron_rl.rewards.math.extract import MAX_BRACE_DEPTH, MAX_BRACES, last_box
 from megatron_rl.rewards.math.node import MAX_DIGITS, MAX_TOKENS, OverLimit
 from megatron_rl.rewards.math.verdict import is_readable
@@ -28,20 +28,20 @@ def boxed(answer: str) -> str:
     ],
 )
 def test_a_bomb_is_timed_out_by_a_limit_that_its_reason_names(answer: str, reason: str) -> None:
-    verdict = judge(boxed(answer), "5")
-    assert verdict.verdict is Outcome.TIMED_OUT
+    verdict = math_verdict(boxed(answer), "5")
+    assert verdict.outcome is Outcome.TIMED_OUT
     assert reason in verdict.reason
 
 
 def test_an_answer_that_is_the_gold_answer_to_the_letter_is_right_at_any_length() -> None:
     for text in ("7" * 100_000, "x+" * 3000 + "x"):
-        assert judge(boxed(text), text).passed
+        assert math_verdict(boxed(text), text).passed
 
 
 def test_integers_are_compared_up_to_the_limit_of_digits() -> None:
     digits = "7" * (MAX_DIGITS - 2)
-    assert judge(boxed(f"00{digits}"), digits).passed
-    assert judge(boxed(f"{digits[:-1]}8"), digits).verdict is Outcome.WRONG
+    assert math_verdict(boxed(f"00{digits}"), digits).passed
+    assert math_verdict(boxed(f"{digits[:-1]}8"), digits).outcome is Outcome.WRONG
 
 
 def test_runs_of_backslashes_and_escaped_braces_count_as_before() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.base import Outcome
-from megatron_rl.rewards.math import judge
+from megatron_rl.rewards.math import math_verdict
 from tests.rewards.test_math_golden import CASES
 
 SPELLABLE = [
@@ -58,20 +58,21 @@ def with_left_right(text: str) -> str:
 def test_spacing_and_fraction_commands_change_no_verdict(case: dict[str, str], seed: int) -> None:
     rng = random.Random(seed)
     answer, gold = respelt(case["answer"], rng), respelt(case["gold"], rng)
-    verdict = judge(answer, gold)
-    assert verdict.verdict == case["verdict"], f"{answer!r} | {gold!r}: {verdict.reason}"
+    verdict = math_verdict(answer, gold)
+    assert verdict.outcome == case["verdict"], f"{answer!r} | {gold!r}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("case", [c for c in SPELLABLE if "(" in c["answer"] + c["gold"]])
 def test_left_and_right_change_no_verdict(case: dict[str, str]) -> None:
-    verdict = judge(with_left_right(case["answer"]), with_left_right(case["gold"]))
-    assert verdict.verdict == case["verdict"], verdict.reason
+    verdict = math_verdict(with_left_right(case["answer"]), with_left_right(case["gold"]))
+    assert verdict.outcome == case["verdict"], verdict.reason
 
 
 @pytest.mark.parametrize("case", MEANING, ids=lambda c: f"{c['gold']}|{c['answer']}"[:60])
 def test_equality_of_values_is_symmetric(case: dict[str, str]) -> None:
     assert (
-        judge(case["gold"], case["answer"]).verdict == judge(case["answer"], case["gold"]).verdict
+        math_verdict(case["gold"], case["answer"]).outcome
+        == math_verdict(case["answer"], case["gold"]).outcome
     )
 
 
@@ -79,23 +80,23 @@ def test_equality_of_values_is_symmetric(case: dict[str, str]) -> None:
 def test_the_order_of_set_members_changes_nothing(members: list[int], rng: random.Random) -> None:
     shuffled = rng.sample(members, len(members))
     gold, answer = (f"\\{{{','.join(map(str, m))}\\}}" for m in (members, shuffled))
-    assert judge(answer, gold).passed
+    assert math_verdict(answer, gold).passed
     other = [*shuffled[:-1], 100]
-    assert not judge(f"\\{{{','.join(map(str, other))}\\}}", gold).passed
+    assert not math_verdict(f"\\{{{','.join(map(str, other))}\\}}", gold).passed
 
 
 @given(st.fractions(-50, 50, max_denominator=99), st.fractions(-50, 50, max_denominator=99))
 def test_rationals_are_equal_exactly_when_they_are(a: Fraction, b: Fraction) -> None:
     answer = f"\\frac{{{a.numerator * 3}}}{{{a.denominator * 3}}}"
-    verdict = judge(answer, str(b)).verdict
+    verdict = math_verdict(answer, str(b)).outcome
     assert verdict is (Outcome.CORRECT if a == b else Outcome.WRONG)
 
 
 @given(st.integers(0, 10**60), st.integers(0, 10**60))
 def test_integers_are_compared_digit_by_digit(a: int, b: int) -> None:
-    assert judge(str(a), f"{a:,}").passed
-    assert judge(f"\\boxed{{{a:,}}}", str(a)).passed
-    assert judge(str(a), str(b)).passed is (a == b)
+    assert math_verdict(str(a), f"{a:,}").passed
+    assert math_verdict(f"\\boxed{{{a:,}}}", str(a)).passed
+    assert math_verdict(str(a), str(b)).passed is (a == b)
 
 
 @given(
@@ -112,17 +113,17 @@ def test_products_of_linear_factors_equal_their_expansion(a: list[int], b: list[
         return "+".join(f"({c})x^{{{power}}}" for power, c in terms)
 
     factored = "".join(f"(x-({r}))" for r in a)
-    assert judge(factored, expanded(a)).passed
-    assert judge(factored, expanded(b)).passed is (sorted(a) == sorted(b))
+    assert math_verdict(factored, expanded(a)).passed
+    assert math_verdict(factored, expanded(b)).passed is (sorted(a) == sorted(b))
 
 
 @given(st.text(alphabet="0123456789\\{}()[]^_+-*/=<>,.;:!|$%&abxyz \n", max_size=60))
 def test_any_text_gets_a_verdict_and_a_reason(text: str) -> None:
-    verdict = judge(text, "\\frac{1}{2}")
-    assert verdict.verdict in Outcome
+    verdict = math_verdict(text, "\\frac{1}{2}")
+    assert verdict.outcome in Outcome
     assert verdict.reason
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_no_unicode_text_breaks_it(answer: str, gold: str) -> None:
-    assert judge(answer, gold).verdict in Outcome
+    assert math_verdict(answer, gold).outcome in Outcome

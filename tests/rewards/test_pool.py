@@ -42,7 +42,7 @@ def math_pool(**settings: Any) -> VerifierPool:
 
 async def judged(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
     calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
-    return [v.verdict.value for v in await asyncio.gather(*calls)]
+    return [v.outcome.value for v in await asyncio.gather(*calls)]
 
 
 def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
@@ -59,8 +59,8 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
                 # Bounded: a worker that replaces another needs seconds until it judges.
                 while not stop.is_set() and kills < 10:
                     # Mostly the process that judges; at times the one that would replace it.
-                    children = [p for s in pool._slots for p in s.process.child_pids]
-                    nurseries = [s.process.pid for s in pool._slots]
+                    children = [p for w in pool.workers for p in w.child_pids]
+                    nurseries = [w.pid for w in pool.workers]
                     # Killed faster than they can start (seconds, more on a busy machine), they
                     # would rightly count as down.
                     judged_now = pool.stats.verdicts.total()
@@ -89,7 +89,7 @@ def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter()
 
             async def killer() -> None:
                 while not stop.is_set():
-                    kill([p for s in pool._slots for p in s.process.child_pids])
+                    kill([p for w in pool.workers for p in w.child_pids])
                     await asyncio.sleep(0.01)  # the workers need the processor, too
 
             task = asyncio.create_task(killer())
@@ -141,9 +141,9 @@ def test_a_process_with_many_open_files_has_workers_too() -> None:
 def test_a_stopped_worker_is_not_believed_and_its_answer_is_judged_by_another() -> None:
     async def main() -> tuple[Verdict, int]:
         async with math_pool(workers=1, wall_seconds=0.5, cpu_seconds=0.5) as pool:
-            (slot,) = pool._slots
+            (worker,) = pool.workers
             assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
-            for pid in slot.process.child_pids:
+            for pid in worker.child_pids:
                 os.kill(pid, signal.SIGSTOP)
             return await pool.verify("math", "</think>\\boxed{7}", "7"), pool.stats.deaths
 
@@ -208,7 +208,7 @@ def test_workers_are_replaced_at_the_leak_limit() -> None:
         async with math_pool(workers=1, verdicts_per_worker=5) as pool:
             for _ in range(23):
                 assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
-                seen.update(pool._slots[0].process.child_pids)
+                seen.update(pool.workers[0].child_pids)
             return seen, pool.stats.deaths
 
     seen, deaths = run(main())
@@ -223,7 +223,7 @@ def test_a_growing_worker_is_replaced() -> None:
         async with VerifierPool(settings, ("custom",)) as pool:
             for _ in range(140):
                 await pool.verify("custom", "x", "")
-                seen.update(pool._slots[0].process.child_pids)
+                seen.update(pool.workers[0].child_pids)
         return seen
 
     assert len(run(main())) >= 2
@@ -247,7 +247,7 @@ def test_an_answer_on_which_workers_crash_twice_is_timed_out() -> None:
             return [await pool.verify("custom", c, "") for c in ("boom", "fine")]
 
     first, second = run(main())
-    assert first.verdict is Outcome.TIMED_OUT
+    assert first.outcome is Outcome.TIMED_OUT
     assert "SIGSEGV" in first.reason
     assert second.passed
 
@@ -269,7 +269,7 @@ def test_custom_rewards_are_functions_or_coroutines(name: str) -> None:
         ("no_colon", "write it as `package.module:function`"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         (f"{HERE}:missing", "has no attribute 'missing'"),
-        (f"{HERE}:NUMBER", "is no function"),
+        (f"{HERE}:NUMBER", "not callable"),
     ],
 )
 def test_a_custom_reward_that_cannot_be_loaded_stops_the_start(path: str, message: str) -> None:
@@ -303,7 +303,7 @@ def test_a_graded_reward_comes_through_as_it_is() -> None:
         settings = VerifierSettings(workers=1, custom=f"{HERE}:graded")
         async with VerifierPool(settings, ("custom",)) as pool:
             found = [await pool.verify("custom", c, "") for c in ("0.25", "-1", "0", "half")]
-            with pytest.raises(VerifierDown, match="a reward of nan, not finite"):
+            with pytest.raises(VerifierDown, match="the reward nan is not finite"):
                 await pool.verify("custom", "nan", "")
             return found
 

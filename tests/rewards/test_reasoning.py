@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl.data.reasoning import CHOSEN, make_reasoning
 from megatron_rl.rewards.base import Outcome, VerifierDown
-from megatron_rl.rewards.reasoning_verifier import gated, make_judge, score_function
+from megatron_rl.rewards.reasoning_verifier import is_safe, make_reasoning_verifier, score_function
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
-JUDGE = make_judge(VerifierSettings())
+verify = make_reasoning_verifier(VerifierSettings())
 GATED = (
     "countdown",
     "puzzle24",
@@ -31,13 +31,13 @@ def count_of(task: str) -> int:
 @pytest.mark.parametrize("task", [*CHOSEN, *GATED])
 def test_the_right_answer_passes_and_rubbish_does_not(task: str) -> None:
     for question in make_reasoning(task, count=count_of(task), seed=3):
-        right = JUDGE(f"</think>\\boxed{{{question.gold}}}", question.gold, question.meta)
+        right = verify(f"</think>\\boxed{{{question.gold}}}", question.gold, question.meta)
         assert right.passed, right.reason
         # Not only by equal texts: the scorer takes it, too.
-        spaced = JUDGE(f"</think><answer> {question.gold}</answer>", "", question.meta)
-        assert spaced.verdict is not Outcome.NO_ANSWER
-        wrong = JUDGE("</think>\\boxed{zzz}", question.gold, question.meta)
-        assert wrong.verdict in (Outcome.WRONG, Outcome.UNPARSABLE)
+        spaced = verify(f"</think><answer> {question.gold}</answer>", "", question.meta)
+        assert spaced.outcome is not Outcome.NO_ANSWER
+        wrong = verify("</think>\\boxed{zzz}", question.gold, question.meta)
+        assert wrong.outcome in (Outcome.WRONG, Outcome.UNPARSABLE)
 
 
 @pytest.mark.parametrize("task", GATED)
@@ -57,8 +57,8 @@ def test_answers_that_would_run_code_are_unparsable_and_run_nothing(
         "exit()",
     ]
     for attack in attacks:
-        verdict = JUDGE(f"</think><answer>{attack}</answer>", question.gold, question.meta)
-        assert verdict.verdict is Outcome.UNPARSABLE, f"{attack}: {verdict.reason}"
+        verdict = verify(f"</think><answer>{attack}</answer>", question.gold, question.meta)
+        assert verdict.outcome is Outcome.UNPARSABLE, f"{attack}: {verdict.reason}"
         assert "could run code" in verdict.reason
     assert not mark.exists()
 
@@ -78,13 +78,13 @@ def test_answers_that_would_run_code_are_unparsable_and_run_nothing(
     ],
 )
 def test_the_gate(task: str, answer: str, allowed: bool) -> None:
-    assert gated(task, answer) is allowed
+    assert is_safe(task, answer) is allowed
 
 
 def test_there_is_no_answer_without_box_or_tag_or_end_of_thinking() -> None:
     (question,) = make_reasoning("chain_sum", count=1, seed=0)
     for text in (question.gold, f"</think>{question.gold}", f"\\boxed{{{question.gold}}}"):
-        assert JUDGE(text, question.gold, question.meta).verdict is Outcome.NO_ANSWER
+        assert verify(text, question.gold, question.meta).outcome is Outcome.NO_ANSWER
 
 
 def test_unknown_and_refused_tasks_are_errors() -> None:

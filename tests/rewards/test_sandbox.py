@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.rewards.base import Outcome, SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code import isolation
 from megatron_rl.rewards.code.cases import read_cases
-from megatron_rl.rewards.code.code_verdict import make_judge
+from megatron_rl.rewards.code.code_verdict import make_code_verifier
 from megatron_rl.rewards.code.sandbox import ProgramResult, run_tests
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 from tests.rewards.conftest import descendants, started_since
@@ -57,7 +57,7 @@ def run_one(kind: str, source: str, stdin: str = "", **more: object) -> ProgramR
     before, started = descendants(), time.monotonic()
     results = run_tests(source, [{"stdin": stdin}], settings_of(kind, **more))
     result = next(results)
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     seconds = time.monotonic() - started
     assert seconds < LIMITS["wall_seconds"] + 1.0 + START_SECONDS, f"{seconds:.1f} s"
     # The harness itself measured the program: limit + 1 s, whatever the machine's load.
@@ -128,7 +128,7 @@ def test_memory_of_many_processes_together_is_bounded(kind: str) -> None:
     # With time enough it is the memory that ends it.
     results = run_tests(source, [{"stdin": ""}], settings_of(kind, wall_seconds=15.0))
     assert next(results).status == "memory"
-    results.close()  # type: ignore[attr-defined]
+    results.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,10 +326,10 @@ def test_no_namespace_no_mount_no_trace(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killing_the_harness_is_the_programs_fault(kind: str) -> None:
-    judge = make_judge(settings_of(kind), "</think>")
+    judge = make_code_verifier(settings_of(kind), "</think>")
     source = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)"
     verdict = judge(f"```python\n{source}\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})
-    assert verdict.verdict is Outcome.WRONG
+    assert verdict.outcome is Outcome.WRONG
     assert judge("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {}).passed
 
 
@@ -346,9 +346,9 @@ def test_what_is_written_into_the_harness_channel_is_no_verdict(kind: str) -> No
         "    except OSError: pass\n"
         "print(0)"
     )
-    judge = make_judge(settings_of(kind), "</think>")
+    judge = make_code_verifier(settings_of(kind), "</think>")
     gold = '{"inputs": ["1"], "outputs": ["2"]}'
-    assert judge(f"```python\n{source}\n```", gold, {}).verdict is Outcome.WRONG
+    assert judge(f"```python\n{source}\n```", gold, {}).outcome is Outcome.WRONG
 
 
 @pytest.mark.parametrize("kind", STRONG)
@@ -371,7 +371,7 @@ def test_expected_outputs_never_enter_the_sandbox(kind: str) -> None:
     (case,) = read_cases(json.dumps({"inputs": ["I-123456789"], "outputs": ["Q-987654321"]}))
     results = run_tests(source, [case.run], settings_of(kind))
     result = next(results)
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     assert "I-123456789" in result.stdout, result.error
     assert "Q-" not in result.stdout
 
@@ -380,7 +380,7 @@ def test_without_namespaces_strong_isolation_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(isolation, "bubblewrap", lambda: None)
     isolation._probe.cache_clear()
     with pytest.raises(SandboxUnavailable, match=r"bwrap.*not installed.*--sandbox weak"):
-        make_judge(settings_of("strong"), "</think>")
+        make_code_verifier(settings_of("strong"), "</think>")
     isolation._probe.cache_clear()
 
 
@@ -395,17 +395,17 @@ def test_a_filter_that_cannot_be_loaded_is_an_error_and_no_verdict(
 
 
 def test_weak_isolation_without_seccomp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.seccomp, "available", lambda: False)
+    monkeypatch.setattr(isolation.seccomp, "library", lambda: "")
     with pytest.raises(SandboxUnavailable, match="pyseccomp"):
-        make_judge(settings_of("weak"), "</think>")
+        make_code_verifier(settings_of("weak"), "</think>")
 
 
 @pytest.mark.parametrize("kind", STRONG)
 def test_a_sandbox_that_is_down_is_an_error_and_no_verdict(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = make_judge(settings_of(kind), "</think>")
+    judge = make_code_verifier(settings_of(kind), "</think>")
     monkeypatch.setattr(isolation, "HARNESS", "raise SystemExit(1)")
     monkeypatch.setattr(isolation.strong, "__defaults__", ("raise SystemExit(1)",))
-    with pytest.raises(VerifierDown, match="runs no program any more"):
+    with pytest.raises(VerifierDown, match="cannot run any program"):
         judge("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})

@@ -23,7 +23,7 @@ def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
         verdict: what the verifier said.
         think_end: marker that closes thinking.
     """
-    if kind in WITHOUT_VOTES or verdict.verdict is Outcome.NO_ANSWER:
+    if kind in WITHOUT_VOTES or verdict.outcome is Outcome.NO_ANSWER:
         return None
     if verdict.passed:
         return RIGHT

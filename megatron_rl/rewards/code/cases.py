@@ -1,4 +1,4 @@
-"""Tests of programming problems, in the public data sets' formats, and how outputs compare."""
+"""Tests of programming problems in the formats of public data sets; comparison of outputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import math
 import pickle
 import zlib
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_rl.rewards.code.sandbox import ProgramResult
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative and absolute, for expected outputs that are written with a decimal point."""
+"""Relative and absolute tolerance of expected outputs that have a decimal point."""
 
 
 class BadTests(ValueError):
-    """The tests of a problem cannot be read; the message says what they are."""
+    """The tests of a problem cannot be parsed; the message describes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +28,22 @@ class Case:
     """One test. Example: `Case({"stdin": "1 2\\n"}, "3\\n")`."""
 
     run: dict[str, Any]
-    """What the harness gets; never the expected result."""
+    """Input for the harness; never contains the expected result."""
     expected: Any
     """Text of standard output, or a function's result."""
 
-    @property
-    def is_call(self) -> bool:
-        """Whether a function is called, rather than a program fed."""
-        return "stdin" not in self.run
-
 
 def read_cases(text: str, function: str | None = None) -> list[Case]:
-    """The tests of a problem.
+    """Parse the tests of a problem.
 
     Args:
         text: JSON: `{"inputs": [...], "outputs": [...], "fn_name": ...}` (TACO, APPS), a list of
             `{"input", "output", "testtype" or "type", "fn_name"}` (DeepCoder, LiveCodeBench,
             PrimeIntellect), a list of `assert f(x) == y` (MBPP); or LiveCodeBench's packed form.
-        function: name of the function, where the tests don't have it.
+        function: name of the function if the tests do not have it.
 
     Raises:
-        BadTests: none of these, or no test.
+        BadTests: the text has none of these formats, or no test.
     """
     data = _decode(text)
     if isinstance(data, dict) and "assert" in data:
@@ -78,7 +74,7 @@ def _decode(text: str) -> Any:
 
 
 class _StringOnly(pickle.Unpickler):
-    """Unpickles built-in values; any class is refused, so data cannot run code here."""
+    """Unpickler of built-in values; rejects every class, so that data cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"packed tests refer to {module}.{name}")
@@ -93,12 +89,11 @@ def _from_columns(data: dict[str, Any], function: str | None) -> list[Case]:
     pairs = zip(data["inputs"], data["outputs"], strict=True)
     if name is None:
         return [Case({"stdin": _text(i)}, _text(o)) for i, o in pairs]
-    return [Case({"call": name, "args": list(i)}, _unwrapped(o)) for i, o in pairs]
-
-
-def _unwrapped(output: Any) -> Any:
-    """APPS and TACO write a function's result as a list of one."""
-    return output[0] if isinstance(output, list) and len(output) == 1 else output
+    # APPS and TACO write a function's result as a list of one.
+    return [
+        Case({"call": name, "args": list(i)}, o[0] if isinstance(o, list) and len(o) == 1 else o)
+        for i, o in pairs
+    ]
 
 
 def _from_row(row: Any, function: str | None) -> Case:
@@ -110,14 +105,14 @@ def _from_row(row: Any, function: str | None) -> Case:
     name = row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or function
     if not name:
         raise BadTests("a functional test without the function's name")
-    given, expected = row["input"], row["output"]
-    if isinstance(given, str):
-        given = [_value(line) for line in given.splitlines() if line.strip()]
-    return Case({"call": name, "args": list(given)}, _value(expected))
+    args = row["input"]
+    if isinstance(args, str):
+        args = [_value(line) for line in args.splitlines() if line.strip()]
+    return Case({"call": name, "args": list(args)}, _value(row["output"]))
 
 
 def _from_assert(text: str) -> Case:
-    """`assert f(1) == 2`: f(1) is evaluated in the sandbox, and compared with 2 outside."""
+    """Split `assert f(1) == 2`: the sandbox evaluates f(1), and 2 is compared outside."""
     try:
         tree = ast.parse(text.strip())
     except SyntaxError as e:
@@ -151,15 +146,16 @@ def _value(text: Any) -> Any:
 
 
 def failure(case: Case, result: ProgramResult) -> str:
-    """Why a result is wrong; empty if it is right."""
+    """Return the reason why a result is wrong; empty if it is right."""
     if result.status != "ok":
-        return _STATUS.get(result.status, result.status) + _last_line(result.error)
-    if not case.is_call:
+        lines = result.error.strip().splitlines()
+        return _STATUS.get(result.status, result.status) + (f": {lines[-1][:120]}" if lines else "")
+    if "stdin" in case.run:
         return "" if same_output(case.expected, result.stdout) else "wrong output"
     try:
         value = json.loads(result.value)
     except ValueError:
-        return "the function returned nothing that can be read"
+        return "the function's result is not JSON"
     return "" if same_value(case.expected, value) else f"wrong result {str(value)[:60]}"
 
 
@@ -170,30 +166,18 @@ _STATUS = {
     "memory": "over the memory limit",
     "output": "over the output limit",
     "file": "over the file size limit",
-    "total": "no time left for it",
+    "total": "over the time limit of all tests",
     "killed": "the program ended its sandbox",
     "error": "error",
 }
 
 
-def _last_line(error: str) -> str:
-    lines = error.strip().splitlines()
-    return f": {lines[-1][:120]}" if lines else ""
-
-
 def same_output(expected: str, output: str) -> bool:
-    """Equal up to white space at the ends of lines and of the text; numbers as numbers."""
-    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (expected, output)]
-    if lines[0] == lines[1]:
-        return True
-    if len(lines[0]) != len(lines[1]):
-        return False
-    return all(_same_line(a.split(), b.split()) for a, b in zip(*lines, strict=True))
-
-
-def _same_line(expected: list[str], output: list[str]) -> bool:
-    return len(expected) == len(output) and all(
-        a == b or _same_number(a, b) for a, b in zip(expected, output, strict=True)
+    """Compare line by line and word by word, numbers by value."""
+    expected_lines, lines = ([t.split() for t in s.strip().splitlines()] for s in (expected, output))
+    return [len(words) for words in expected_lines] == [len(words) for words in lines] and all(
+        a == b or _same_number(a, b)
+        for a, b in zip(chain(*expected_lines), chain(*lines), strict=True)
     )
 
 
@@ -208,7 +192,7 @@ def _same_number(expected: str, output: str) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Equality of results: tuples are lists, keys are texts, floats have a tolerance."""
+    """Compare results: tuples are lists, keys are strings, floats have a tolerance."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, float) and isinstance(value, int | float):

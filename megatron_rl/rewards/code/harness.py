@@ -1,8 +1,8 @@
-"""What runs inside the sandbox: it forks a process per test, feeds it and bounds it.
+"""Entry point inside the sandbox: fork a process per test, feed it and bound it.
 
-Standard library only: the file's text is handed to a bare interpreter. One JSON job comes in on
-standard input, one JSON line per test goes out. Expected outputs never come in here, so a program
-can neither read nor forge a verdict; it can only print.
+Standard library only: a bare interpreter gets this file's text. One JSON job comes in on standard
+input, one JSON line per test goes out. Expected outputs never come in here, so a program can
+neither read nor forge a verdict; it can only print.
 """
 
 import contextlib
@@ -28,11 +28,9 @@ SETUP_SECONDS = 30.0
 
 
 def main() -> None:
+    """Run the tests of the job on standard input."""
     job = json.loads(sys.stdin.buffer.read())
-    if job["uid"] is not None:
-        os.setgroups([])
-        os.setresgid(job["uid"], job["uid"], job["uid"])
-        os.setresuid(job["uid"], job["uid"], job["uid"])
+    take_uid(job["uid"])
     libc = ctypes.CDLL(None)
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the program cannot look into this process
     channel = os.fdopen(os.dup(1), "wb")
@@ -45,19 +43,25 @@ def main() -> None:
         channel.write(json.dumps(result).encode() + b"\n")
         channel.flush()
         if job["namespace"]:
-            # Whatever the test left behind; without a process namespace it could start nothing.
+            # Kill what the test left behind; without a process namespace it can start no process.
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)
+
+
+def take_uid(uid: int | None) -> None:
+    """Drop root for a user id of the sandbox's own; None keeps the user."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
 
 
 def run_test(
     job: dict[str, Any], test: dict[str, Any], libc: ctypes.CDLL, channel: BinaryIO
 ) -> dict[str, Any]:
-    """What a process that runs the program on one test did."""
+    """Run the program on one test and return its result."""
     stdin = os.memfd_create("stdin")
-    data = memoryview(test.get("stdin", "").encode("utf-8", "replace"))
-    while data:
-        data = data[os.write(stdin, data) :]
+    write_all(stdin, test.get("stdin", "").encode("utf-8", "replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
@@ -68,13 +72,13 @@ def run_test(
         channel_fd = channel.fileno()
         for source, target in ((stdin, 0), (out_write, 1), (error_write, 2)):
             os.dup2(source, target)
-        ours = (stdin, out_read, out_write, error_read, error_write, value_read, ready_read)
-        for fd in (*ours, channel_fd):
+        pipes = (stdin, out_read, out_write, error_read, error_write, value_read, ready_read)
+        for fd in (*pipes, channel_fd):
             os.close(fd)
         become_program(job, test, libc, value_write, ready_write)
     for fd in (stdin, out_write, error_write, value_write, ready_write):
         os.close(fd)
-    # The clock starts when the limits are set, and without them nothing of the program ran.
+    # The clock starts when the limits are set; the program runs only after that.
     ready = select.select([ready_read], [], [], SETUP_SECONDS)[0] and os.read(ready_read, 1)
     os.close(ready_read)
     started = time.monotonic()
@@ -86,7 +90,7 @@ def run_test(
     for fd in limits:
         os.close(fd)
     return {
-        "status": (stopped or ended(status, texts[error_read])) if ready else "sandbox",
+        "status": (stopped or exit_kind(status, texts[error_read])) if ready else "sandbox",
         "stdout": texts[out_read].decode("utf-8", "replace"),
         "value": texts[value_read].decode("utf-8", "replace"),
         "error": texts[error_read][-ERROR_BYTES:].decode("utf-8", "replace"),
@@ -95,8 +99,14 @@ def run_test(
     }
 
 
-def ended(status: int, error: bytearray) -> str:
-    """How the process ended, when it was not stopped here."""
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of the data."""
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
+def exit_kind(status: int, error: bytearray) -> str:
+    """Classify the exit of a process that was not stopped here."""
     if os.WIFSIGNALED(status):
         by = os.WTERMSIG(status)
         names = {int(signal.SIGXCPU): "cpu", int(signal.SIGXFSZ): "file"}
@@ -107,7 +117,7 @@ def ended(status: int, error: bytearray) -> str:
 
 
 def collect(limits: dict[int, int], deadline: float) -> tuple[dict[int, bytearray], str]:
-    """Bytes of each pipe until all are closed, one is over its limit, or time is up."""
+    """Read each pipe until all are closed, one is over its limit, or time is up."""
     texts = {fd: bytearray() for fd in limits}
     open_fds = set(limits)
     while open_fds:
@@ -125,7 +135,6 @@ def collect(limits: dict[int, int], deadline: float) -> tuple[dict[int, bytearra
                     del texts[fd][: -ERROR_BYTES * 2]
                     continue
                 return texts, "output"
-        # A daemon may keep the pipes open: the program's own end ends the test.
     return texts, ""
 
 
@@ -138,10 +147,7 @@ def become_program(
         os.setsid()
         limit(job)
         libc.prctl(4, 1, 0, 0, 0)
-        if job["weak_uid"] is not None:
-            os.setgroups([])
-            os.setresgid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
-            os.setresuid(job["weak_uid"], job["weak_uid"], job["weak_uid"])
+        take_uid(job["weak_uid"])
         if job["seccomp"]:
             load_filter(job["seccomp"], job["library"])
         os.write(ready_fd, b"1")
@@ -181,30 +187,29 @@ def limit(job: dict[str, Any]) -> None:
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)
         resource.setrlimit(kind, (soft, hard))
-    # The CPU limit counts whole seconds; this one is exact, and a program that ignores it meets it.
+    # RLIMIT_CPU counts whole seconds; this timer is exact. A program that ignores it hits RLIMIT_CPU.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
 
 
 def load_filter(rules: list[Any], library: str) -> None:
-    """Seccomp by the library's own binding; only without namespaces is it loaded from here."""
+    """Load seccomp rules by pyseccomp (weak isolation; bubblewrap loads them for strong)."""
     sys.path.append(library)
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    own = os.getpid()
     for name, error, arguments in rules:
-        match = []
-        for position, operator, a, b in arguments:
-            a = own if a == "pid" else a
-            match.append(pyseccomp.Arg(position, getattr(pyseccomp, operator), a, b))
+        match = [
+            pyseccomp.Arg(p, getattr(pyseccomp, o), os.getpid() if a == "pid" else a, b)
+            for p, o, a, b in arguments
+        ]
         with contextlib.suppress(OSError):  # a system call that this architecture lacks
             filter_.add_rule(pyseccomp.ERRNO(error), name, *match)
     filter_.load()
 
 
 def execute(source: str, test: dict[str, Any], value_fd: int) -> int:
-    """Run the program, and call what the test calls; the exit status."""
+    """Run the program, make the test's call, and return the exit status."""
     import types
 
     sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -226,14 +231,12 @@ def execute(source: str, test: dict[str, Any], value_fd: int) -> int:
         value = [eval(compile(check, "test", "eval"), space) for check in test["asserts"]]
     else:
         value = find(space, test["call"])(*test["args"])
-    left = json.dumps(plain(value), allow_nan=True).encode()
-    while left:
-        left = left[os.write(value_fd, left) :]
+    write_all(value_fd, json.dumps(plain(value), allow_nan=True).encode())
     return 0
 
 
 def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
-    """A function of the program, or a method of its class Solution."""
+    """Return a function of the program, or a method of its class Solution."""
     if name in space:
         return space[name]
     solution = space.get("Solution")
@@ -243,7 +246,7 @@ def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: tuples are lists, sets are sorted lists."""
+    """Convert a value to JSON types: tuples to lists, sets to sorted lists."""
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if isinstance(value, (set, frozenset)):

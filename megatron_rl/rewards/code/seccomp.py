@@ -1,4 +1,4 @@
-"""Seccomp rules: what no program under test has any business with, by pyseccomp (libseccomp)."""
+"""Seccomp rules: system calls that programs under test may not make, by pyseccomp (libseccomp)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.rewards.base import SandboxUnavailable
 
 Rule = tuple[str, int, list[tuple[int, str, Any, int]]]
-"""System call, error number, and conditions (argument, operator, value, mask's value)."""
+"""System call, error number, and conditions (argument, operator, value, masked value)."""
 
 CLONE_THREAD = 0x00010000
 _NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
@@ -35,13 +35,8 @@ _WEAK_CALLS = (
 )
 
 
-def available() -> bool:
-    """Whether pyseccomp is installed."""
-    return importlib.util.find_spec("pyseccomp") is not None
-
-
 def library() -> str:
-    """Folder of pyseccomp: an isolated interpreter may not find it by itself."""
+    """Return the folder of pyseccomp, for an isolated interpreter; empty if it is not installed."""
     spec = importlib.util.find_spec("pyseccomp")
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
 
@@ -55,7 +50,7 @@ def _common() -> list[Rule]:
 
 
 def strong_rules() -> list[Rule]:
-    """Rules inside namespaces: no further namespaces, no kernel interfaces, no network."""
+    """Return the rules inside namespaces: no further namespaces, kernel interfaces, network."""
     flags: list[Rule] = [
         ("clone", errno.EPERM, [(0, "MASKED_EQ", bit, bit)])
         for bit in (1 << i for i in range(32))
@@ -65,7 +60,7 @@ def strong_rules() -> list[Rule]:
 
 
 def weak_rules() -> list[Rule]:
-    """Rules without namespaces: besides, no process, no signal to others, no write to any file."""
+    """Return the rules without namespaces: also no process, signal to others, write to a file."""
     rules = _common() + [(name, errno.EPERM, []) for name in _WEAK_CALLS.split()]
     rules.append(("socket", errno.EPERM, []))
     rules.append(("socketpair", errno.EPERM, []))
@@ -79,8 +74,8 @@ def weak_rules() -> list[Rule]:
 
 @cache
 def strong_program() -> bytes | None:
-    """The compiled filter for bubblewrap; None without pyseccomp."""
-    if not available():
+    """Return the compiled filter for bubblewrap; None without pyseccomp."""
+    if not library():
         return None
     import pyseccomp
 
@@ -99,12 +94,12 @@ def strong_program() -> bytes | None:
 
 
 def require() -> None:
-    """Refuse weak isolation without the filter.
+    """Check that weak isolation has its filter.
 
     Raises:
         SandboxUnavailable: pyseccomp or libseccomp is missing.
     """
-    if not available():
+    if not library():
         raise SandboxUnavailable(
             "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
             " system's libseccomp"

@@ -1,38 +1,72 @@
 """Verdicts on answers of competition mathematics.
 
-`verify` may be called from any thread, process or event loop (it blocks): the work is done in a
-worker process under hard limits. Inside a pool's worker `judge` is the same without a process.
+`verify` blocks and may be called from any thread, process or event loop: a worker process does the
+work under hard limits. `math_verdict` is the same in the calling process, without limits.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import atexit
+import os
+import threading
 
-from megatron_rl.rewards.base import Verdict
-from megatron_rl.rewards.blocking import BlockingVerifier
-from megatron_rl.rewards.math.verdict import judge
+from megatron_rl.rewards.base import Verdict, VerifierDown
+from megatron_rl.rewards.math.verdict import math_verdict
+from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
-__all__ = ["judge", "verify"]
+__all__ = ["math_verdict", "verify"]
+
+_lock = threading.Lock()
+_pools: dict[float, VerifierPool] = {}
+"""CPU limit -> the pool of one worker that has it; started at the first verdict."""
 
 
 def verify(answer: str, gold: str, *, cpu_seconds: float = 2.0) -> Verdict:
-    r"""Whether an answer is the gold answer, and why.
+    r"""Compare an answer with the gold answer.
 
     Args:
-        answer: an answer, or a completion: then the last box after thinking is its answer.
+        answer: an answer, or a completion, whose answer is the last box after thinking.
         gold: right answer, in LaTeX or plain text.
-        cpu_seconds: limit; over it the verdict is `timed_out`.
+        cpu_seconds: limit of CPU time, beyond which the outcome is `timed_out`.
 
     Raises:
         VerifierDown: the verifier cannot work; the message has the remedy.
 
     Example: `verify(r"so \boxed{\frac{2}{4}}", "0.5").passed` is True.
     """
-    meta = {"boxed": False, "ended_thinking": False}
-    return _worker(cpu_seconds).verify("math", answer, gold, meta)
+    with _lock:
+        pool = _pools.get(cpu_seconds)
+        if pool is None:
+            settings = VerifierSettings(workers=1, cpu_seconds=cpu_seconds)
+            pool = VerifierPool(settings, ("math",))
+            pool.start()
+            _pools[cpu_seconds] = pool
+    try:
+        meta = {"boxed": False, "ended_thinking": False}
+        return pool.verify_blocking("math", answer, gold, meta)
+    except VerifierDown:
+        with _lock:
+            pool.close()
+            if _pools.get(cpu_seconds) is pool:
+                del _pools[cpu_seconds]  # the next verdict starts another one
+        raise
 
 
-@cache
-def _worker(cpu_seconds: float) -> BlockingVerifier:
-    return BlockingVerifier(VerifierSettings(cpu_seconds=cpu_seconds), ("math",))
+def _forget() -> None:
+    """Drop the parent's workers after a fork, and a lock that one of its threads may hold."""
+    global _lock
+    _lock = threading.Lock()
+    for pool in _pools.values():
+        for worker in pool.workers:
+            worker.forget()
+    _pools.clear()
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,9 +1,10 @@
-"""Whether an answer's form is the gold's. Every function takes gold first."""
+"""Comparison of the forms of two answers. Every function takes the gold answer first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import chain
 
 import mpmath
 from mpmath import mp
@@ -24,7 +25,7 @@ from megatron_rl.rewards.math.forms import (
 )
 from megatron_rl.rewards.math.node import Node
 from megatron_rl.rewards.math.relations import (
-    Interval,
+    RealInterval,
     as_intervals,
     same_relation,
     value_of,
@@ -33,15 +34,15 @@ from megatron_rl.rewards.math.relations import (
 
 ROUNDED_DECIMALS = 4
 ROUNDED_DIGITS = 6
-"""A decimal with at least so many decimals and digits is right if it is the gold value, rounded."""
+"""A decimal with at least this many decimals and digits equals any value that rounds to it."""
 
 
 def same(gold: Form, answer: Form) -> bool:
-    """Whether the answer means what the gold answer does.
+    """Return True if the two forms have the same meaning.
 
     Raises:
         Undefined: a side has no value.
-        OverLimit: a size limit.
+        OverLimit: a size limit was exceeded.
     """
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return _with_relation(gold, answer)
@@ -59,7 +60,7 @@ def same(gold: Form, answer: Form) -> bool:
 
 
 def same_expression(gold: Node, answer: Node) -> bool:
-    """Equality of values; a long decimal may be the other side's value, rounded."""
+    """Compare values; a long decimal also equals a value that rounds to it."""
     if gold.has("infinity") or answer.has("infinity"):
         return _infinite(gold) == _infinite(answer) != 0
     if same_value(gold, answer):
@@ -71,7 +72,7 @@ def same_expression(gold: Node, answer: Node) -> bool:
 
 
 def _infinite(node: Node) -> int:
-    """+1 for infinity, -1 for minus infinity, 0 for anything else."""
+    """Return +1 for infinity, -1 for minus infinity, 0 for anything else."""
     if node.op in ("neg", "plus"):
         return -_infinite(node.args[0])
     return int(node.op == "infinity")
@@ -102,12 +103,10 @@ def _with_relation(gold: Form, answer: Form) -> bool:
         if variables(gold) != variables(answer):
             return False
     elif isinstance(answer, Relation):
-        value = value_of(answer, same, asked=False)
-        if value is not None:
+        if (value := value_of(answer, same, is_gold=False)) is not None:
             return same(gold, value)
     elif isinstance(gold, Relation):
-        value = value_of(gold, same, asked=True)
-        if value is not None:
+        if (value := value_of(gold, same, is_gold=True)) is not None:
             return same(value, answer)
     return _same_union(gold, answer)
 
@@ -115,21 +114,15 @@ def _with_relation(gold: Form, answer: Form) -> bool:
 def _same_matrix(gold: Form, answer: Form) -> bool:
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         return [len(r) for r in gold.rows] == [len(r) for r in answer.rows] and all(
-            same(g, a)
-            for gold_row, answer_row in zip(gold.rows, answer.rows, strict=True)
-            for g, a in zip(gold_row, answer_row, strict=True)
+            map(same, chain(*gold.rows), chain(*answer.rows))
         )
     matrix, other = (gold, answer) if isinstance(gold, Matrix) else (answer, gold)
     assert isinstance(matrix, Matrix)
     if not isinstance(other, Collection) or other.opening == "{":
         return False
-    cells = [cell for row in matrix.rows for cell in row]
-    vector = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
-    return (
-        vector
-        and len(cells) == len(other.items)
-        and all(same(c, o) for c, o in zip(cells, other.items, strict=True))
-    )
+    cells = list(chain(*matrix.rows))
+    is_vector = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
+    return is_vector and len(cells) == len(other.items) and all(map(same, cells, other.items))
 
 
 def _same_based(gold: Form, answer: Form) -> bool:
@@ -137,7 +130,7 @@ def _same_based(gold: Form, answer: Form) -> bool:
         return _based_value(gold) == _based_value(answer) is not None
     based, other = (gold, answer) if isinstance(gold, Based) else (answer, gold)
     assert isinstance(based, Based)
-    # The base may be left out: the question named it.
+    # The base is optional: the question names it.
     return (
         isinstance(other, Expression)
         and other.node.op == "num"
@@ -154,16 +147,16 @@ def _based_value(number: Based) -> int | None:
 
 
 def _same_union(gold: Form, answer: Form) -> bool:
-    """Equality as sets of real numbers."""
-    sides = [as_intervals(form) for form in (gold, answer)]
-    if sides[0] is None or sides[1] is None:
-        return False
-    return _matched(sides[0], sides[1], _same_interval)
+    """Compare as sets of real numbers."""
+    golds, answers = as_intervals(gold), as_intervals(answer)
+    return golds is not None and answers is not None and _matched(golds, answers, _same_interval)
 
 
-def _same_interval(gold: Interval, answer: Interval) -> bool:
-    return (gold.open_below, gold.open_above) == (answer.open_below, answer.open_above) and all(
-        same_expression(g, a) for g, a in ((gold.low, answer.low), (gold.high, answer.high))
+def _same_interval(gold: RealInterval, answer: RealInterval) -> bool:
+    return (
+        (gold.open_below, gold.open_above) == (answer.open_below, answer.open_above)
+        and same_expression(gold.low, answer.low)
+        and same_expression(gold.high, answer.high)
     )
 
 
@@ -171,15 +164,14 @@ def _same_collection(gold: Form, answer: Form) -> bool:
     items = [f.items if isinstance(f, Collection) else (f,) for f in (gold, answer)]
     brackets = [f.opening + f.closing if isinstance(f, Collection) else "" for f in (gold, answer)]
     if brackets == ["{}", "{}"] or ("{}" in brackets and "" in brackets):
-        distinct = [_distinct(i) for i in items]
-        return _matched(distinct[0], distinct[1], same)
+        return _matched(_distinct(items[0]), _distinct(items[1]), same)
     if brackets == ["", ""]:
         return _matched(list(items[0]), list(items[1]), same)
     if "{}" in brackets or len(items[0]) != len(items[1]):
         return False
     if "" not in brackets and brackets[0] != brackets[1] and len(items[0]) == 2:
-        return False  # (1, 2) is no [1, 2]
-    return all(same(g, a) for g, a in zip(*items, strict=True))
+        return False  # (1, 2) and [1, 2] are different intervals
+    return all(map(same, *items))
 
 
 def _distinct(items: tuple[Form, ...]) -> list[Form]:
@@ -191,7 +183,7 @@ def _distinct(items: tuple[Form, ...]) -> list[Form]:
 
 
 def _matched[T](gold: list[T], answer: list[T], equal: Callable[[T, T], bool]) -> bool:
-    """Whether the lists have equal members, in any order."""
+    """Return True if the lists have equal members, in any order."""
     if len(gold) != len(answer):
         return False
     rest = list(answer)

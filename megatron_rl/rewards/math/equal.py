@@ -1,9 +1,8 @@
-"""Equality of expressions, decided by their values at many points.
+"""Equality of expressions, decided by their values at several points.
 
-Rational parts are computed as fractions, so at rational points rational functions are compared
-exactly. Everything else is compared at 40, 160 and 600 digits against the size of its largest
-intermediate sum. At a point where a side has no real value nothing is compared, unless that is so
-at every point: then complex values are.
+Rational parts are computed as fractions, so rational functions are compared exactly at rational
+points. Everything else is compared at 40, 160 and 600 digits relative to its largest intermediate
+sum. Points where a side has no real value are skipped; if all are, complex values are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_rl.rewards.math.evaluate import Context, Number, Undefined, evalua
 from megatron_rl.rewards.math.node import Node, OverLimit
 
 DIGITS = (40, 160, 600)
-# Positive, negative and whole points: sqrt(x^2) is x at the first only, (-1)^n is real at the last.
+# Positive, negative and integer points: sqrt(x^2) is x only at the first, (-1)^n real at the last.
 _POINTS = (
     (Fraction(7, 3), Fraction(13, 5), Fraction(19, 7), Fraction(29, 11), Fraction(37, 13)),
     (Fraction(3, 11), Fraction(5, 17), Fraction(9, 23), Fraction(2, 13), Fraction(4, 19)),
@@ -28,31 +27,31 @@ _POINTS = (
     (Fraction(6), Fraction(2), Fraction(9), Fraction(4), Fraction(5)),
     (Fraction(11), Fraction(8), Fraction(3), Fraction(10), Fraction(6)),
 )
-
-
 ENOUGH_POINTS = 3
 
 
 def same_value(a: Node, b: Node) -> bool:
-    """Whether two expressions are equal wherever both have a value.
+    """Return True if two expressions are equal wherever both have a value.
 
     Raises:
         Undefined: there are too few points where both have one.
-        OverLimit: a size limit.
+        OverLimit: a size limit was exceeded.
     """
     symbols = sorted(a.symbols | b.symbols)
-    bases: tuple[Fraction | None, ...] = (None,)
-    if a.calls("log") or b.calls("log"):
-        # Without a base it is the natural or the decimal logarithm: either is accepted.
-        bases = (None, Fraction(10))
-    return any(_agree_in(a, b, symbols, base) for base in bases)
+    if _agree_in(a, b, symbols, log_base=None):
+        return True
+    # A logarithm without a base may be natural or decimal.
+    has_log = a.calls("log") or b.calls("log")
+    return has_log and _agree_in(a, b, symbols, log_base=Fraction(10))
 
 
 def proportional(a: Node, b: Node, *, positive: bool) -> bool:
-    """Whether `a` is a constant multiple of `b`: then `a = 0` and `b = 0` are one equation.
+    """Return True if `a` is a constant multiple of `b`, so that `a = 0` and `b = 0` are equivalent.
 
     Args:
-        positive: the constant must be positive (for inequalities).
+        a: expression.
+        b: expression.
+        positive: require a positive constant (for inequalities).
     """
     symbols = sorted(a.symbols | b.symbols)
     first: tuple[Number, Number] | None = None
@@ -92,7 +91,7 @@ def _close(x: Number, y: Number, scale: mpmath.mpf) -> bool:
 
 
 def _contexts(symbols: list[str]) -> list[Context]:
-    """Points to compare at; variables of one name get one value."""
+    """Return the points at which to compare."""
     if not symbols:
         return [Context()]
     if len(symbols) > 12:
@@ -104,7 +103,7 @@ def _contexts(symbols: list[str]) -> list[Context]:
 
 
 def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, Number] | None:
-    """Both values at a point; None where there are none (or no real ones)."""
+    """Return both values at a point; None if one is undefined (or not real)."""
     context.scale = mpmath.mpf(0)
     try:
         pair = evaluate(a, context), evaluate(b, context)
@@ -138,7 +137,7 @@ def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -
 
 
 def _agree_at(a: Node, b: Node, context: Context, *, real: bool) -> bool | None:
-    """Whether the values at a point are equal; None where there are none."""
+    """Return True if the values at a point are equal; None if one is undefined."""
     for digits in DIGITS:
         with mp.workdps(digits):
             pair = _values(a, b, context, real=real)

@@ -1,4 +1,4 @@
-"""Values of expressions: fractions where they are rational, else mpmath's numbers of many digits.
+"""Values of expressions: fractions where they are rational, else mpmath numbers of many digits.
 
 Sizes are checked before anything is computed, so no expression takes long.
 """
@@ -34,7 +34,7 @@ class Context:
     log_base: Fraction | None = None
     """None: the natural logarithm."""
     scale: mpmath.mpf = field(default_factory=lambda: mpmath.mpf(0))
-    """Largest summand so far."""
+    """Largest absolute value of a summand so far."""
 
 
 def _bits(x: Fraction) -> int:
@@ -48,18 +48,16 @@ def _checked(x: Fraction) -> Fraction:
 
 
 def to_mp(x: Number) -> mpmath.mpf | mpmath.mpc:
-    """The number at the working precision."""
-    if isinstance(x, Fraction):
-        return mpmath.mpf(x.numerator) / x.denominator
-    return x
+    """Convert a number to mpmath at the working precision."""
+    return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
 
 
 def evaluate(node: Node, context: Context) -> Number:
-    """Value of an expression at mpmath's working precision; a Fraction where it is rational.
+    """Return the value of an expression at the working precision; a Fraction if it is rational.
 
     Raises:
-        Undefined: no value there.
-        OverLimit: a size limit.
+        Undefined: the expression has no value at this point.
+        OverLimit: a size limit was exceeded.
     """
     handler = _HANDLERS.get(node.op)
     if handler is None:
@@ -118,8 +116,7 @@ def _power(base: Number, exponent: Number) -> Number:
         if exponent.denominator != 1:
             if exponent.denominator > 1000:
                 raise OverLimit(f"a root of order {exponent.denominator}")
-            root = _root(base, exponent.denominator)
-            return _power(root, Fraction(exponent.numerator))
+            return _power(_root(base, exponent.denominator), Fraction(exponent.numerator))
     a, b = to_mp(base), to_mp(exponent)
     if a == 0:
         raise Undefined("a power of zero")
@@ -132,7 +129,7 @@ def _power_node(node: Node, context: Context) -> Number:
     base, exponent = (evaluate(a, context) for a in node.args)
     fraction = isinstance(exponent, Fraction) and exponent.denominator != 1
     if fraction and node.args[1].symbols and isinstance(base, Fraction) and base < 0:
-        # (-1)^n is the principal power at a fraction, not the real root of (-8)^{1/3}.
+        # (-1)^n at a fraction is the principal power, unlike (-8)^{1/3}, which is the real root.
         return mpmath.mpc(to_mp(base)) ** to_mp(exponent)
     return _power(base, exponent)
 
@@ -142,21 +139,15 @@ def _integer_power(base: Fraction, n: int) -> Fraction:
         if n <= 0:
             raise Undefined("0 to the power of 0 or less")
         return Fraction(0)
-    if abs(base) != 1 and abs(n) * max(_bits(base) - 1, 1) > MAX_BITS:
-        raise OverLimit(
-            f"a power of about {float_size(base, n)} bits: over the limit of {MAX_BITS}"
-        )
+    bits = abs(n) * max(_bits(base) - 1, 1)
+    if abs(base) != 1 and bits > MAX_BITS:
+        size = str(bits) if bits < 10**15 else "over 10^15"
+        raise OverLimit(f"a power of about {size} bits: over the limit of {MAX_BITS}")
     return base ** (n % 2 if abs(base) == 1 else n)
 
 
-def float_size(base: Fraction, n: int) -> str:
-    """About how many bits `base ** n` has, for messages."""
-    bits = abs(n) * max(_bits(base) - 1, 1)
-    return str(bits) if bits < 10**15 else "over 10^15"
-
-
 def _root(x: Number, n: int) -> Number:
-    """The real n-th root where there is one, exact where it is rational, else the principal one."""
+    """Return the real n-th root if there is one, exact if rational, else the principal root."""
     negative = not isinstance(x, mpmath.mpc) and x < 0
     if negative and n % 2:
         return -_root(-x, n)
@@ -165,6 +156,13 @@ def _root(x: Number, n: int) -> Number:
         if all(r is not None for r in roots):
             return Fraction(roots[0], roots[1])  # type: ignore[arg-type]
     return mpmath.root(to_mp(x), n) if not negative else mpmath.mpc(to_mp(x)) ** (mpmath.mpf(1) / n)
+
+
+def _root_node(node: Node, context: Context) -> Number:
+    x, n = (evaluate(a, context) for a in node.args)
+    if not isinstance(n, Fraction) or n == 0:
+        raise Undefined("a root whose order is not a rational number, or 0")
+    return _power(x, 1 / n)
 
 
 def _exact_root(x: int, n: int) -> int | None:
@@ -183,7 +181,7 @@ def _exact_root(x: int, n: int) -> int | None:
 def _factorial(node: Node, context: Context) -> Number:
     x = evaluate(node.args[0], context)
     if not isinstance(x, Fraction) or x.denominator != 1 or x < 0:
-        raise Undefined("the factorial of what is no natural number")
+        raise Undefined("the factorial of a number that is not natural")
     if x > MAX_FACTORIAL:
         raise OverLimit(f"a factorial over {MAX_FACTORIAL}!")
     return _checked(Fraction(math.factorial(x.numerator)))
@@ -204,23 +202,21 @@ def _rounded(node: Node, context: Context) -> Number:
     if abs(x) > 10**30:
         raise OverLimit("the integer part of a number over 10^30")
     near = mpmath.nint(x)
-    # A value within the noise of an integer is that integer.
-    if abs(x - near) < mpmath.mpf(10) ** (12 - mp.dps):
-        return Fraction(int(near))
-    return Fraction(int(mpmath.floor(x) if node.op == "floor" else mpmath.ceil(x)))
+    # A value within rounding error of an integer is that integer.
+    if abs(x - near) >= mpmath.mpf(10) ** (12 - mp.dps):
+        near = mpmath.floor(x) if node.op == "floor" else mpmath.ceil(x)
+    return Fraction(int(near))
 
 
-def _natural(x: Number, what: str) -> int:
-    if not isinstance(x, Fraction) or x.denominator != 1:
-        raise Undefined(f"{what} of what is no integer")
-    return x.numerator
+def _integers(numbers: list[Number], name: str) -> list[int]:
+    if not all(isinstance(x, Fraction) and x.denominator == 1 for x in numbers):
+        raise Undefined(f"{name} of a number that is not an integer")
+    return [x.numerator for x in numbers if isinstance(x, Fraction)]
 
 
-_DIRECT = {
-    **{f: getattr(mpmath, f) for f in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh")},
-    **{f: getattr(mpmath, f) for f in ("tanh", "coth", "ln", "exp", "arg")},
-    **{f"arc{f}": getattr(mpmath, f"a{f}") for f in ("sin", "cos", "tan", "cot")},
-}
+_MPMATH = "sin cos tan cot sec csc sinh cosh tanh coth exp arg".split()
+_DIRECT = {name: getattr(mpmath, name) for name in _MPMATH}
+_DIRECT |= {f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan", "cot")}
 
 
 def _call(node: Node, context: Context) -> Number:
@@ -229,10 +225,10 @@ def _call(node: Node, context: Context) -> Number:
         reals = [_real(a) for a in args]
         return (max if node.name == "max" else min)(reals, key=to_mp)
     if node.name in ("gcd", "lcm"):
-        whole = [_natural(a, node.name) for a in args]
-        return _checked(Fraction(math.gcd(*whole) if node.name == "gcd" else math.lcm(*whole)))
+        integers = _integers(args, node.name)
+        return _checked(Fraction((math.gcd if node.name == "gcd" else math.lcm)(*integers)))
     if node.name == "binom":
-        return _binomial(_natural(args[0], "a binomial"), _natural(args[1], "a binomial"))
+        return _binomial(*_integers(args, "a binomial"))
     if node.name in ("log", "ln", "logbase"):
         return _logarithm(node.name, args, context)
     x = to_mp(args[0])
@@ -243,7 +239,7 @@ def _call(node: Node, context: Context) -> Number:
     except (ValueError, ZeroDivisionError) as e:
         raise Undefined(f"{node.name}: {e}") from None
     if node.name in ("sin", "cos", "tan", "cot"):
-        # Their error is absolute: sin(pi) is some 1e-41.
+        # Their error is absolute: sin(pi) is about 1e-41.
         context.scale = max(context.scale, mpmath.mpf(1))
     return value
 
@@ -255,11 +251,11 @@ def _logarithm(name: str, args: list[Number], context: Context) -> Number:
     value = mpmath.log(to_mp(args[0]))
     if base is not None:
         value /= mpmath.log(to_mp(base))
-    return _whole_logarithm(value, args[0], base) or value
+    return _integer_logarithm(value, args[0], base) or value
 
 
-def _whole_logarithm(value: Any, x: Number, base: Number | None) -> Fraction | None:
-    """The logarithm as an integer, if the base to that power is exactly x."""
+def _integer_logarithm(value: Any, x: Number, base: Number | None) -> Fraction | None:
+    """Return the logarithm as an integer if that power of the base is exactly x."""
     if not (isinstance(base, Fraction) and isinstance(x, Fraction) and base > 0):
         return None
     near = int(mpmath.nint(value.real))
@@ -289,7 +285,7 @@ _HANDLERS = {
     "inv": lambda n, c: _inverse(evaluate(n.args[0], c)),
     "neg": lambda n, c: -evaluate(n.args[0], c),
     "pow": _power_node,
-    "root": lambda n, c: _any_root(evaluate(n.args[0], c), evaluate(n.args[1], c)),
+    "root": _root_node,
     "abs": lambda n, c: abs(evaluate(n.args[0], c)),
     "percent": lambda n, c: evaluate(n.args[0], c) / 100,
     "fact": _factorial,
@@ -297,9 +293,3 @@ _HANDLERS = {
     "ceil": _rounded,
     "call": _call,
 }
-
-
-def _any_root(x: Number, n: Number) -> Number:
-    if not isinstance(n, Fraction) or n == 0:
-        raise Undefined("a root of no order")
-    return _power(x, 1 / n)

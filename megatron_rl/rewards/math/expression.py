@@ -1,7 +1,7 @@
-r"""A strict reader of LaTeX formulas: all of the text is one expression, or it is refused.
+r"""A strict parser of LaTeX formulas: the whole text is one expression, or it is rejected.
 
-Nothing is evaluated here, so `9^{9^9}` is read in microseconds; nothing is guessed either: what is
-not understood raises, and no number is picked out of the rest.
+Nothing is evaluated, so `9^{9^9}` takes microseconds. Nothing is guessed either: a text that is not
+understood raises, and no number is picked out of it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,24 @@ from megatron_rl.rewards.math.node import (
     tokenize,
 )
 
-_STOPS = frozenset(
-    ("", ")", "]", "}", "\\}", "\\rceil", "\\rfloor", "\\rangle", ",", "=", "<", ">", "&", ";")
-)
+_STOPS = set(r") ] } \} \rceil \rfloor \rangle , = < > & ;".split()) | {""}
 _SIGNS = {"+": "plus", "-": "neg", "\\pm": "pm", "\\mp": "mp"}
 _TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv"}
 _SUM, _PRODUCT = 10, 20
 
 
 def read_expression(text: str) -> Node:
-    """The expression that a normalized text (see `normalize.clean`) is, as a whole.
+    """Parse a normalized text (see `normalize.clean`) as one expression.
 
     Raises:
-        Unreadable: it is none.
+        Unreadable: it is not an expression.
         OverLimit: it is nested too deep or too long.
     """
-    return _Reader(tokenize(text)).all()
+    return _Parser(tokenize(text)).all()
 
 
-def _signed(n: int) -> Node:
-    node = Node("num", value=Fraction(abs(n)))
-    return Node("neg", (node,)) if n < 0 else node
-
-
-class _Reader:
-    """Operator-precedence reader over the tokens."""
+class _Parser:
+    """Operator-precedence parser over the tokens."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.i, self.depth = tokens, 0, 0
@@ -69,7 +62,7 @@ class _Reader:
 
     def expect(self, token: str) -> None:
         if self.peek() != token:
-            raise Unreadable(f"expected {token!r}, found {self.peek() or 'the end'!r}")
+            raise Unreadable(f"expected {token!r}, got {self.peek() or 'the end'!r}")
         self.i += 1
 
     def expression(self, above: int = 0) -> Node:
@@ -90,7 +83,7 @@ class _Reader:
                 op, term = "mul", Node("inv", (right,)) if _TIMES[token] == "inv" else right
             else:
                 op, term = self.juxtapose(parts[0] if len(parts) == 1 else Node("mul"))
-            # Flat sums and products: a long one is no deep one.
+            # Sums and products are flat, so that long expressions do not recurse.
             if made not in ("", op):
                 parts = [Node(made, tuple(parts))]
             parts.append(term)
@@ -154,7 +147,7 @@ class _Reader:
         raise OverLimit("more than 8 powers and factorials in a row")
 
     def degrees(self) -> bool:
-        r"""Take `\circ` or `{\circ}`; only the argument of a function may be in degrees here."""
+        r"""Consume `\circ` or `{\circ}`, which only the argument of a function may have."""
         size = 1 if self.peek() == "\\circ" else 3
         if "\\circ" not in (self.peek(), self.peek(1) if self.peek() == "{" else ""):
             return False
@@ -164,7 +157,7 @@ class _Reader:
         return True
 
     def script(self) -> Node:
-        """What stands after `^`: a group, or one token (with a sign in plain text)."""
+        """Parse an exponent: a group, or one token (with a sign in plain text)."""
         if self.peek() == "{":
             return self.group()
         if self.peek() in ("-", "+"):
@@ -188,7 +181,7 @@ class _Reader:
         return node
 
     def argument(self) -> Node:
-        r"""Argument of a command: a group, or one token; `\frac12` has the digits 1, 2."""
+        r"""Parse the argument of a command: a group, or one token; `\frac12` has 1 and 2."""
         if self.peek() == "{":
             return self.group()
         token = self.peek()
@@ -231,7 +224,9 @@ class _Reader:
     def number(self, token: str) -> Node:
         token, _, exponent = token.lower().partition("e")
         if exponent:
-            power = Node("pow", (Node("num", value=Fraction(10)), _signed(int(exponent))))
+            digits = Node("num", value=Fraction(abs(int(exponent))))
+            signed = Node("neg", (digits,)) if int(exponent) < 0 else digits
+            power = Node("pow", (Node("num", value=Fraction(10)), signed))
             return Node("mul", (self.number(token), power))
         whole, point, decimals = token.partition(".")
         if self.peek() == "\\overline" and point:
@@ -249,12 +244,12 @@ class _Reader:
         )
 
     def digits(self) -> str:
-        group = self.take() == "{"
-        digits = self.take() if group else self.tokens[self.i - 1]
-        if group:
+        digits = self.take()
+        if digits == "{":
+            digits = self.take()
             self.expect("}")
         if not digits.isdigit():
-            raise Unreadable(f"{digits!r} is no repeating decimal")
+            raise Unreadable(f"{digits!r} is not a repeating decimal")
         return digits
 
     def letter(self, token: str) -> Node:
@@ -292,7 +287,7 @@ class _Reader:
                 self.i += 1
                 index = self.expression()
                 self.expect("]")
-            # \sqrt(2) means nothing in LaTeX, but everyone who writes it means the root of 2.
+            # \sqrt(2) is not LaTeX, but always means the root of 2.
             return Node("root", (self.argument(), index))
         if name == "pi":
             return Node("pi")
@@ -304,7 +299,7 @@ class _Reader:
             return Node("sym", name=f"\\{name}{self.subscript()}")
         if name in FUNCTIONS:
             return self.function(name)
-        raise Unreadable(f"\\{name} is not read")
+        raise Unreadable(f"\\{name} is not supported")
 
     def function(self, name: str) -> Node:
         base: tuple[Node, ...] = ()
@@ -344,7 +339,7 @@ class _Reader:
         return args
 
     def run(self) -> Node:
-        r"""The argument of a function without parentheses: `\sin 2x`, up to a sum or a function."""
+        r"""Parse an argument without parentheses: `\sin 2x`, up to a sum or a function."""
         negative = self.peek() == "-"
         self.i += negative
         node = self.postfix(self.atom())

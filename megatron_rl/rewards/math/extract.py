@@ -1,4 +1,4 @@
-"""Which part of a completion is the answer: the last box after thinking."""
+"""The answer in a completion: the last box after thinking."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-# A run of escapes is one step.
+# A run of escapes is one match.
 _BRACE = re.compile(r"(?:\\.)+|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
 _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", re.DOTALL)
 _SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 MAX_NESTED_BOXES = 10
 MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
-"""Of one box. No formula that can be read has as many."""
+"""Limits of one box, beyond any formula that can be parsed."""
 
 
 class NoAnswer(ValueError):
@@ -22,11 +22,13 @@ class NoAnswer(ValueError):
 
 
 def after_thinking(text: str, think_end: str, *, required: bool) -> str:
-    """The text after the first `think_end`.
+    """Return the text after the first `think_end`.
 
     Args:
-        required: without the marker there is no answer; else the whole text is the answer, unless
-            it opens thinking (`<think>`) and never ends it.
+        text: completion.
+        think_end: marker that ends thinking.
+        required: require the marker; else a text without it is the answer as a whole, unless it
+            starts thinking (`<think>`) and never ends it.
 
     Raises:
         NoAnswer: thinking did not end.
@@ -40,11 +42,11 @@ def after_thinking(text: str, think_end: str, *, required: bool) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last outermost `\boxed{...}`; None without a box. Inner boxes are unwrapped.
+    r"""Return the content of the last outermost `\boxed{...}`, inner boxes unwrapped, or None.
 
     Raises:
         NoAnswer: the last box is not closed, or empty.
-        OverLimit: a box with too many braces.
+        OverLimit: a box has too many braces.
     """
     content, position = None, 0
     while (match := _BOX.search(text, position)) is not None:
@@ -60,7 +62,7 @@ def last_box(text: str) -> str | None:
             content, position = "", max(start, match.start() + 1)
     if content is None:
         return None
-    # A text that is too long to be read is not searched for more boxes either.
+    # A text that is too long to be parsed is not searched for more boxes either.
     inner = unbox(content) if len(content) <= MAX_CHARACTERS else content
     if not inner.strip():
         raise NoAnswer("the last box is empty")
@@ -68,7 +70,7 @@ def last_box(text: str) -> str | None:
 
 
 def unbox(text: str) -> str:
-    r"""The text without `\boxed{` and its brace, wherever a box stands in it."""
+    r"""Remove every `\boxed{` and its closing brace from a text."""
     out, position = [], 0
     for _ in range(MAX_NESTED_BOXES):
         match = _BOX.search(text, position)
@@ -86,7 +88,7 @@ def unbox(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one at `start`; escaped braces don't count.
+    """Return the index of the brace that closes the one at `start`, escaped braces ignored.
 
     Raises:
         OverLimit: too many braces, or nested too deep.
@@ -94,7 +96,7 @@ def _closing(text: str, start: int) -> int | None:
     first = text.find("}", start)
     if first < 0:
         return None
-    # Without a brace or an escape between them (a number of any length) there is nothing to scan.
+    # Nothing to scan without a brace or an escape between them (a number of any length).
     if text.find("{", start + 1, first) < 0 and text.find("\\", start, first) < 0:
         return first
     depth = 0
@@ -113,42 +115,41 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def bare_answer(text: str) -> str:
-    """The answer in a text without a box: after "answer is", else the whole text; no dollars.
+    """Return the answer in a text without a box: after "answer is", else the whole text.
 
     Raises:
         NoAnswer: the text is empty.
     """
-    start = 0
-    for match in _SENTENCE.finditer(text):
-        start = match.end()
-    answer = strip_math_delimiters(text[start:])
+    answer = strip_math_delimiters(_SENTENCE.split(text)[-1])
     if not answer:
         raise NoAnswer("the answer is empty")
     return answer
 
 
 def strip_math_delimiters(text: str) -> str:
-    r"""Without a pair of `$`, `$$`, `\(`, `\[` around all of it, and without a final full stop."""
+    r"""Remove a pair of `$`, `$$`, `\(`, `\[` around the text, and a final period."""
     text = text.strip()
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     if (match := _DOLLARS.match(text)) is not None:
         inside = next(g for g in match.groups() if g is not None)
-        # `$1$ and $2$` is two pieces, and `\$5` is money.
+        # `$1$ and $2$` is not one formula, and `\$5` is money.
         if not re.search(r"(?<!\\)\$|\\[()\[\]]", inside) and not inside.endswith("\\"):
             return strip_math_delimiters(inside)
     return text
 
 
 def extract_answer(text: str, think_end: str, *, boxed: bool, ended_thinking: bool) -> str:
-    """The answer of a completion.
+    """Return the answer of a completion.
 
     Args:
-        boxed: only a box is an answer; else a text without a box is one as a whole.
-        ended_thinking: the completion must contain `think_end`.
+        text: completion.
+        think_end: marker that ends thinking.
+        boxed: accept only a box; else a text without a box is an answer as a whole.
+        ended_thinking: require `think_end`.
 
     Raises:
-        NoAnswer: with the reason.
+        NoAnswer: there is none; the message says why.
     """
     tail = after_thinking(text, think_end, required=ended_thinking)
     content = last_box(tail)

@@ -1,4 +1,4 @@
-"""What an answer is: an expression, a tuple, a set, an interval, an equation, words ..."""
+"""Forms of answers: an expression, a tuple, a set, an interval, an equation, words ..."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Expression:
 class Collection:
     """Several values. Example: `(1, 2)` has the brackets `(` and `)`, a bare list has none.
 
-    `{` is a set; `(` and `[` with two members can be an interval, which only the other side tells.
+    `{` is a set; `(` and `[` with two members may be an interval, depending on the other side.
     """
 
     opening: str
@@ -41,7 +41,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A chain. Example: `1 < x \\le 2` has the operators `<` and `le`; a list of parts is kept."""
+    """A chain of comparisons. Example: `1 < x \\le 2` has the operators `<` and `le`."""
 
     parts: tuple[Form, ...]
     operators: tuple[str, ...]
@@ -51,14 +51,14 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text that is no formula. Example: `no solution`."""
+    """Text that is not a formula. Example: `no solution`."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A series with dots, a quantified statement, a congruence: compared as a text form."""
+    """A series with dots, a quantified statement or a congruence; compared by its text form."""
 
     text: str
 
@@ -88,63 +88,53 @@ class Based:
 Form = Expression | Collection | Union | Relation | Words | Statement | NamedSet | Matrix | Based
 
 _STATEMENT = re.compile(
-    r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|bmod|mod|mapsto|to|rightarrow|Rightarrow|implies|iff"
-    r"|Leftrightarrow|rightarrow|perp|parallel|triangle|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
+    r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|bmod|mod|mapsto|to|rightarrow|Rightarrow"
+    r"|implies|iff|Leftrightarrow|perp|parallel|triangle|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
     r"|\\begin\{(?:cases|aligned|array|align)"
 )
-# The arrow under a limit states nothing.
+# The arrow under a limit does not make a statement.
 _UNDER_LIMIT = re.compile(r"\\lim\s*_\s*\{(?:[^{}]|\{[^{}]*\})*\}")
 _MATRIX = re.compile(r"^\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}$", re.DOTALL)
 _RELATION = re.compile(r"\\(le|ge|ne|in|approx)(?![A-Za-z])|([=<>])")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle"}
-_CLOSING = frozenset((")", "]", "\\}", "\\rangle", "}", "\\rfloor", "\\rceil"))
-_OPEN = frozenset((*_OPENING, "{", "\\lfloor", "\\lceil"))
+_CLOSING = {*_OPENING.values(), "}", "\\rfloor", "\\rceil"}
+_OPEN = {*_OPENING, "{", "\\lfloor", "\\lceil"}
 _THOUSANDS = re.compile(r"^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$")
 _BASED = re.compile(r"^([0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$")
 _NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
 _ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
 _PLAIN_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
-_SHORT_WORDS = frozenset(("yes", "no", "none", "true", "false", "all", "odd", "even", "dne"))
+_SHORT_WORDS = set("yes no none true false all odd even dne".split())
 _JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
 
 
 def read_form(text: str) -> Form:
-    """The form of a normalized text.
+    """Parse a normalized text.
 
     Raises:
-        Unreadable: none.
-        OverLimit: a size limit.
+        Unreadable: the text has no form.
+        OverLimit: a size limit was exceeded.
     """
     if len(text) > MAX_CHARACTERS and not text.lstrip("-").isdigit():
         raise OverLimit(
             f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}"
         )
     text = text.strip().rstrip(".").strip()
-    if (whole := _ALL_TEXT.match(text)) is not None:
-        text = whole[1].strip()
+    if (all_text := _ALL_TEXT.match(text)) is not None:
+        text = all_text[1].strip()
     if (matrix := _MATRIX.match(text)) is not None:
         return _matrix(matrix[2])
     if _STATEMENT.search(_UNDER_LIMIT.sub("", text)):
         return Statement(text_form(text))
-    if (words := as_words(untext(text).strip(), written_as_text=whole is not None)) is not None:
-        return words
-    return _read(untext(text).strip())
-
-
-def as_words(text: str, *, written_as_text: bool) -> Words | None:
-    """The text as words, if it is no product of variables such as `xy`."""
-    if not _PLAIN_WORDS.match(text):
-        return None
-    longest = max(len(word) for word in re.split(r"[ .'-]+", text))
-    if longest > 3 or (written_as_text and longest > 1) or text.lower() in _SHORT_WORDS:
-        return Words(" ".join(text.casefold().replace(".", " ").split()))
-    return None
-
-
-def _read(text: str) -> Form:
+    text = untext(text).strip()
+    if _PLAIN_WORDS.match(text):
+        longest = max(len(word) for word in re.split(r"[ .'-]+", text))
+        # Anything shorter is a product of variables such as `xy`.
+        if longest > (1 if all_text else 3) or text.lower() in _SHORT_WORDS:
+            return Words(" ".join(text.casefold().replace(".", " ").split()))
     if not text:
-        raise Unreadable("nothing to read")
+        raise Unreadable("the text is empty")
     if _THOUSANDS.match(text):
         return Expression(read_expression(text.replace(",", "")))
     if len(items := split(text, ",", ";")) > 1:
@@ -173,10 +163,10 @@ def _read(text: str) -> Form:
 
 
 def _ratio(terms: tuple[Form, ...]) -> Collection:
-    """A ratio of three or more, as quotients by its first term: 2:4:6 is 1:2:3."""
+    """Return a ratio of three or more as quotients by its first term: 2:4:6 is 1:2:3."""
     nodes = [t.node for t in terms if isinstance(t, Expression)]
     if len(nodes) != len(terms):
-        raise Unreadable("a ratio of what are no expressions")
+        raise Unreadable("a ratio of terms that are not expressions")
     quotients = tuple(Expression(Node("div", (n, nodes[0]))) for n in nodes)
     return Collection(":", ":", quotients)
 
@@ -186,10 +176,10 @@ def _items(texts: list[str]) -> tuple[Form, ...]:
         raise OverLimit(f"{len(texts)} items: over the limit of {MAX_ITEMS}")
     out: list[Form] = []
     for text in texts:
-        # "1, 2, and 3" leaves an empty place, or one that starts with the word.
+        # "1, 2, and 3" leaves an item that starts with the word.
         text = re.sub(r"^(?:and|or)\s", "", text.strip()).strip()
         if not text:
-            raise Unreadable("an empty place in a list")
+            raise Unreadable("an empty item in a list")
         form = read_form(text)
         # 1, \pm 2 has three members.
         if isinstance(form, Collection) and not form.opening:
@@ -200,7 +190,7 @@ def _items(texts: list[str]) -> tuple[Form, ...]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
-    """(token, position, depth of brackets around it); closing brackets are inside."""
+    """Yield (token, position, depth of brackets around it); closing brackets count as inside."""
     depth = 0
     for match in _COMMAND.finditer(text):
         token = match[0]
@@ -212,7 +202,7 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def split(text: str, *separators: str) -> list[str]:
-    """Parts of the text between separators that stand outside all brackets."""
+    """Split a text at separators outside all brackets."""
     parts, start = [], 0
     for token, position, depth in _tokens(text):
         if token in separators and depth == 0:
@@ -222,7 +212,7 @@ def split(text: str, *separators: str) -> list[str]:
 
 
 def _joined(text: str) -> list[str]:
-    """Parts between `and`, `or`, and their signs."""
+    """Split a text at `and`, `or` and their symbols outside all brackets."""
     if not _JOIN.search(text):
         return [text]
     depths = {position: depth for _, position, depth in _tokens(text)}
@@ -236,27 +226,24 @@ def _joined(text: str) -> list[str]:
 
 def _relation(text: str) -> Relation | None:
     depths = {position: depth for _, position, depth in _tokens(text)}
-    found = [m for m in _RELATION.finditer(text) if depths.get(m.start(), 1) == 0]
-    if not found:
+    matches = [m for m in _RELATION.finditer(text) if depths.get(m.start(), 1) == 0]
+    if not matches:
         return None
-    if len(found) > MAX_ITEMS:
-        raise OverLimit(f"a chain of {len(found)} relations: over the limit of {MAX_ITEMS}")
-    edges = [0, *(e for m in found for e in m.span()), len(text)]
+    if len(matches) > MAX_ITEMS:
+        raise OverLimit(f"a chain of {len(matches)} relations: over the limit of {MAX_ITEMS}")
+    edges = [0, *(e for m in matches for e in m.span()), len(text)]
     texts = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
     if not all(texts):
-        if len(texts) == 2 and texts[1] and found[0][0] in ("=", "\\approx"):
-            return None if texts[1] == text else _only_right(texts[1])
-        raise Unreadable("a relation with an empty side")
-    operators = tuple((m[1] or m[2]).replace("approx", "=") for m in found)
+        if len(texts) != 2 or not texts[1] or matches[0][0] not in ("=", "\\approx"):
+            raise Unreadable("a relation with an empty side")
+        right = texts[1]  # "= 5" is "answer = 5"
+        return Relation((Words("answer"), read_form(right)), ("=",), ("answer", text_form(right)))
+    operators = tuple((m[1] or m[2]).replace("approx", "=") for m in matches)
     return Relation(tuple(_side(t) for t in texts), operators, tuple(text_form(t) for t in texts))
 
 
-def _only_right(text: str) -> Relation:
-    return Relation((Words("answer"), read_form(text)), ("=",), ("answer", text_form(text)))
-
-
 def _side(text: str) -> Form:
-    """A side of a relation; a name that is no formula (`\\angle ABC`) is words."""
+    """Parse a side of a relation; a name that is not a formula (`\\angle ABC`) is words."""
     try:
         return read_form(text)
     except Unreadable:
@@ -270,7 +257,7 @@ def _bracketed(text: str) -> Form | None:
         if not text.startswith(opening):
             continue
         end = next((p for t, p, d in _tokens(text) if t in _CLOSING and d == 1), None)
-        last = next((c for c in (")", "]", "\\}", "\\rangle") if text.endswith(c)), None)
+        last = next((c for c in _OPENING.values() if text.endswith(c)), None)
         if end is None or last is None or end != len(text) - len(last):
             return None
         inside = text[len(opening) : end].strip()
@@ -291,7 +278,7 @@ def _set(inside: str) -> Form:
     for bar in ("\\vert", "|", ":"):
         parts = split(inside, bar)
         if len(parts) == 2 and re.match(r"^[a-zA-Z]\s*(?:\\in|$)", parts[0].strip()):
-            # {x | x > 1} is what its condition is.
+            # {x | x > 1} has the form of its condition.
             return read_form(parts[1])
     return Collection("{", "}", _items(split(inside, ",", ";")))
 

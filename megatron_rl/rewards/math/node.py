@@ -1,40 +1,38 @@
-"""Tokens and trees of formulas, and the limits on both."""
+"""Tokens and trees of formulas, and their limits."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 MAX_CHARACTERS = 4096
-"""Longest text that is read as a formula; longer ones are only compared as texts."""
+"""Longest text that is parsed as a formula; longer ones are only compared as text."""
 MAX_TOKENS = 1200
 MAX_DEPTH = 60
 MAX_DIGITS = 40_000
 """Longest integer literal."""
 
-_FUNCTIONS = (
+FUNCTIONS = set(
     "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp"
-    " gcd lcm max min arg"
+    " gcd lcm max min arg".split()
 )
-FUNCTIONS = frozenset(_FUNCTIONS.split())
-_GREEK = (
+GREEK = set(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell"
+    " phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell".split()
 )
-GREEK = frozenset(_GREEK.split())
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?)|(?P<command>\\[A-Za-z]+|\\[{}|%$&#_^])"
-    r"|(?P<letter>[A-Za-z])|(?P<mark>[-+*/^_!(){}\[\]|,=<>:'&;]))"
+    r"\s*(\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?"
+    r"|\\[A-Za-z]+|\\[{}|%$&#_^]|[A-Za-z]|[-+*/^_!(){}\[\]|,=<>:'&;])"
 )
 
 
 class Unreadable(ValueError):
-    """The text is no expression; the message says where reading stopped."""
+    """The text is not an expression; the message says where parsing stopped."""
 
 
 class OverLimit(ValueError):
-    """Reading or evaluating would take more than the limits allow; the message names which."""
+    """Parsing or evaluation would exceed a limit, which the message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +50,26 @@ class Node:
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names of the free variables."""
+        """Names of the variables."""
         if self.op == "sym":
             return frozenset((self.name,))
         return frozenset().union(*(a.symbols for a in self.args))
 
     def has(self, *ops: str) -> bool:
-        """Whether one of these operations occurs."""
+        """Return True if one of these operations occurs."""
         return self.op in ops or any(a.has(*ops) for a in self.args)
 
     def calls(self, name: str) -> bool:
-        """Whether a function is called."""
+        """Return True if a function is called."""
         return (self.op == "call" and self.name == name) or any(a.calls(name) for a in self.args)
 
 
 def tokenize(text: str) -> list[str]:
-    """Tokens of a formula.
+    """Split a formula into tokens.
 
     Raises:
         Unreadable: a character that no formula has.
-        OverLimit: a text, or an integer literal, that is too long, or too many tokens.
+        OverLimit: the text or an integer literal is too long, or there are too many tokens.
     """
     if len(text) > MAX_CHARACTERS and not text.strip().isdigit():
         raise OverLimit(
@@ -82,7 +80,7 @@ def tokenize(text: str) -> list[str]:
         match = _TOKEN.match(text, position)
         if match is None:
             raise Unreadable(f"cannot read {text[position : position + 12].strip()!r}")
-        token = match[match.lastgroup or 0]
+        token = match[1]
         if len(token) > MAX_DIGITS:
             raise OverLimit(f"an integer of {len(token)} digits: over the limit of {MAX_DIGITS}")
         tokens.append(token)
@@ -93,10 +91,8 @@ def tokenize(text: str) -> list[str]:
 
 
 def with_sign(node: Node, upper: bool) -> Node:
-    r"""The expression with every `\pm` read as plus (upper) or minus, `\mp` the other way."""
+    r"""Replace every `\pm` by plus (upper) or minus, `\mp` by the opposite."""
     if node.op in ("pm", "mp"):
         inner = with_sign(node.args[0], upper)
         return inner if (node.op == "pm") == upper else Node("neg", (inner,))
-    return Node(
-        node.op, tuple(with_sign(a, upper) for a in node.args), node.name, node.value, node.decimals
-    )
+    return replace(node, args=tuple(with_sign(a, upper) for a in node.args))

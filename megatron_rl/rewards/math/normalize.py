@@ -1,60 +1,28 @@
-r"""One spelling for texts that mean the same: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
+r"""One spelling for equal texts: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
 
 from __future__ import annotations
 
 import re
 
-_GREEK = (
-    r"\alpha \beta \gamma \delta \epsilon \theta \lambda \mu \nu \xi \pi \rho \sigma \tau \phi \chi"
-    r" \psi \omega \Delta \Gamma \Theta \Lambda \Sigma \Phi \Psi \Omega"
-)
+_SYMBOLS = r"""
+≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ≡ \equiv ± \pm ∓ \mp × \times ✕ \times · \cdot ⋅ \cdot
+∙ \cdot ÷ / ∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ∀ \forall ∃ \exists √ \sqrt … \ldots ⋯ \ldots
+ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C}
+½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅛ \frac{1}{8}
+′ ' ％ \% ， , （ ( ） ) ： :
+α \alpha β \beta γ \gamma δ \delta ε \epsilon θ \theta λ \lambda μ \mu ν \nu ξ \xi π \pi ρ \rho
+σ \sigma τ \tau φ \phi χ \chi ψ \psi ω \omega Δ \Delta Γ \Gamma Θ \Theta Λ \Lambda Σ \Sigma Φ \Phi
+Ψ \Psi Ω \Omega
+"""
+_PAIRS = _SYMBOLS.split()
 _UNICODE = {
     **dict.fromkeys("−–—‒﹣-", "-"),
-    **dict.fromkeys("×✕", "\\times "),
-    **dict.fromkeys("·⋅∙", "\\cdot "),
     **dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r", " "),
-    "÷": "/",
-    "≤": "\\le ",
-    "⩽": "\\le ",
-    "≥": "\\ge ",
-    "⩾": "\\ge ",
-    "≠": "\\ne ",
-    "≈": "\\approx ",
-    "≡": "\\equiv ",
-    "±": "\\pm ",
-    "∓": "\\mp ",
-    "∞": "\\infty ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∈": "\\in ",
-    "∅": "\\emptyset ",
-    "∀": "\\forall ",
-    "∃": "\\exists ",
-    "√": "\\sqrt ",
     "∛": "\\sqrt[3] ",
     "°": "^\\circ ",
-    "…": "\\ldots ",
-    "⋯": "\\ldots ",
-    "ℝ": "\\mathbb{R}",
-    "ℤ": "\\mathbb{Z}",
-    "ℕ": "\\mathbb{N}",
-    "ℚ": "\\mathbb{Q}",
-    "ℂ": "\\mathbb{C}",
-    "½": "\\frac{1}{2}",
-    "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}",
-    "¼": "\\frac{1}{4}",
-    "¾": "\\frac{3}{4}",
-    "⅛": "\\frac{1}{8}",
-    "′": "'",
-    "％": "\\%",
-    "，": ",",
-    "（": "(",
-    "）": ")",
-    "：": ":",
-    **dict(zip("αβγδεθλμνξπρστφχψωΔΓΘΛΣΦΨΩ", _GREEK.split(), strict=True)),
+    # A command that ends in a letter needs a space.
+    **{k: f"{v} " if v[-1].isalpha() else v for k, v in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)},
 }
-_UNICODE = {k: v if not v[-1:].isalpha() or v[0] != "\\" else v + " " for k, v in _UNICODE.items()}
 _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
@@ -62,48 +30,49 @@ _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FULLWIDTH = str.maketrans({0xFF10 + i: str(i) for i in range(10)})
 
-_RENAMES = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "frac"),
-    **dict.fromkeys(("dbinom", "tbinom", "choose"), "binom"),
-    **dict.fromkeys(("leq", "leqslant", "leqq"), "le"),
-    **dict.fromkeys(("geq", "geqslant", "geqq"), "ge"),
-    **dict.fromkeys(("neq", "not="), "ne"),
-    **dict.fromkeys(("dots", "cdots", "dotsc", "dotsb", "dotsm", "hdots"), "ldots"),
-    **dict.fromkeys(("ast", "times", "cdot", "bullet"), "times"),
-    **dict.fromkeys(("varnothing",), "emptyset"),
-    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "vert"),
-    **dict.fromkeys(("lbrace",), "{"),
-    **dict.fromkeys(("rbrace",), "}"),
-    **dict.fromkeys(("degree", "degrees"), "circ"),
-    **dict.fromkeys(("bigcup",), "cup"),
-    **dict.fromkeys(("bigcap",), "cap"),
-    "varphi": "phi",
-    "varepsilon": "epsilon",
-    "vartheta": "theta",
-    "land": "wedge",
-    "lor": "vee",
-    "lt": "<",
-    "gt": ">",
-    "colon": ":",
-    "exp": "exp",
-    "infin": "infty",
-    "lbrack": "[",
-    "rbrack": "]",
-    "lparen": "(",
-    "rparen": ")",
-}
-_DROPPED_NAMES = (
+_SPELLINGS = """
+frac dfrac tfrac cfrac
+binom dbinom tbinom choose
+le leq leqslant leqq
+ge geq geqslant geqq
+ne neq
+ldots dots cdots dotsc dotsb dotsm hdots
+times ast cdot bullet
+emptyset varnothing
+vert lvert rvert mid
+circ degree degrees
+cup bigcup
+cap bigcap
+phi varphi
+epsilon varepsilon
+theta vartheta
+wedge land
+vee lor
+infty infin
+{ lbrace
+} rbrace
+[ lbrack
+] rbrack
+( lparen
+) rparen
+< lt
+> gt
+: colon
+"""
+"""A command and its other names, one group per line."""
+_GROUPS = [line.split() for line in _SPELLINGS.strip().splitlines()]
+_RENAMES = {name: first for first, *names in _GROUPS for name in names}
+_DROPPED = set(
     "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle"
     " textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace"
     " negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal"
-    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom"
+    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom".split()
 )
-_DROPPED = frozenset(_DROPPED_NAMES.split())
 _TEXT_COMMANDS = (
     r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
 )
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-# A line break \\ separates the rows of a matrix; at the end it is nothing.
+# A line break \\ separates the rows of a matrix; at the end it is dropped.
 _SPACES = re.compile(r"(\\\\)(?!\s*$)|\\[,;:! ]|~|\\\\|\s+")
 _STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}")
 _E_ROMAN = re.compile(
@@ -116,7 +85,7 @@ _NAMED = re.compile(
 )
 _PLAIN_FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
-    # "5 min" is a time, min(2, 3) a function.
+    # "5 min" is a time, min(2, 3) is a function.
     r"|ln|log|exp|(?:gcd|lcm|max|min)(?=\s*\())(?![A-Za-z])"
 )
 _PLAIN_WORDS = re.compile(
@@ -127,7 +96,7 @@ _ASIN = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 
 
 def clean(text: str) -> str:
-    r"""LaTeX in one spelling, on which the readers work.
+    r"""Return LaTeX in the one spelling that the parser accepts.
 
     Example: `\left( \dfrac{1}{2},\, 3 \right)` becomes `( \frac {1}{2}, 3 )` up to spaces.
     """
@@ -151,15 +120,13 @@ def _rename(match: re.Match[str]) -> str:
     if name in _DROPPED:
         return " "
     new = _RENAMES.get(name, name)
-    if new in "<>:[]()":
-        return new
-    return f"\\{new}"
+    return new if new in "<>:[]()" else f"\\{new}"
 
 
 def plain_to_latex(text: str) -> str:
-    r"""Plain-text mathematics as LaTeX: `sqrt(2)*pi/2`, `x**2`, `>=`; LaTeX stays as it is.
+    r"""Translate plain-text mathematics to LaTeX: `sqrt(2)*pi/2`, `x**2`, `>=`.
 
-    What stands in `\text{...}` is no mathematics.
+    LaTeX and the words in `\text{...}` remain as they are.
     """
     parts = _ANY_TEXT.split(text)
     return "".join(p if i % 2 else _plain_part(p) for i, p in enumerate(parts))
@@ -181,17 +148,17 @@ _TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*(?:\{{([^{{}}]*)\}}|(?=\s))")
 
 
 def untext(text: str) -> str:
-    r"""The words of `\text{...}` set free, with a space on both sides."""
+    r"""Replace `\text{...}` by its words, with a space on both sides."""
     return _TEXT.sub(lambda m: f" {m[1] or ''} ", text)
 
 
 def text_form(text: str) -> str:
-    r"""A form in which two spellings of the same text are equal: no spaces, no `\text`.
+    r"""Return a form in which two spellings of the same text are equal: no spaces, no `\text`.
 
     Example: `1, 2,\ldots ,n` and `1,2,\ldots,n` both become `1,2,\ldots,n`.
     """
     text = untext(text).replace("\\{", "⦃").replace("\\}", "⦄")
-    # Braces around one character group nothing, and spaces separate nothing.
+    # Braces around one character and spaces have no meaning.
     text = re.sub(r"\{\s*([^{}\\\s])\s*\}", r"\1", text)
     text = re.sub(r"\\(times|cdot)(?![A-Za-z])", "*", text)
     return re.sub(r"\s+", "", text).rstrip(".")

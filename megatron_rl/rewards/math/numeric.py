@@ -1,39 +1,40 @@
-"""Values of definite integrals and limits by numbers, where algebra may take seconds.
+"""Numerical values of definite integrals and limits, for which algebra may take seconds.
 
-A value counts only when it is certain: an integral over a bounded interval whose quadrature
-converges, a limit that does not move between two points close to it (or far out). What stays open
-is left to algebra.
+A value counts only if it is certain: an integral over a bounded interval whose quadrature
+converges, a limit that agrees at two points close to it (or far out). Anything else is left to
+algebra.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import mpmath
+import sympy
+from mpmath import mp
+
 QUADRATURE = ((15, 1e-6), (30, 1e-20))
-"""(digits, relative error that must be reached) of integrals, coarse to fine."""
+"""(digits, relative error to reach) of integrals, coarse to fine."""
 LIMIT_DIGITS = 400
 NEAR, FAR = (20, 30), (0, 1)
-"""A limit is taken at 10^-20 and 10^-30 beside its point, or at 10^20 and 10^30 + 1 (odd)."""
+"""A limit is evaluated 10^-20 and 10^-30 from its point, or at 10^20 and 10^30 + 1 (odd)."""
 STEADY = 1e-12
-"""Relative difference of a limit's two values."""
+"""Largest relative difference of a limit's two values."""
 DIFFERENT, SAME = 1e-4, 1e-15
-"""Relative differences from which, and up to which, two values are told apart or taken as one."""
+"""Relative differences above which two values differ, and below which they are equal."""
 
 
-class _Open(ValueError):
-    """A value that is not certain."""
+class _Uncertain(ValueError):
+    """The value is not certain."""
 
 
 def same_number(gold: Any, answer: Any) -> bool | None:
-    """Whether two sympy constants with integrals or limits have one value; None if it stays open.
+    """Compare two sympy constants with integrals or limits; None if the result is not certain.
 
     Args:
         gold: sympy expression.
         answer: sympy expression.
     """
-    import sympy
-    from mpmath import mp
-
     sides = (gold, answer)
     if not all(isinstance(s, sympy.Expr) and not s.free_symbols for s in sides):
         return None
@@ -48,7 +49,7 @@ def same_number(gold: Any, answer: Any) -> bool | None:
             with mp.workdps(digits):
                 a, b = (_number(side.xreplace(values), digits) for side in sides)
                 error = abs(a - b) / max(1, abs(a), abs(b))
-        except (_Open, TypeError, ValueError, NameError, ArithmeticError):
+        except (_Uncertain, TypeError, ValueError, NameError, ArithmeticError):
             return None
         if error > DIFFERENT:
             return False
@@ -56,11 +57,8 @@ def same_number(gold: Any, answer: Any) -> bool | None:
 
 
 def _value(part: Any, digits: int, tolerance: float) -> Any:
-    import sympy
-    from mpmath import mp
-
     if part.args[0].has(sympy.Integral, sympy.Limit):
-        raise _Open("one inside another")
+        raise _Uncertain("nested integrals or limits")
     if isinstance(part, sympy.Limit):
         with mp.workdps(LIMIT_DIGITS):
             return _limit(part)
@@ -69,53 +67,38 @@ def _value(part: Any, digits: int, tolerance: float) -> Any:
 
 
 def _integral(integral: Any, tolerance: float) -> Any:
-    """Raises `_Open` where it is none over one bounded interval, or does not converge."""
-    import mpmath
-    import sympy
-
     if len(integral.limits) != 1 or len(integral.limits[0]) != 3:
-        raise _Open("not one definite integral")
+        raise _Uncertain("not one definite integral")
     variable, *ends = integral.limits[0]
     if not all(e.is_finite and e.is_real for e in ends):
-        raise _Open("a tail that may oscillate or fall slowly")
+        raise _Uncertain("a tail that may oscillate or fall slowly")
     function = sympy.lambdify(variable, integral.function, "mpmath")
     low, high = (mpmath.mpmathify(e.evalf(mpmath.mp.dps)) for e in ends)
     value, error = mpmath.quad(function, [low, high], error=True)
     if not mpmath.isfinite(value) or error > tolerance * max(1, abs(value)):
-        raise _Open("no convergence")
+        raise _Uncertain("no convergence")
     return sympy.sympify(value)
 
 
 def _limit(limit: Any) -> Any:
-    """Raises `_Open` where it is none of a function of one variable, or the values move."""
-    import mpmath
-    import sympy
-
     expression, variable, point, direction = limit.args
     function = sympy.lambdify(variable, expression, "mpmath")
     if point in (sympy.oo, -sympy.oo):
         sign = 1 if point == sympy.oo else -1
-        places = [sign * (mpmath.mpf(10) ** n + odd) for n, odd in zip(NEAR, FAR, strict=True)]
+        points = [sign * (mpmath.mpf(10) ** n + odd) for n, odd in zip(NEAR, FAR, strict=True)]
     else:
         sign = -1 if str(direction) == "-" else 1
         at = mpmath.mpmathify(point.evalf(LIMIT_DIGITS))
-        places = [at + sign * mpmath.mpf(10) ** -n for n in NEAR]
-    first, second = (mpmath.mpmathify(function(p)) for p in places)
+        points = [at + sign * mpmath.mpf(10) ** -n for n in NEAR]
+    first, second = (mpmath.mpmathify(function(p)) for p in points)
     if not mpmath.isfinite(second) or abs(first - second) > STEADY * max(1, abs(second)):
-        raise _Open("no steady value")
+        raise _Uncertain("the two values differ")
     return sympy.sympify(second)
 
 
 def _number(expression: Any, digits: int) -> Any:
-    """An expression's value as mpmath's number.
-
-    Raises:
-        _Open: it has none.
-    """
-    import mpmath
-
     value = expression.evalf(digits)
     real, imaginary = value.as_real_imag()
     if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
-        raise _Open("no number")
+        raise _Uncertain("not a number")
     return mpmath.mpc(mpmath.mpmathify(real), mpmath.mpmathify(imaginary))

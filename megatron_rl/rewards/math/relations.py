@@ -1,4 +1,4 @@
-"""Equations and inequalities: as statements, as values that are assigned, as sets of numbers."""
+"""Equations and inequalities: as statements, as assigned values, as sets of numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class RealInterval:
     """Real numbers between two ends; a single number is closed with equal ends."""
 
     low: Node
@@ -41,7 +41,7 @@ class Interval:
 
 
 def is_name(form: Form, text: str) -> bool:
-    """Whether a side only names what the other one is: `x`, `f(x)`, `AB`, `Area`, `(x, y)`."""
+    """Return True if a side only names the other one: `x`, `f(x)`, `AB`, `Area`, `(x, y)`."""
     if isinstance(form, Words):
         return True
     if isinstance(form, Collection):
@@ -49,11 +49,13 @@ def is_name(form: Form, text: str) -> bool:
     return isinstance(form, Expression) and (form.node.op == "sym" or bool(_NAME.match(text)))
 
 
-def value_of(relation: Relation, same: Same, *, asked: bool) -> Form | None:
-    """The value that an equation gives, if the other side is a value; None if it gives none.
+def value_of(relation: Relation, same: Same, *, is_gold: bool) -> Form | None:
+    """Return the value that an equation assigns, or None.
 
     Args:
-        asked: the equation is the gold answer; then its left side must be a name.
+        relation: equation, or a membership such as `x in {1, 2}`.
+        same: comparison of two forms, gold first.
+        is_gold: the equation is the gold answer; then its left side must be a name.
     """
     if relation.operators == ("in",):
         return relation.parts[1]
@@ -61,13 +63,15 @@ def value_of(relation: Relation, same: Same, *, asked: bool) -> Form | None:
         return None
     *heads, value = relation.parts
     if is_name(heads[0], relation.texts[0]):
-        return value if all(_same_or_open(h, value, same) for h in heads[1:]) else None
-    if asked or not isinstance(heads[0], Expression):
+        # x = a+b = 5 may name its value twice; x = 2+2 = 5 contradicts itself.
+        constants = [h for h in heads[1:] if isinstance(h, Expression) and not h.node.symbols]
+        return value if all(same(value, h) for h in constants) else None
+    if is_gold or not isinstance(heads[0], Expression):
         return None
     node = heads[0].node
     if not node.symbols:
         return value if all(same(h, value) for h in heads) else None
-    # m+n=11 names a quantity and gives it; x+1=5 is an equation still to be solved.
+    # m+n=11 assigns a value to a quantity; x+1=5 is an equation that is not solved.
     try:
         at_zero = evaluate(node, Context(values=dict.fromkeys(node.symbols, Fraction(0))))
     except Undefined:
@@ -75,21 +79,14 @@ def value_of(relation: Relation, same: Same, *, asked: bool) -> Form | None:
     return value if len(node.symbols) > 1 and at_zero == 0 else None
 
 
-def _same_or_open(head: Form, value: Form, same: Same) -> bool:
-    """x = a+b = 5 may name its value twice; x = 2+2 = 5 contradicts itself."""
-    if isinstance(head, Expression) and not head.node.symbols:
-        return same(value, head)
-    return True
-
-
 def variables(relation: Relation) -> frozenset[str]:
-    """Names of the variables of a relation."""
+    """Return the names of the variables of a relation."""
     nodes = (p.node for p in relation.parts if isinstance(p, Expression))
     return frozenset().union(*(n.symbols for n in nodes))
 
 
 def same_relation(gold: Relation, answer: Relation, same: Same) -> bool:
-    """Whether two relations state the same."""
+    """Return True if two relations are equivalent."""
     if set(gold.operators) == set(answer.operators) == {"="}:
         return _same_equation(gold, answer, same)
     if gold.operators == answer.operators and _parts_agree(gold.parts, answer.parts, same):
@@ -102,7 +99,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> bool:
 
 def _parts_agree(gold: tuple[Form, ...], answer: tuple[Form, ...], same: Same) -> bool:
     try:
-        return all(same(g, a) for g, a in zip(gold, answer, strict=True))
+        return all(map(same, gold, answer))
     except Undefined:
         return False
 
@@ -113,7 +110,7 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> bool:
         if isinstance(gold.parts[0], Words) or isinstance(answer.parts[0], Words):
             return same(gold.parts[-1], answer.parts[-1])
         if gold.texts[0] == answer.texts[0]:
-            values = [value_of(r, same, asked=True) for r in (gold, answer)]
+            values = [value_of(r, same, is_gold=True) for r in (gold, answer)]
             return values[0] is not None and values[1] is not None and same(values[0], values[1])
     if len(gold.parts) != 2 or len(answer.parts) != 2:
         return sorted(gold.texts) == sorted(answer.texts)
@@ -147,11 +144,11 @@ def _same_inequality(gold: Relation, answer: Relation) -> bool:
     return first == second and proportional(a, b, positive=first != "ne")
 
 
-def as_intervals(form: Form) -> list[Interval] | None:
-    """The form as disjoint parts of the real line; None if it is no set of numbers."""
+def as_intervals(form: Form) -> list[RealInterval] | None:
+    """Return a form as disjoint parts of the real line; None if it is not a set of numbers."""
     if isinstance(form, NamedSet):
-        whole = [Interval(MINUS_INFINITY, INFINITY, True, True)]
-        return whole if form.name == "R" else [] if form.name == "empty" else None
+        line = [RealInterval(MINUS_INFINITY, INFINITY, True, True)]
+        return line if form.name == "R" else [] if form.name == "empty" else None
     if isinstance(form, Union) or (isinstance(form, Collection) and not form.opening):
         parts = [as_intervals(item) for item in form.items]
         if any(p is None for p in parts):
@@ -164,18 +161,18 @@ def as_intervals(form: Form) -> list[Interval] | None:
     return None
 
 
-def _collection_intervals(form: Collection) -> list[Interval] | None:
+def _collection_intervals(form: Collection) -> list[RealInterval] | None:
     nodes = [item.node for item in form.items if isinstance(item, Expression)]
     if len(nodes) != len(form.items):
         return None
     if form.opening == "{":
-        return [Interval(n, n, False, False) for n in nodes]
+        return [RealInterval(n, n, False, False) for n in nodes]
     if len(nodes) != 2:
         return None
-    return [Interval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
+    return [RealInterval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
 
 
-def _relation_intervals(relation: Relation) -> list[Interval] | None:
+def _relation_intervals(relation: Relation) -> list[RealInterval] | None:
     if relation.operators == ("in",):
         return as_intervals(relation.parts[1])
     nodes = [p.node for p in relation.parts if isinstance(p, Expression)]
@@ -190,22 +187,21 @@ def _relation_intervals(relation: Relation) -> list[Interval] | None:
         bound = nodes[1 - at]
         operator = _FLIPPED.get(operator, operator) if at == 1 else operator
         return {
-            "<": [Interval(MINUS_INFINITY, bound, True, True)],
-            "le": [Interval(MINUS_INFINITY, bound, True, False)],
-            ">": [Interval(bound, INFINITY, True, True)],
-            "ge": [Interval(bound, INFINITY, False, True)],
+            "<": [RealInterval(MINUS_INFINITY, bound, True, True)],
+            "le": [RealInterval(MINUS_INFINITY, bound, True, False)],
+            ">": [RealInterval(bound, INFINITY, True, True)],
+            "ge": [RealInterval(bound, INFINITY, False, True)],
             "ne": [
-                Interval(MINUS_INFINITY, bound, True, True),
-                Interval(bound, INFINITY, True, True),
+                RealInterval(MINUS_INFINITY, bound, True, True),
+                RealInterval(bound, INFINITY, True, True),
             ],
-            "=": [Interval(bound, bound, False, False)],
+            "=": [RealInterval(bound, bound, False, False)],
         }.get(operator)
     if len(nodes) != 3 or at != 1:
         return None
-    kinds = {o[0] for o in relation.operators}
     first, second = relation.operators
     if set(relation.operators) <= {"<", "le"}:
-        return [Interval(nodes[0], nodes[2], first == "<", second == "<")]
-    if set(relation.operators) <= {">", "ge"} and kinds:
-        return [Interval(nodes[2], nodes[0], second == ">", first == ">")]
+        return [RealInterval(nodes[0], nodes[2], first == "<", second == "<")]
+    if set(relation.operators) <= {">", "ge"}:
+        return [RealInterval(nodes[2], nodes[0], second == ">", first == ">")]
     return None

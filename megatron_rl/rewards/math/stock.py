@@ -1,6 +1,6 @@
-"""math-verify for what the reader of this package does not read: sums, integrals, limits.
+"""math-verify for formulas that this package does not parse: sums, integrals, limits.
 
-The whole answer must be one LaTeX formula to it; no number is taken out of the rest.
+The whole answer must be one LaTeX formula; no number is extracted from other text.
 """
 
 from __future__ import annotations
@@ -12,67 +12,58 @@ from typing import Any
 
 from megatron_rl.rewards.base import VerifierDown
 from megatron_rl.rewards.math.node import OverLimit, Unreadable
-from megatron_rl.rewards.math.numeric import same_number
 
 _COMMANDS = re.compile(
-    r"\\(?:sum|prod|int|iint|oint|lim|setminus|cap|complement|det|operatorname|partial|nabla|Re|Im|arcsec)"
-    r"(?![A-Za-z])|\\begin\{"
+    r"\\(?:sum|prod|int|iint|oint|lim|setminus|cap|complement|det|operatorname|partial|nabla|Re|Im"
+    r"|arcsec)(?![A-Za-z])|\\begin\{"
 )
-# Sums and products of this many terms would be computed one by one.
+# Sums and products of so many terms would be computed term by term.
 _MANY_TERMS = re.compile(
     r"\\(?:sum|prod)(?![A-Za-z]).*?\^\s*\{?\s*(?:\d{5,}|\d+\s*(?:\\times\s*\d+\s*)?[\^!])"
 )
-
 _EASY_DEGREE = 20
 
-
-def _unlimited() -> object:
-    """Outside a worker nothing limits math-verify."""
-    return None
-
-
-begin: Callable[[], object] = _unlimited
-"""Called before math-verify computes; a worker sets it, to limit the time."""
-
+begin: Callable[[], object] = lambda: None  # noqa: E731
+"""Called before math-verify computes; a worker sets it to limit the time."""
 
 _WARM_UP = (
     (r"\sum_{k=1}^{n} k^2", r"\frac{n}{2}"),
     (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
     (r"\lim_{x\to 0}\frac{\sin x}{\arctan x}", "5"),
 )
-_WARM_UP_READING = (
+_WARM_UP_PARSER = (
     r"\int_0^{\infty} \frac{\sin(x^{x^x})}{\ln(1+\sqrt{\tan x})} e^{-x^{2}} dx",
     r"\int_0^{2\pi} \sqrt{1+\cos^2 x} dx",
     r"\lim_{x\to 0}\frac{\sin(\tan x)-\tan(x)}{\arctan(\arcsin x)}",
     r"\int_0^1 \frac{\ln(1+x)}{1+x^2} dx",
 )
-"""The grammar's reader is slow at constructs that it has not met before."""
+"""The grammar's parser is slow at the first occurrence of a construct."""
 
 
 def warm_up() -> None:
-    """Load math-verify and its grammar (seconds), so that no verdict's time limit pays for it.
+    """Load math-verify and its grammar (seconds), before any verdict's time limit.
 
     Raises:
         VerifierDown: math-verify is not installed.
     """
     for answer, gold in _WARM_UP:
         verify(answer, gold)
-    for text in _WARM_UP_READING:
+    for text in _WARM_UP_PARSER:
         _parse(text)
 
 
-def is_asked(text: str) -> bool:
-    """Whether a normalized text has what math-verify is for."""
+def handles(text: str) -> bool:
+    """Return True if a normalized text has a construct that is left to math-verify."""
     return _COMMANDS.search(text) is not None
 
 
 def verify(answer: str, gold: str) -> bool | None:
-    """math-verify's word on two normalized texts; None where it has none.
+    """Compare two normalized texts by math-verify; None if it cannot decide.
 
     Raises:
         VerifierDown: math-verify is not installed.
     """
-    if not (is_asked(answer) or is_asked(gold)):
+    if not (handles(answer) or handles(gold)):
         return None
     for text in (answer, gold):
         if _MANY_TERMS.search(text):
@@ -80,6 +71,8 @@ def verify(answer: str, gold: str) -> bool | None:
     try:
         import sympy
         from math_verify import verify as stock_verify
+
+        from megatron_rl.rewards.math.numeric import same_number
     except ImportError as e:
         raise VerifierDown(f"math-verify is missing ({e}): install megatron_rl[rewards]") from e
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -94,12 +87,12 @@ def verify(answer: str, gold: str) -> bool | None:
     decided = same_number(sides[0], sides[1])
     if decided is not None:
         return decided
-    # No signals here: the worker is under a hard time-out, and may run in any thread.
+    # No timeout by signals: the worker has a hard limit, and this may run in any thread.
     return bool(stock_verify(sides[0], sides[1], timeout_seconds=None))
 
 
 def _summed(side: Any) -> Any:
-    """With sums of polynomials in closed form: math-verify would sum them numerically, slowly."""
+    """Put sums of polynomials in closed form; math-verify would sum them numerically, slowly."""
     import sympy
 
     def is_easy(part: Any) -> bool:
@@ -127,4 +120,4 @@ def _parse(text: str) -> Any:
             normalized, is_real=True, convert_degrees=False, normalization_config=None
         )
     except Exception as e:  # noqa: BLE001 - its parser raises bare Exception for bad LaTeX
-        raise Unreadable(f"math-verify cannot read it: {str(e)[:80]}") from None
+        raise Unreadable(f"math-verify cannot parse it: {str(e)[:80]}") from None

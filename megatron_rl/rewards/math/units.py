@@ -8,10 +8,10 @@ from fractions import Fraction
 
 F = Fraction
 MAX_CHARACTERS = 400
-"""In longer texts no unit is looked for."""
+"""Longer texts have no unit."""
 
-# Name -> (kind, size in the kind's base unit).
 _NAMES: dict[str, tuple[str, Fraction]] = {}
+"""Name -> (kind, size in the kind's base unit)."""
 
 
 def _define(kind: str, size: Fraction | int, names: str) -> None:
@@ -65,9 +65,7 @@ _TEXT_UNIT = re.compile(
 _PERCENT = re.compile(r"^(?P<value>.+?)\s*(?:\\%|%)$")
 _DEGREES = re.compile(r"^(?P<value>.+?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF])?$")
 _MONEY = re.compile(r"^(?P<sign>[-+]?)\s*(?:\\\$|\$|€|£|¥)\s*(?P<value>.+)$")
-_NOT_UNITS = frozenset(
-    ("or", "and", "mod", "if", "for", "where", "when", "with", "to", "than", "over")
-)
+_NOT_UNITS = set("or and mod if for where when with to than over".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +73,21 @@ class Unit:
     """A unit. Example: `square centimeters` is `Unit("length^2", Fraction(1, 10000))`."""
 
     kind: str
-    """`noun` for anything counted that is no unit of the table."""
+    """Kind of the table; `noun` for any other counted thing."""
     size: Fraction = Fraction(1)
 
     def agrees(self, other: Unit) -> bool:
-        """Whether two values in these units can be equal at all."""
+        """Return True if values in these two units can be equal."""
         loose = ("noun", "units")
         return self.kind == other.kind or self.kind in loose or other.kind in loose
 
 
 def split_unit(text: str, *, letters: bool = True) -> tuple[str, Unit] | None:
-    """The value and its unit; None if the text ends in no unit.
+    """Split a text into value and unit; None if it does not end in a unit.
 
     Args:
-        letters: whether a single letter in plain text (`5 m`) can be a unit; else it is a variable.
+        text: normalized text.
+        letters: a single letter in plain text (`5 m`) may be a unit; else it is a variable.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -125,9 +124,9 @@ def _named(value: str, words: str, power: str, *, nouns: bool) -> tuple[str, Uni
         if part:
             exponent = 2 if re.search(r"sq|2", part) else 3
     name = match["name"].strip()
-    found = _NAMES.get(name) or _NAMES.get(name.lower())
-    if found is not None:
-        kind, size = found
+    known = _NAMES.get(name) or _NAMES.get(name.lower())
+    if known is not None:
+        kind, size = known
         suffix = f"^{exponent}" if exponent > 1 else ""
         return value, Unit("units" if kind == "units" else kind + suffix, size**exponent)
     if (

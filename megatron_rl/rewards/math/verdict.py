@@ -1,4 +1,4 @@
-"""The maths verdict, in this process and without a time-out: users call `verify`."""
+"""The math verdict, in this process and without a timeout; users call `verify`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 
 from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.math import stock
@@ -14,13 +15,7 @@ from megatron_rl.rewards.math.compare import same
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, read_form
-from megatron_rl.rewards.math.node import (
-    MAX_CHARACTERS,
-    MAX_DIGITS,
-    Node,
-    OverLimit,
-    Unreadable,
-)
+from megatron_rl.rewards.math.node import MAX_CHARACTERS, MAX_DIGITS, Node, OverLimit, Unreadable
 from megatron_rl.rewards.math.normalize import clean, plain_to_latex, text_form, untext
 from megatron_rl.rewards.math.units import Unit, split_unit
 
@@ -35,7 +30,7 @@ _CHOICE_WORD = re.compile(r"^(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?[.]?$"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One way to read a text: `5 m` is five metres, or five times m."""
+    """One reading of a text: `5 m` is five meters, or five times m."""
 
     form: Form
     unit: Unit | None
@@ -43,14 +38,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """All ways to read a text, and what went wrong with the others."""
+    """All readings of a text, and the error of the others."""
 
-    found: tuple[Reading, ...]
+    readings: tuple[Reading, ...]
     error: str
     over_limit: bool
 
 
-def judge(
+def math_verdict(
     text: str,
     gold: str,
     *,
@@ -58,14 +53,14 @@ def judge(
     boxed: bool = False,
     ended_thinking: bool = False,
 ) -> Verdict:
-    """Verdict on a completion or an answer.
+    """Return the verdict on a completion or an answer.
 
     Args:
-        text: completion, or an answer alone.
+        text: completion, or only an answer.
         gold: right answer.
-        think_end: what is before it is no answer.
-        boxed: only a box is an answer.
-        ended_thinking: a text without `think_end` has no answer.
+        think_end: marker before which there is no answer.
+        boxed: accept only a box.
+        ended_thinking: require `think_end`.
     """
     try:
         answer = extract_answer(text, think_end, boxed=boxed, ended_thinking=ended_thinking)
@@ -79,7 +74,7 @@ def judge(
         reason = f"gold answer {shown(gold)}: a box is not closed, or too large"
         return Verdict(Outcome.UNPARSABLE, reason)
     try:
-        return _judge(answer, gold)
+        return _compare(answer, gold)
     except OverLimit as e:
         return Verdict(Outcome.TIMED_OUT, f"{shown(answer)}: {e}")
     except RecursionError:
@@ -87,12 +82,12 @@ def judge(
 
 
 def shown(text: str) -> str:
-    """The text, short enough for a reason."""
+    """Shorten a text for a reason."""
     text = " ".join(text[: 2 * SHOWN].split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def _judge(answer: str, gold: str) -> Verdict:
+def _compare(answer: str, gold: str) -> Verdict:
     right = Verdict(Outcome.CORRECT, f"{shown(answer)} is {shown(gold)}")
     wrong = Verdict(Outcome.WRONG, f"{shown(answer)} is not {shown(gold)}")
     if answer == gold:
@@ -101,7 +96,7 @@ def _judge(answer: str, gold: str) -> Verdict:
         raise OverLimit(f"an answer of {len(answer)} characters: over the limit of {MAX_DIGITS}")
     integers = [_INTEGER.match(t) for t in (answer, gold)]
     if integers[0] is not None and integers[1] is not None:
-        # Digit by digit: the length of an integer doesn't matter.
+        # Digit by digit, at any length.
         signs = [m[1].replace("+", "") if m[2] != "0" else "" for m in integers if m is not None]
         return right if integers[0][2] == integers[1][2] and signs[0] == signs[1] else wrong
     if len(answer) > MAX_CHARACTERS:
@@ -111,41 +106,40 @@ def _judge(answer: str, gold: str) -> Verdict:
     answer_text, gold_text = normal(answer), normal(gold)
     if text_form(answer_text) == text_form(gold_text):
         return right
-    choice = _judge_choice(answer_text, gold_text)
+    choice = _compare_choice(answer_text, gold_text)
     if choice is not None:
         return right if choice else wrong
-    return _judge_readings(answer_text, gold_text, right, wrong)
+    return _compare_readings(answer_text, gold_text, right, wrong)
 
 
-def _judge_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> Verdict:
-    golds, answers = readings(gold, is_gold=True), readings(answer, is_gold=False)
+def _compare_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> Verdict:
+    golds, answers = read(gold, is_gold=True), read(answer, is_gold=False)
     limit = undefined = ""
-    for g in golds.found:
-        for a in answers.found:
-            try:
-                if _same_reading(g, a):
-                    return right
-            except OverLimit as e:
-                limit = str(e)
-            except Undefined as e:
-                undefined = str(e)
-                if not has_value(g.form):
-                    reason = f"gold answer {shown(gold)} has no value: {e}"
-                    return Verdict(Outcome.UNPARSABLE, reason)
-    if limit or answers.over_limit or (golds.over_limit and not golds.found):
+    for g, a in product(golds.readings, answers.readings):
+        try:
+            if _same_reading(g, a):
+                return right
+        except OverLimit as e:
+            limit = str(e)
+        except Undefined as e:
+            undefined = str(e)
+            if not has_value(g.form):
+                reason = f"gold answer {shown(gold)} has no value: {e}"
+                return Verdict(Outcome.UNPARSABLE, reason)
+    if limit or answers.over_limit or (golds.over_limit and not golds.readings):
         raise OverLimit(limit or answers.error or golds.error)
-    if not (golds.found and answers.found):
-        whose, error = ("answer", answers.error) if golds.found else ("gold answer", golds.error)
+    if not (golds.readings and answers.readings):
         decided = stock.verify(answer, gold)
         if decided is not None:
             return right if decided else wrong
-        which = shown(answer if golds.found else gold)
-        return Verdict(Outcome.UNPARSABLE, f"{whose} {which}: {error}")
+        if golds.readings:
+            return Verdict(Outcome.UNPARSABLE, f"answer {shown(answer)}: {answers.error}")
+        return Verdict(Outcome.UNPARSABLE, f"gold answer {shown(gold)}: {golds.error}")
     return Verdict(Outcome.WRONG, f"{wrong.reason} ({undefined})") if undefined else wrong
 
 
 def is_readable(gold: str) -> bool:
-    """Whether an answer can be right by more than its text: read here, or by math-verify."""
+    """Return True if a gold answer can be parsed here or by math-verify, not only compared as text."""
     try:
         text = strip_math_delimiters(unbox(gold))
     except (NoAnswer, OverLimit):
@@ -153,11 +147,11 @@ def is_readable(gold: str) -> bool:
     if not 0 < len(text) <= MAX_CHARACTERS:
         return False
     text = normal(text)
-    return bool(readings(text, is_gold=True).found) or stock.is_asked(text)
+    return bool(read(text, is_gold=True).readings) or stock.handles(text)
 
 
 def has_value(form: Form) -> bool:
-    """Whether a constant expression has a value; anything else counts as having one."""
+    """Return False for a constant expression without a value, True for anything else."""
     if not isinstance(form, Expression) or form.node.symbols:
         return True
     try:
@@ -169,7 +163,7 @@ def has_value(form: Form) -> bool:
 
 @lru_cache(maxsize=4096)
 def normal(text: str) -> str:
-    r"""The spelling that is read. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
+    r"""Return the spelling that is parsed. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
     text = clean(plain_to_latex(text.replace("\\!", "")))
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d)", ".", text)
@@ -179,9 +173,9 @@ def normal(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def readings(text: str, *, is_gold: bool) -> Readings:
-    """The ways to read a normalized text, the likeliest first."""
-    found: list[Reading] = []
+def read(text: str, *, is_gold: bool) -> Readings:
+    """Return the readings of a normalized text, the most likely first."""
+    readings: list[Reading] = []
     error, over_limit = "", False
     for value, unit in _candidates(text, is_gold):
         try:
@@ -191,22 +185,23 @@ def readings(text: str, *, is_gold: bool) -> Readings:
         except Unreadable as e:
             error = error or str(e)
         else:
-            if reading not in found:
-                found.append(reading)
-    return Readings(tuple(found), error, over_limit)
+            if reading not in readings:
+                readings.append(reading)
+    return Readings(tuple(readings), error, over_limit)
 
 
 def _candidates(text: str, is_gold: bool) -> Iterator[tuple[str, Unit | None]]:
-    whole_texts: list[tuple[str, Unit | None]] = [(text, None)]
-    found = split_unit(text, letters=not is_gold)
-    for value, unit in whole_texts + ([found] if found else []):
-        whole = value.strip().rstrip(",")
-        # 1,234 is a number, or two of them.
-        if _THOUSANDS.search(whole) and not re.search(r"[(\[{]", whole):
-            yield _THOUSANDS.sub(lambda m: m[0].replace(",", ""), whole), unit
-            yield whole.replace(",", ";"), unit
+    candidates: list[tuple[str, Unit | None]] = [(text, None)]
+    if (with_unit := split_unit(text, letters=not is_gold)) is not None:
+        candidates.append(with_unit)
+    for value, unit in candidates:
+        value = value.strip().rstrip(",")
+        # 1,234 is one number or two.
+        if _THOUSANDS.search(value) and not re.search(r"[(\[{]", value):
+            yield _THOUSANDS.sub(lambda m: m[0].replace(",", ""), value), unit
+            yield value.replace(",", ";"), unit
         else:
-            yield whole, unit
+            yield value, unit
 
 
 def _same_reading(gold: Reading, answer: Reading) -> bool:
@@ -232,8 +227,8 @@ def _scaled(form: Form, size: Fraction, *factors: Node) -> Form:
     return Expression(Node("mul", (form.node, Node("num", value=size), *factors)))
 
 
-def _judge_choice(answer: str, gold: str) -> bool | None:
-    """Whether the choice is right; None if gold is no choice, or the answer is a value."""
+def _compare_choice(answer: str, gold: str) -> bool | None:
+    """Compare multiple-choice answers; None if gold is not a choice, or the answer is a value."""
     gold_choice = _GOLD_CHOICE.match(untext(gold).replace("\\ ", " ").strip())
     if gold_choice is None or (gold_choice[2] and not gold.lstrip().startswith(("(", "\\text"))):
         return None
@@ -241,6 +236,6 @@ def _judge_choice(answer: str, gold: str) -> bool | None:
     match = _CHOICE_WORD.match(text) or _CHOICE.match(text)
     if match is None or (match.re is _CHOICE and re.match(r"[-+*/^_=(!]", match[2])):
         if gold_choice[2]:
-            return _judge(text, gold_choice[2]).passed
+            return _compare(text, gold_choice[2]).passed
         return None
     return match[1].upper() == gold_choice[1]
