@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-rl fit` without an installation: python tools/fit_sigmoid.py data.csv --r0 0.4"""
+"""`megatron-rl fit` without an installation: `python tools/fit_sigmoid.py data.csv --r0 0.4`."""
 
 import sys
 from pathlib import Path

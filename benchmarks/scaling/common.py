@@ -9,8 +9,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.scaling import Series, log_sigmoid  # noqa: E402
-from megatron_rl.scaling.io import read  # noqa: E402
+from megatron_rl.scaling import Series, log_sigmoid, read  # noqa: E402
 from megatron_rl.scaling.noise import covariance  # noqa: E402
 
 POINTS = ROOT / "tests/scaling/data/scalerl_points.csv"
@@ -20,23 +19,23 @@ SIGMA = 0.0045
 
 
 def published() -> dict[str, Series]:
-    """Published series by name; `X+` joins a series with its extrapolation markers."""
-    found = {s.name: s for s in read(POINTS)}
-    for name in [n for n in found if n.endswith("_ext")]:
-        base, ext = found[name.removesuffix("_ext")], found.pop(name)
-        found[base.name + "+"] = Series.clean(
+    """Return the published series by name; `X+` joins a series with its extrapolation markers."""
+    series = {s.name: s for s in read(POINTS)}
+    for name in [n for n in series if n.endswith("_ext")]:
+        base, ext = series[name.removesuffix("_ext")], series.pop(name)
+        series[base.name + "+"] = Series.clean(
             np.concatenate([base.compute, ext.compute]),
             np.concatenate([base.reward, ext.reward]),
             name=base.name + "+",
             unit=base.unit,
         )
-    return found
+    return series
 
 
 def synthetic(
     seed: int, draws: int, share: float, length: float = 2.0, sigma: float = SIGMA
 ) -> Iterator[tuple[dict[str, float], np.ndarray, np.ndarray]]:
-    """Runs of 20-30 evaluations with A .45-.75, B 1-5 (log-uniform), ending at 2 to 4 Cmid.
+    """Yield runs of 20-30 evaluations with A .45-.75, B 1-5 (log-uniform), up to 2 to 4 Cmid.
 
     `share` of the noise variance is correlated over `length` evaluations (0: independent).
     """

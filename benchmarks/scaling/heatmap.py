@@ -27,14 +27,14 @@ def main() -> None:
             for name, y in METHODS.items()
         ]
         result = compare(fits)
-        right = [e.name for e in result.entries] == list(METHODS)
+        right = [e.fit.name for e in result.entries] == list(METHODS)
         print(f"R0 {r0}: order {'as printed' if right else 'NOT as printed'}\n")
         rows = []
         for e in result.entries:
             at = "-"
             if e.shared is not None:
                 at = f"{spread(e.shared.B, '.2f')} at {e.shared.A.value:.3f}"
-            row = [str(e.rank), e.name, spread(e.fit.A), spread(e.fit.B, ".2f"), at]
+            row = [str(e.rank), e.fit.name, spread(e.fit.A), spread(e.fit.B, ".2f"), at]
             rows.append([*row, spread(e.fit.Cmid, "amount")])
         table(["rank", "method", "A", "B", "B at shared A", "Cmid"], rows)
 

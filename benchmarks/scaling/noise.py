@@ -1,4 +1,4 @@
-"""What noise the published curves have: restricted likelihood of the covariance in `noise.py`.
+"""Noise of the published curves: restricted likelihood of the covariance in `noise.py`.
 
     python benchmarks/scaling/noise.py > benchmarks/results/scaling_noise.md
 
@@ -9,8 +9,9 @@ import numpy as np
 from common import DATE, published, table
 
 from megatron_rl.scaling.noise import covariance, whitener
+from megatron_rl.scaling.options import FitOptions
 from megatron_rl.scaling.solve import solve
-from megatron_rl.scaling.window import choose, problem
+from megatron_rl.scaling.window import choose_window, make_problem
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 LENGTHS = (1.0, 2.0, 3.0, 5.0)
@@ -27,12 +28,13 @@ def restricted(white: np.ndarray, j: np.ndarray, r: np.ndarray) -> float:
 
 def main() -> None:
     print(f"# Noise of the published evaluations ({DATE})\n")
+    options = FitOptions(r0=0.395, skip=1400.0)
     totals = np.zeros((len(SHARES), len(LENGTHS)))
     sigmas, lag = [], []
     series = [s for k, s in published().items() if not k.endswith("+")]
     for s in series:
-        w = choose(s, "log-sigmoid", 0.395, 1400.0, None, None, 1.0)
-        p = problem(s, "log-sigmoid", w.r0, w.used.nonzero()[0], None, 1.0)
+        w = choose_window(s, options)
+        p = make_problem(s.take(w.used), options, w.r0)
         a = solve(p)
         g = p.shape.g(p.x, a.u, a.v)
         gu, gv = p.shape.dg(p.x, a.u, a.v)

@@ -1,4 +1,4 @@
-"""Which forecast is better beyond the data: the least-squares curve or the expected curve.
+"""Forecasts beyond the data: the least-squares curve and the expected curve.
 
 python benchmarks/scaling/prediction.py > benchmarks/results/scaling_prediction.md
 """

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from common import DATE, published, table
 
-from megatron_rl.scaling import Series
-from megatron_rl.scaling.fitting import fit
+from megatron_rl.scaling import Series, fit
+from megatron_rl.scaling.options import FitOptions
 from megatron_rl.scaling.paper import solve_paper
 from megatron_rl.scaling.solve import solve
-from megatron_rl.scaling.window import choose, problem
+from megatron_rl.scaling.window import choose_window, make_problem
 
 R0, SKIP = 0.395, 1400.0
 
@@ -28,15 +28,16 @@ def timed[T](function: Callable[[], T], repeats: int) -> tuple[float, T]:
 
 
 def measure(s: Series) -> list[str]:
-    window = choose(s, "log-sigmoid", R0, SKIP, None, None, 1.0)
-    p = problem(s, "log-sigmoid", window.r0, window.used.nonzero()[0], None, 1.0)
+    options = FitOptions(r0=R0, skip=SKIP)
+    window = choose_window(s, options)
+    p = make_problem(s.take(window.used), options, window.r0)
     fast, one = timed(lambda: solve(p), 5)
-    whole, _ = timed(lambda: fit(s, r0=R0, skip=SKIP), 3)
+    complete, _ = timed(lambda: fit(s, r0=R0, skip=SKIP), 3)
     slow, two = timed(lambda: solve_paper(p), 1)
     no_larger = one.s <= two.s
     return [
         s.name, str(len(p.y)), f"{slow:.2f} s", f"{fast * 1e3:.1f} ms", f"{slow / fast:.0f}",
-        f"{whole * 1e3:.0f} ms", f"{slow / whole:.0f}", f"{two.s:.4e}", f"{one.s:.4e}",
+        f"{complete * 1e3:.0f} ms", f"{slow / complete:.0f}", f"{two.s:.4e}", f"{one.s:.4e}",
         "yes" if no_larger else "NO",
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The three curve families of pass rate against compute, and their derivatives.
+"""Three families of curves of pass rate against compute, and their derivatives.
 
 Every family is linear in two rewards and non-linear in at most two shape parameters::
 
@@ -13,48 +13,47 @@ form               formula                                         shape (u, v)
 =================  ==============================================  ====================
 
 ``log-sigmoid`` is Equation 1 of arXiv 2510.13786; ``power-law`` is its limit at high compute with
-``D = (A - R0) Cmid^B``; ``linear-sigmoid`` is what popular summaries print. ``s`` is the largest
-compute of the data, so that every fit is independent of the unit of compute.
+``D = (A - R0) Cmid^B``; ``linear-sigmoid`` is the form that popular summaries print. ``s`` is the
+largest compute of the data, so that every fit is independent of the unit of compute.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
+from .options import FormName
+
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Index = NDArray[np.intp]
-FormName = Literal["log-sigmoid", "linear-sigmoid", "power-law"]
-FORMS: tuple[FormName, ...] = get_args(FormName)
 
 MIN_B, MAX_B = 0.1, 20.0
 """Bounds of B in every fit; the published values lie between 1 and 5.2."""
 
 
 def log_sigmoid(compute: ArrayLike, A: float, B: float, Cmid: float, R0: float) -> Array:
-    """Equation 1: pass rate at `compute` (any unit, the one of `Cmid`); at compute 0 it is R0."""
+    """Return Equation 1 at `compute`, in the unit of `Cmid`; it is R0 at compute 0."""
     with np.errstate(divide="ignore"):
         x = np.log(np.asarray(compute, dtype=float))
     return R0 + (A - R0) * np.asarray(expit(B * (x - np.log(Cmid))))
 
 
 def linear_sigmoid(compute: ArrayLike, A: float, B: float, Cmid: float, R0: float) -> Array:
-    """Logistic curve in linear compute; `B` is per unit of compute."""
+    """Return the logistic curve in linear compute; `B` is per unit of compute."""
     return R0 + (A - R0) * np.asarray(expit(B * (np.asarray(compute, dtype=float) - Cmid)))
 
 
 def power_law(compute: ArrayLike, A: float, B: float, D: float) -> Array:
-    """Saturating power law `A - D / C^B`; minus infinity at compute 0."""
+    """Return the saturating power law `A - D / C^B`; minus infinity at compute 0."""
     with np.errstate(divide="ignore"):
         return A - D * np.asarray(compute, dtype=float) ** -B
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One family bound to the scale of one series: maps compute to g(C; u, v) and back.
+    """A family scaled to one series: maps compute to g(C; u, v) and back.
 
     `scale` is the largest compute of the series, `anchor` the smallest positive one.
     For the power law the pair (R0, A) is (value at `anchor`, asymptote).
@@ -66,11 +65,11 @@ class Shape:
 
     @property
     def has_u(self) -> bool:
-        """Whether the family has a midpoint."""
+        """True if the family has a midpoint."""
         return self.form != "power-law"
 
     def x(self, compute: ArrayLike) -> Array:
-        """Abscissa in which the family is written: ln C, or C/scale."""
+        """Return the abscissa of the family: ln C, or C/scale."""
         c = np.asarray(compute, dtype=float)
         if self.form == "linear-sigmoid":
             return c / self.scale
@@ -78,14 +77,14 @@ class Shape:
             return np.log(c)
 
     def g(self, x: Array, u: Array | float, v: Array | float) -> Array:
-        """Share of the gain reached at abscissa x [broadcast of x, u, v]."""
+        """Return the share of the gain reached at abscissa x [broadcast of x, u, v]."""
         b = np.exp(v)
         if self.form == "power-law":
             return -np.expm1(-b * (x - np.log(self.anchor)))
         return np.asarray(expit(b * (x - u)))
 
     def dg(self, x: Array, u: Array | float, v: Array | float) -> tuple[Array, Array]:
-        """Derivatives of g by u and by v at finite x [broadcast of x, u, v]."""
+        """Return the derivatives of g by u and by v at finite x [broadcast of x, u, v]."""
         b = np.exp(v)
         if self.form == "power-law":
             t = x - np.log(self.anchor)
@@ -96,7 +95,10 @@ class Shape:
         return -slope, slope * (x - u)
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Search box of u and of v: midpoints from a tenth of the first to 100 times the last."""
+        """Return the search box of u and of v.
+
+        Midpoints range from a tenth of the first compute to 100 times the last.
+        """
         if self.form == "linear-sigmoid":
             return (-2.0, 20.0), (np.log(0.05), np.log(200.0))
         if self.form == "power-law":
@@ -105,23 +107,19 @@ class Shape:
         return (float(lo), float(hi)), (float(np.log(MIN_B)), float(np.log(MAX_B)))
 
     def b(self, v: Array | float) -> Array:
-        """B in the unit of the formula (per unit of compute for the linear sigmoid)."""
+        """Return B in the unit of the formula (per unit of compute for the linear sigmoid)."""
         return np.exp(v) / (self.scale if self.form == "linear-sigmoid" else 1.0)
 
-    def v(self, b: float) -> float:
-        """Inverse of `b`."""
-        return float(np.log(b * (self.scale if self.form == "linear-sigmoid" else 1.0)))
-
     def cmid(self, u: Array | float) -> Array:
-        """Cmid in the unit of compute."""
+        """Return Cmid in the unit of compute."""
         return np.asarray(u * self.scale if self.form == "linear-sigmoid" else np.exp(u))
 
     def u(self, cmid: float) -> float:
-        """Inverse of `cmid`."""
+        """Invert `cmid`."""
         return float(cmid / self.scale if self.form == "linear-sigmoid" else np.log(cmid))
 
     def invert(self, share: Array, u: Array, v: Array) -> Array:
-        """Compute at which g reaches `share`; inf where share >= 1, 0 where it is below g(0)."""
+        """Return the compute at which g is `share`: inf for a share >= 1, 0 for one below g(0)."""
         share = np.asarray(share, dtype=float)
         inside = np.clip(share, 1e-12, 1 - 1e-12)
         if self.form == "power-law":

@@ -1,8 +1,11 @@
-"""What the fitter raises."""
+"""Errors of the fitter, and the import of optional packages."""
+
+from importlib import import_module
+from typing import Any
 
 
-class DataError(ValueError):
-    """The input cannot be fitted: names file, line and column where known, and the remedy."""
+class PointsError(ValueError):
+    """The input cannot be fitted; the message names file, line and column, and the remedy."""
 
     def __init__(
         self,
@@ -13,25 +16,29 @@ class DataError(ValueError):
         line: int | None = None,
         column: str | None = None,
     ) -> None:
-        self.file, self.line, self.column, self.remedy = file, line, column, remedy
-        where = ""
-        if file is not None:
-            where = file
-            if line is not None:
-                where += f", line {line}"
-            if column is not None:
-                where += f", column '{column}'"
-            where += ": "
-        elif column is not None:
-            where = f"column '{column}': "
-        super().__init__(f"{where}{problem}. {remedy}")
+        parts = [] if file is None else [file]
+        parts += [] if line is None else [f"line {line}"]
+        parts += [] if column is None else [f"column '{column}'"]
+        source = f"{', '.join(parts)}: " if parts else ""
+        super().__init__(f"{source}{problem}. {remedy}")
 
 
 class MissingExtra(ImportError):
-    """An optional package is needed for this function: names it and the extra that brings it."""
+    """An optional package is not installed; the message names the command that installs it."""
 
-    def __init__(self, package: str, what: str, extra: str) -> None:
-        super().__init__(
-            f"{what} needs the package '{package}': pip install {package}, "
-            f"or pip install 'megatron-rl[{extra}]'"
-        )
+
+def require(module: str, purpose: str, extra: str | None = None) -> Any:
+    """Import a module of an optional package.
+
+    Raises:
+        MissingExtra: the package is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        distribution = "megatron-rl" if extra is None else f"'megatron-rl[{extra}]'"
+        raise MissingExtra(
+            f"{purpose} needs the package '{package}': pip install {package}, "
+            f"or pip install {distribution}"
+        ) from error

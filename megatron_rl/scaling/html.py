@@ -2,167 +2,104 @@
 
 from collections.abc import Sequence
 from html import escape
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .errors import MissingExtra
-from .plot import COLORS, HELD_OUT, INK, SKIPPED, axis_values
-from .report import amount, b_spec, roles, spread
+from .curve import Array
+from .errors import require
+from .fit_result import Fit, amount
+from .plot import COLORS, INK, ROLES, axis_values, value_range
+from .report import open_console, print_fits, roles
 
-if TYPE_CHECKING:
-    from .fitting import Fit
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1120px; margin: 2em auto;
-  padding: 0 1em }
-h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin: 2em 0 .3em }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .35em .7em; border-bottom: 1px solid #e5e7eb }
-th { color: #6b7280; font-weight: 600 } .good { color: #047857 } .ill { color: #b91c1c }
-ul { margin: .3em 0 1em; padding-left: 1.2em } .note { color: #6b7280 }
-.wide { overflow-x: auto; font-size: .93em }
-td:first-child { min-width: 11em } td:not(:first-child) { white-space: nowrap }
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Compute-performance fits</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: {ink}; max-width: 1120px; margin: 2em auto }}
+pre {{ overflow-x: auto }}
+</style></head><body><h1>Compute-performance fits</h1>{body}</body></html>
 """
 
 
-def save_html(fits: Sequence["Fit"], path: str | Path) -> None:
+def save_html(fits: Sequence[Fit], path: str | Path) -> None:
     """Write the page; a fit's chart switches between logarithmic and linear compute.
 
     Raises:
         MissingExtra: plotly is not installed.
     """
-    try:
-        import plotly.graph_objects as go
-        import plotly.io as pio
-    except ImportError as error:
-        raise MissingExtra("plotly", "Writing HTML", "plot") from error
-    body = ["<h1>Compute-performance fits</h1>", _table(fits)]
+    go, pio = (require(f"plotly.{m}", "Writing HTML") for m in ("graph_objects", "io"))
+    console = open_console(record=True, file=StringIO(), width=132)
+    print_fits(console, fits)
+    body = [console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")]
     for i, f in enumerate(fits):
-        chart = pio.to_html(
-            _chart(go, f),
-            full_html=False,
-            include_plotlyjs=i == 0,
-            config={"displaylogo": False, "responsive": True},
-        )
-        body += [f"<h2>{escape(f.name or 'fit')}</h2>", chart, _notes(f)]
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Compute-performance fits</title><style>{STYLE}</style></head>"
-        f"<body>{''.join(body)}</body></html>"
-    )
+        config = {"displaylogo": False, "responsive": True}
+        chart = pio.to_html(_chart(go, f), config, full_html=False, include_plotlyjs=i == 0)
+        body += [f"<h2>{escape(f.name or 'fit')}</h2>", chart]
+    page = PAGE.format(ink=INK, body="".join(body))
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _table(fits: Sequence["Fit"]) -> str:
-    rows = []
-    for f in fits:
-        p = f.prediction
-        held = "-" if p is None else f"{p.points}: rmse {p.rmse:.4f}, {p.coverage:.0%} in band"
-        good = f.well_conditioned
-        word, kind = ("good", "good") if good else ("ill", "ill")
-        verdict = f'<span class="{kind}">{word}</span>'
-        cells = (
-            f.name,
-            spread(f.A),
-            spread(f.B, b_spec(f)),
-            spread(f.Cmid, "amount"),
-            str(f.n),
-            held,
-        )
-        rows.append(
-            "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + f"<td>{verdict}</td></tr>"
-        )
-    names = ("run", "A", "B", f"Cmid ({fits[0].unit})", "fitted", "held out", "verdict")
-    head = "".join(f"<th>{escape(n)}</th>" for n in names)
-    note = f"{fits[0].form}; intervals {fits[0].level:.0%}"
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<div class="wide">{table}</div><p class="note">{escape(note)}</p>'
-
-
-def _notes(f: "Fit") -> str:
-    lines = [f"R0 {spread(f.R0)}, {f.window.r0_rule}", f"skip: {f.window.skip_rule}"]
-    lines += [f"repaired: {r}" for r in f.repairs]
-    items = [f'<li class="note">{escape(t)}</li>' for t in lines]
-    items += [f'<li class="{"ill" if w.serious else ""}">{escape(w.text)}</li>' for w in f.warnings]
-    return f"<ul>{''.join(items)}</ul>"
-
-
-def _chart(go: Any, f: "Fit") -> Any:
+def _chart(go: Any, f: Fit) -> Any:
+    """Return the interactive chart of a fit."""
     # Both axes share one set of values: dense in the logarithm, and in the linear start as well.
-    x = np.union1d(axis_values(f, True, 120), axis_values(f, False, 80))
+    log_values = axis_values(f, True, 120)
+    x = np.union1d(log_values, axis_values(f, False, 80))
     x = x[x > 0]
     figure = go.Figure()
-    for kind, alpha, name in (("evaluation", 0.10, "evaluations"), ("curve", 0.20, "curve")):
-        low, high = f.band(x, kind=kind)  # type: ignore[arg-type]
-        label = f"{f.level:.0%} {name}"
-        shade = {"fill": "toself", "fillcolor": f"rgba(37,99,235,{alpha})", "hoverinfo": "skip"}
+    _add_curves(figure, f, x)
+    _add_points(figure, f)
+    label, dots = f"A = {f.A.value:.3f}", {"dash": "dot", "width": 1}
+    figure.add_hline(f.A.value, line=dots, annotation_text=label, annotation_position="top left")
+    figure.add_hrect(f.A.low, f.A.high, fillcolor=INK, opacity=0.05, line_width=0)
+    log_range = np.log10([log_values[0], x[-1]]).tolist()
+    scales = (("logarithmic", "log", log_range, "D2"), ("linear", "linear", [0, x[-1]], None))
+    buttons = []
+    for text, kind, limits, step in scales:
+        change = {"xaxis.type": kind, "xaxis.range": limits, "xaxis.dtick": step}
+        buttons.append({"label": text, "method": "relayout", "args": [change]})
+    menu = {"type": "buttons", "direction": "right", "x": 0, "y": 1.12, "xanchor": "left"}
+    limits = value_range(f, float(log_values[0]), (0.1, 0.15))
+    figure.update_layout(
+        template="plotly_white",
+        height=520,
+        hovermode="closest",
+        updatemenus=[menu | {"buttons": buttons}],
+        xaxis={"type": "log", "range": log_range, "dtick": "D2"},
+        xaxis_title=f"compute ({f.unit})",
+        yaxis={"title": {"text": "pass rate"}, "range": limits},
+        margin={"l": 60, "r": 20, "t": 60, "b": 50},
+    )
+    return figure
+
+
+def _add_curves(figure: Any, f: Fit, x: Array) -> None:
+    """Add bands, least-squares curve and expected curve."""
+    bands = {"evaluations": (f.band(x), 0.10), "curve": (f.band(x, kind="curve"), 0.20)}
+    for name, ((low, high), alpha) in bands.items():
         ring = {"x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
-        figure.add_scatter(**ring, mode="lines", line={"width": 0}, name=label, **shade)
-    figure.add_scatter(
-        x=x, y=f.curve(x), mode="lines", name="least squares", line={"color": COLORS[0]}
-    )
-    dash = {"color": INK, "width": 1.3, "dash": "dash"}
+        shade = {"fill": "toself", "fillcolor": f"rgba(37,99,235,{alpha})", "line_width": 0}
+        label = f"{f.options.level:.0%} {name}"
+        figure.add_scatter(**ring, **shade, mode="lines", name=label, hoverinfo="skip")
+    line, dash = {"color": COLORS[0]}, {"color": INK, "width": 1.3, "dash": "dash"}
+    figure.add_scatter(x=x, y=f.curve(x), mode="lines", name="least squares", line=line)
     figure.add_scatter(x=x, y=f.predict(x), mode="lines", name="expected", line=dash)
-    part = np.array(roles(f))
+
+
+def _add_points(figure: Any, f: Fit) -> None:
+    """Add the evaluations by their role, and Cmid."""
+    part = roles(f)
     c, r, s = f.series.compute, f.series.reward, f.series.stderr
-    styles = (
-        ("used", "fitted", {"color": COLORS[0], "size": 8}),
-        ("skipped", "skipped", {"color": SKIPPED, "size": 8, "symbol": "circle-open"}),
-        ("r0", "R0", {"color": INK, "size": 8, "symbol": "square-open"}),
-        ("held_out", "held out", {"color": HELD_OUT, "size": 8, "symbol": "diamond-open"}),
-    )
-    for role, name, marker in styles:
+    for role, (name, color, _, symbol) in ROLES.items():
         mask = part == role
         if mask.any():
-            error = None if s is None else {"type": "data", "array": s[mask], "thickness": 1}
-            figure.add_scatter(
-                x=c[mask], y=r[mask], mode="markers", name=name, marker=marker, error_y=error
-            )
-    figure.add_hline(
-        y=f.A.value, line={"dash": "dot", "width": 1}, annotation_text=f"A = {f.A.value:.3f}",
-        annotation_position="top left",
-    )  # fmt: skip
-    figure.add_hrect(y0=f.A.low, y1=f.A.high, fillcolor=INK, opacity=0.05, line_width=0)
-    if f.Cmid is not None and x[0] < f.Cmid.value < x[-1]:
+            bars = None if s is None else {"type": "data", "array": s[mask], "thickness": 1}
+            marker = {"color": color, "symbol": symbol, "size": 8}
+            points = {"x": c[mask], "y": r[mask], "error_y": bars, "marker": marker}
+            figure.add_scatter(**points, mode="markers", name=name)
+    if f.Cmid is not None and axis_values(f, True)[0] < f.Cmid.value < c[-1] * 1.6:
         # A line trace, not a shape: annotations of shapes do not follow a change of axis type.
-        y = [float(np.min(r)), float(f.curve(f.Cmid.value))]
-        figure.add_scatter(
-            x=[f.Cmid.value] * 2, y=y, mode="lines+markers", name=f"Cmid = {amount(f.Cmid.value)}",
-            line={"color": INK, "width": 1, "dash": "dot"}, marker={"symbol": "square", "size": 7},
-        )  # fmt: skip
-    log_range = [float(np.log10(axis_values(f, True)[0])), float(np.log10(x[-1]))]
-    shown = np.concatenate([r, f.curve(x[x >= 10 ** log_range[0]]), [f.A.value]])
-    span = float(shown.max() - shown.min())
-    kinds = (("logarithmic", "log", log_range, "D2"), ("linear", "linear", [0, float(x[-1])], None))
-    buttons = [
-        {
-            "label": word,
-            "method": "relayout",
-            "args": [{"xaxis.type": kind, "xaxis.range": span_, "xaxis.dtick": step}],
-        }
-        for word, kind, span_, step in kinds
-    ]
-    menu = {
-        "type": "buttons",
-        "direction": "right",
-        "buttons": buttons,
-        "x": 0,
-        "y": 1.12,
-        "xanchor": "left",
-    }
-    figure.update_layout(
-        template="plotly_white", height=520, hovermode="closest", updatemenus=[menu],
-        xaxis={
-            "type": "log", "range": log_range, "dtick": "D2",
-            "title": {"text": f"compute ({f.unit})"},
-        },
-        yaxis={
-            "title": {"text": "pass rate"},
-            "range": [float(shown.min()) - 0.1 * span, float(shown.max()) + 0.15 * span],
-        },
-        margin={"l": 60, "r": 20, "t": 60, "b": 50},
-    )  # fmt: skip
-    return figure
+        label, y = f"Cmid = {amount(f.Cmid.value)}", [float(r.min()), float(f.curve(f.Cmid.value))]
+        line = {"color": INK, "width": 1, "dash": "dot"}
+        figure.add_scatter(x=[f.Cmid.value] * 2, y=y, mode="lines+markers", name=label, line=line)

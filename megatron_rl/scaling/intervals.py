@@ -1,6 +1,6 @@
 """Intervals, bands and draws averaged over two noise models: independent and correlated.
 
-Twenty evaluations do not tell for sure whether neighbours are correlated, so both models are fitted
+Twenty evaluations do not determine whether neighbors are correlated, so both models are fitted
 (`noise.py`), weighted by prior times evidence, and their profile likelihoods are averaged in the
 tails: the bound y solves ``sum_k w_k tail_k(y) = (1 - level)/2``, the model-averaged profile
 interval of Fletcher and Turek (2012, JABES 17:38). `tail_k` comes from the interval ends of model k
@@ -8,35 +8,30 @@ on a ladder of levels. For correlated runs the interval is as wide as it must be
 evaluations it is little wider than the textbook one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
 from .curve import Array
-from .likelihood import Map, build
+from .likelihood import Curves, LikelihoodMap
+from .likelihood_grid import build_map
 from .noise import SHARE, covariance, whitener
-from .solve import Point, Problem
+from .series import Series
+from .solve import FitProblem, Point
 
 TAILS = np.array([0.0002, 0.001, 0.0025, 0.006, 0.0125, 0.025, 0.04, 0.07, 0.13, 0.25, 0.45])
 """Tail probabilities of the ladder."""
-PRIOR = 0.5
-"""Prior probability of correlated noise: even odds, and intervals hold under either kind
-(`benchmarks/scaling/coverage.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
-    """Noise models that were fitted, and how probable each of them is."""
+class ModelAverage:
+    """The fitted noise models and their probabilities."""
 
-    maps: tuple[Map, ...]
+    maps: tuple[LikelihoodMap, ...]
     weights: tuple[float, ...]
-    shares: tuple[float, ...]
-
-    @property
-    def correlated(self) -> float:
-        """Probability of correlated noise."""
-        return float(sum(w for w, s in zip(self.weights, self.shares, strict=True) if s > 0))
+    correlated: float
+    """Probability of correlated noise."""
 
     @property
     def sigma(self) -> float:
@@ -45,25 +40,21 @@ class Belief:
         return float(np.sqrt(sum(w * m.sigma**2 for w, m in pairs)))
 
     def intervals(self, level: float) -> dict[str, tuple[float, float]]:
-        """Model-averaged profile intervals of "a", "r0", "u" and "v"."""
-        names = ("a", "r0", "u", "v")
-        lows, highs = [], []
-        for m in self.maps:
-            make = (m.interval_a, m.interval_r0, m.interval_u, m.interval_v)
-            ends = np.array([[f(float(lv)) for f in make] for lv in 1 - 2 * TAILS])
-            lows.append(ends[..., 0])
-            highs.append(-ends[..., 1])
+        """Return the model-averaged profile intervals of "a", "r0", "u" and "v"."""
+        ends = [np.array([m.intervals(float(lv)) for lv in 1 - 2 * TAILS]) for m in self.maps]
         tail = (1 - level) / 2
-        lo, hi = _average(lows, self.weights, tail), -_average(highs, self.weights, tail)
+        lo = _average([e[..., 0] for e in ends], self.weights, tail)
+        hi = -_average([-e[..., 1] for e in ends], self.weights, tail)
+        names = ("a", "r0", "u", "v")
         return {k: (float(a), float(b)) for k, a, b in zip(names, lo, hi, strict=True)}
 
     def mean(self, compute: Array) -> Array:
-        """Average of the plausible curves [m]."""
+        """Return the average of the plausible curves [m]."""
         pairs = zip(self.weights, self.maps, strict=True)
         return np.asarray(sum(w * m.mean_curve(compute) for w, m in pairs))
 
     def curve_band(self, compute: Array, level: float) -> tuple[Array, Array]:
-        """Interval of the noiseless curve at each compute [m]; both bounds rise with compute."""
+        """Return the interval of the noiseless curve [m]; both bounds rise with compute."""
         ranges = [m.curve_range(compute, 1 - 2 * TAILS) for m in self.maps]
         lo = _average([r[0] for r in ranges], self.weights, (1 - level) / 2)
         hi = -_average([-r[1] for r in ranges], self.weights, (1 - level) / 2)
@@ -71,7 +62,7 @@ class Belief:
         return np.minimum(lo, mean), np.maximum(hi, mean)
 
     def band(self, compute: Array, level: float, noise: Array | float = 1.0) -> tuple[Array, Array]:
-        """Interval of an evaluation at each compute: curve and noise added in quadrature.
+        """Return the interval of an evaluation [m]: curve and noise added in quadrature.
 
         `noise` scales sigma, for evaluations of other sizes than the mean one [m].
         """
@@ -80,53 +71,43 @@ class Belief:
         t = float(stdtrit(self.maps[0].dof, (1 + level) / 2)) * self.sigma * noise
         return mean - np.hypot(mean - low, t), mean + np.hypot(high - mean, t)
 
-    def draw(self, n: int, seed: int = 0) -> tuple[Array, Array, Array, Array]:
-        """Draw n plausible curves: A, R0, u, v [n]."""
+    def draw(self, n: int, seed: int = 0) -> Curves:
+        """Draw n plausible curves."""
         first = round(n * self.weights[0])
         counts = (first, n - first) if len(self.maps) == 2 else (n,)
-        parts = [
-            m.draw(k, seed + i) for i, (m, k) in enumerate(zip(self.maps, counts, strict=True)) if k
-        ]
-        a, r0, u, v = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return a, r0, u, v
+        pairs = enumerate(zip(self.maps, counts, strict=True))
+        parts = [m.draw(k, seed + i) for i, (m, k) in pairs if k]
+        return Curves(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def believe(
-    p: Problem,
-    compute: Array,
-    stderr: Array | None,
-    start: Point,
-    prior_correlated: float = PRIOR,
-) -> Belief:
+def average_models(
+    p: FitProblem, points: Series, start: Point, prior_correlated: float
+) -> ModelAverage:
     """Fit the noise models of a problem (its whitener is replaced) and weigh them.
 
     Args:
         p: the problem.
-        compute: compute of its points [n].
-        stderr: their standard errors, for relative weights, or None.
+        points: its points.
         start: the least-squares solution.
         prior_correlated: 0 assumes independent evaluations, 1 correlated ones.
     """
-    kinds = [(0.0, 1 - prior_correlated), (SHARE, prior_correlated)]
-    kinds = [(share, prior) for share, prior in kinds if prior > 0]
+    priors = {0.0: 1 - prior_correlated, SHARE: prior_correlated}
+    shares = [share for share, prior in priors.items() if prior > 0]
     maps, log_w = [], []
-    for share, prior in kinds:
-        k = covariance(compute, share, stderr)
-        q = Problem(p.shape, p.x, p.y, whitener(k), p.r0, p.fix_a, p.a_max)
-        maps.append(build(q, float(np.linalg.slogdet(k)[1]), start))
-        log_w.append(maps[-1].log_evidence + float(np.log(prior)))
+    for share in shares:
+        k = covariance(points.compute, share, points.stderr)
+        whitened = replace(p, white=whitener(k))
+        maps.append(build_map(whitened, float(np.linalg.slogdet(k)[1]), start))
+        log_w.append(maps[-1].log_evidence + float(np.log(priors[share])))
     w = np.exp(np.array(log_w) - max(log_w))
-    w /= w.sum()
-    return Belief(tuple(maps), tuple(float(t) for t in w), tuple(share for share, _ in kinds))
+    weights = tuple(float(t) for t in w / w.sum())
+    return ModelAverage(tuple(maps), weights, weights[-1] if shares[-1] > 0 else 0.0)
 
 
 def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Array:
-    """Value y [m] at which the weighted lower tails of the models reach `tail`.
+    """Return the value y [m] at which the weighted lower tails of the models reach `tail`.
 
-    Args:
-        ends: for each model the lower interval ends on the ladder [levels, m], rising with level.
-        weights: weights of the models.
-        tail: probability to leave below.
+    `ends` are each model's lower interval ends on the ladder [levels, m], rising with level.
     """
     z = ndtri(TAILS)
     lo = np.min([e[0] for e in ends], axis=0)
@@ -140,7 +121,7 @@ def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Arra
 
 
 def _tail(y: Array, ends: Array, z: Array) -> Array:
-    """Tail probability at y [m], linear in normal score between the ends [levels, m]."""
+    """Return the tail probability at y [m], linear in normal score between ends [levels, m]."""
     k = (ends <= y).sum(axis=0)
     i = np.clip(k, 1, len(z) - 1)
     columns = np.arange(ends.shape[1])

@@ -1,14 +1,14 @@
-"""Noise of neighbouring evaluations is correlated, and intervals must know it.
+"""Noise model: neighboring evaluations are correlated, and intervals must account for it.
 
-Model: covariance of two evaluations i, j of one run, in units of the noise variance::
+The covariance of two evaluations i, j of one run, in units of the noise variance, is::
 
     K_ij = (1 - share) [i = j] + share * exp(-|C_i - C_j| / (LENGTH * median spacing))
 
-`share` is the part of the variance that belongs to the run (it drifts) and not to the sampling of
-one evaluation. Thirteen published curves (their fit windows only) ask for a share of 0.8 to 1 and
-a length of 2 to 5 spacings: there the log restricted likelihood is 19 to 21 above that of
+`share` is the part of the variance that drifts during the run; the rest is the sampling error of
+one evaluation. Thirteen published curves (their fit windows only) have a share of 0.8 to 1 and a
+length of 2 to 5 spacings: there the log restricted likelihood is 19 to 21 above that of
 independent noise (`benchmarks/scaling/noise.py`). SHARE is the middle of that range, LENGTH its
-lower end, which costs least where the noise is independent after all.
+lower end, which costs least if the noise is independent after all.
 """
 
 import numpy as np
@@ -18,18 +18,18 @@ from .curve import Array
 SHARE = 0.9
 LENGTH = 2.0
 FLOOR = 1e-4
-"""Least noise that is assumed (0.01 points of percent): pass rates are printed to about that."""
+"""Smallest noise that is assumed (0.01 percentage points): pass rates are printed to about that."""
 
 
 def covariance(
     compute: Array, share: float, stderr: Array | None = None, length: float = LENGTH
 ) -> Array:
-    """Noise covariance [n, n] with mean diagonal 1; `stderr` gives its relative heteroscedasticity.
+    """Return the noise covariance [n, n] with mean diagonal 1.
 
     Args:
         compute: compute of the evaluations [n], increasing.
         share: part of the variance that drifts, 0 (independent) to 1.
-        stderr: standard errors [n], or None for equal ones.
+        stderr: standard errors [n], for the relative size of the noise; None: equal.
         length: correlation length in median spacings of the evaluations.
     """
     n = len(compute)
@@ -44,5 +44,5 @@ def covariance(
 
 
 def whitener(cov: Array) -> Array:
-    """Matrix [n, n] that turns noise of covariance `cov` into independent unit noise."""
+    """Return the matrix [n, n] that turns noise of covariance `cov` into independent unit noise."""
     return np.asarray(np.linalg.inv(np.linalg.cholesky(cov)))

@@ -1,9 +1,9 @@
-"""The procedure of arXiv 2510.13786: a grid over A and Cmid, B alone by `curve_fit` in each cell.
+"""The procedure of arXiv 2510.13786: a grid over A and Cmid, and B by `curve_fit` in each cell.
 
-A runs over 0.450, 0.455 ... 0.800; Cmid over 100 linear values, here from 1.5% to 150% of the
+A takes the values 0.450, 0.455 ... 0.800; Cmid 100 linear values, here from 1.5% to 150% of the
 largest compute (the paper's range was rescaled for each run). Kept as `method="paper"` so that
-published numbers can be compared; `solve.py` finds no larger sum of squares in a fraction of the
-time.
+published numbers can be compared; `solve.py` reaches an equal or smaller sum of squares in a
+fraction of the time.
 """
 
 import warnings
@@ -12,14 +12,14 @@ import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from .curve import MAX_B, MIN_B, Array
-from .solve import Point, Problem
+from .solve import FitProblem, Point
 
 A_GRID = np.round(np.arange(0.45, 0.8001, 0.005), 3)
 CMID_VALUES = 100
 
 
-def solve_paper(p: Problem) -> Point:
-    """Least squares over the paper's grid.
+def solve_paper(p: FitProblem) -> Point:
+    """Solve least squares over the paper's grid.
 
     Raises:
         ValueError: R0 is not fixed, or the form has no midpoint: the paper defines neither.
@@ -33,8 +33,7 @@ def solve_paper(p: Problem) -> Point:
         raise ValueError(f"--method paper has no A above R0 = {r0:g} in its grid 0.45-0.80")
     cmid_values = p.shape.scale * np.linspace(0.0, 1.5, CMID_VALUES + 1)[1:]
     best: Point | None = None
-    ones = p.white.sum(axis=1)
-    y = p.white @ p.y - r0 * ones
+    y = p.white @ p.y - r0 * p.white.sum(axis=1)
     for a in a_values:
         for cmid in cmid_values:
             u = p.shape.u(float(cmid))
@@ -47,12 +46,11 @@ def solve_paper(p: Problem) -> Point:
                 warnings.simplefilter("ignore", OptimizeWarning)
                 try:
                     (b,), _ = curve_fit(curve, p.x, y, p0=[2.0])
-                except RuntimeError:  # curve_fit did not converge: the cell is no candidate
+                except RuntimeError:  # curve_fit did not converge: skip the cell
                     continue
             s = float(np.sum((curve(p.x, b) - y) ** 2))
             if best is None or s < best.s:
-                v = float(np.log(np.clip(b, MIN_B, MAX_B)))
-                best = Point(float(a), r0, u, v, s)
+                best = Point(float(a), r0, u, float(np.log(np.clip(b, MIN_B, MAX_B))), s)
     if best is None:
         raise ValueError("curve_fit converged in no cell of the paper's grid: use --method fast")
     return best

@@ -1,32 +1,33 @@
-"""Static pictures: one fit on a logarithmic and a linear axis, runs against each other, and the
-leave-one-out transform. PNG, SVG or PDF by the ending of the path; needs no display.
-"""
+"""Static pictures of fits and comparisons: PNG, SVG or PDF by the ending of the path."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .comparison import Comparison, transform
 from .curve import Array
-from .errors import DataError, MissingExtra
-from .report import amount, b_spec, roles, spread
-
-if TYPE_CHECKING:
-    from .fitting import Fit
+from .errors import PointsError, require
+from .fit_result import Fit, amount
+from .report import b_spec, roles, spread
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-HELD_OUT, SKIPPED, INK = "#ea580c", "#9ca3af", "#1f2937"
+HELD_OUT, INK, RED = "#ea580c", "#1f2937", "#b91c1c"
 ENDINGS = (".png", ".svg", ".pdf")
+ROLES = {
+    "used": ("fitted", COLORS[0], "o", "circle"),
+    "skipped": ("skipped", "#9ca3af", "o", "circle-open"),
+    "r0": ("R0", INK, "s", "square-open"),
+    "held_out": ("held out", HELD_OUT, "D", "diamond-open"),
+}
+"""Label, color and symbols (matplotlib's and plotly's) of the points by their role."""
 
 
-def save_plot(f: "Fit", path: str | Path) -> None:
-    """Draw a fit on logarithmic and linear compute: points by their part, curve, band, A and Cmid.
+def save_plot(f: Fit, path: str | Path) -> None:
+    """Draw a fit on logarithmic and linear compute: points by their role, curve, band, A and Cmid.
 
-    Raises:
-        DataError: the ending is none of .png, .svg, .pdf.
-        MissingExtra: matplotlib is not installed.
+    For errors of this function and the next two see `_figure`.
     """
     figure = _figure(path, (12, 4.8))
     axes = figure.subplots(1, 2, sharey=True)
@@ -34,42 +35,31 @@ def save_plot(f: "Fit", path: str | Path) -> None:
         _draw(axis, f, log)
     axes[0].set_ylabel("pass rate")
     axes[1].tick_params(labelleft=True)
-    handles, labels = axes[1].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False
-    )
+    _legend(figure, axes[1])
     figure.suptitle(title(f), fontsize=11, color=INK)
     if not f.well_conditioned:
         codes = ", ".join(w.code for w in f.warnings if w.serious)
-        axes[0].set_title(f"ill-conditioned: {codes}", fontsize=9, color="#b91c1c", loc="left")
+        axes[0].set_title(f"ill-conditioned: {codes}", fontsize=9, color=RED, loc="left")
     figure.savefig(path, dpi=150)
 
 
-def save_panels(fits: Sequence["Fit"], path: str | Path) -> None:
-    """Draw fits beside each other on logarithmic compute, one panel and title each.
-
-    Raises:
-        DataError: the ending is none of .png, .svg, .pdf.
-        MissingExtra: matplotlib is not installed.
-    """
+def save_panels(fits: Sequence[Fit], path: str | Path) -> None:
+    """Draw fits side by side on logarithmic compute, one panel and title each."""
     figure = _figure(path, (6 * len(fits), 4.8))
     axes = figure.subplots(1, len(fits), squeeze=False, sharey=True)[0]
-    shown = []
+    limits = []
     for axis, f in zip(axes, fits, strict=True):
         _draw(axis, f, True)
-        shown.append(axis.get_ylim())
+        limits.append(axis.get_ylim())
         axis.set_title(title(f).replace(":  ", "\n", 1), fontsize=9, color=INK)
-    axes[0].set_ylim(min(low for low, _ in shown), max(high for _, high in shown))
+    axes[0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     axes[0].set_ylabel("pass rate")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(len(labels), 7), frameon=False
-    )
+    _legend(figure, axes[0])
     figure.savefig(path, dpi=150)
 
 
 def save_comparison(c: Comparison, path: str | Path) -> None:
-    """Draw the curves of all runs, and the leave-one-out transform beside them.
+    """Draw the curves of all runs, and next to them the leave-one-out transform.
 
     With a shared A the transform uses each run's refit at it, so that slopes are comparable.
     """
@@ -77,154 +67,133 @@ def save_comparison(c: Comparison, path: str | Path) -> None:
     left, right = figure.subplots(1, 2)
     for i, entry in enumerate(c.entries):
         f, color = entry.fit, COLORS[i % len(COLORS)]
-        x = axis_values(f, True)
-        used = f.window.used
-        left.plot(
-            f.series.compute[used], f.series.reward[used], "o", ms=3.5, color=color, alpha=0.7
-        )
-        left.plot(
-            x, f.curve(x), color=color, lw=1.8, label=f"{entry.rank}. {entry.name}  A {spread(f.A)}"
-        )
-        low, high = f.band(x, kind="curve")
-        left.fill_between(x, low, high, color=color, alpha=0.10, lw=0)
-        _transform_line(right, entry.shared or f, color, entry.name)
-    left.set_xscale("log")
+        x, used = axis_values(f, True), f.window.used
+        points = f.series.compute[used], f.series.reward[used]
+        left.plot(*points, "o", ms=3.5, color=color, alpha=0.7)
+        label = f"{entry.rank}. {f.name}  A {spread(f.A)}"
+        left.plot(x, f.curve(x), color=color, lw=1.8, label=label)
+        left.fill_between(x, *f.band(x, kind="curve"), color=color, alpha=0.10, lw=0)
+        _draw_transform(right, entry.shared or f, color, f.name)
     left.set_ylabel("pass rate")
-    left.set_xlabel(f"compute ({c.entries[0].fit.unit})")
-    right.set_xscale("log")
     right.set_yscale("log")
-    right.set_xlabel(f"compute ({c.entries[0].fit.unit})")
     right.set_ylabel(r"$F(R) / C_{mid}^{\,B} = 1 / \left(\frac{A-R_0}{R-R_0} - 1\right)$")
     right.set_title("leave-one-out transform: slope B", fontsize=10, color=INK)
     for axis in (left, right):
+        axis.set_xscale("log")
+        axis.set_xlabel(f"compute ({c.entries[0].fit.unit})")
         _tidy(axis)
         axis.legend(fontsize=7.5, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def title(f: "Fit") -> str:
-    """Name and parameters in one line."""
+def title(f: Fit) -> str:
+    """Return name and parameters in one line."""
     parts = [f"{f.name or 'fit'}:  A {spread(f.A)}", f"B {spread(f.B, b_spec(f))}"]
     if f.Cmid is not None:
         parts.append(f"Cmid {spread(f.Cmid, ',.4g')}")
     return ",  ".join(parts)
 
 
-def axis_values(f: "Fit", log: bool, points: int = 240) -> Array:
-    """Computes at which curve and band are drawn: the data, and a quarter of a decade beyond."""
+def axis_values(f: Fit, log: bool, points: int = 240) -> Array:
+    """Return the computes at which curve and band are drawn: the data, and 1.6 times beyond."""
     c = f.series.compute
-    positive = c[c > 0]
-    top = float(c[-1]) * 1.6
+    first, top = float(c[c > 0][0]), float(c[-1]) * 1.6
     if log:
-        return np.geomspace(float(positive[0]) * 0.8, top, points)
-    start = 0.0 if f.form != "power-law" else float(positive[0]) * 0.5
-    return np.linspace(start, top, points)
+        return np.geomspace(first * 0.8, top, points)
+    return np.linspace(0.0 if f.options.form != "power-law" else first * 0.5, top, points)
 
 
-def _draw(axis: Any, f: "Fit", log: bool) -> None:
-    color = COLORS[0]
-    x = axis_values(f, log)
-    low, high = f.band(x)
-    inner_low, inner_high = f.band(x, kind="curve")
-    axis.fill_between(
-        x, low, high, color=color, alpha=0.10, lw=0, label=f"{f.level:.0%} evaluations"
-    )
-    axis.fill_between(
-        x, inner_low, inner_high, color=color, alpha=0.20, lw=0, label=f"{f.level:.0%} curve"
-    )
+def value_range(f: Fit, start: float, margins: tuple[float, float]) -> tuple[float, float]:
+    """Return the limits of the pass rate: points, A and the curve at `start`, with margins.
+
+    The curve before the data may fall far below them: the power law has no floor.
+    """
+    shown = [*f.series.reward, float(f.curve(start)), f.A.value]
+    low, high = float(min(shown)), float(max(shown))
+    return low - margins[0] * (high - low), high + margins[1] * (high - low)
+
+
+def _draw(axis: Any, f: Fit, log: bool) -> None:
+    """Draw one fit on one axis."""
+    x, color, level = axis_values(f, log), COLORS[0], f"{f.options.level:.0%}"
+    axis.fill_between(x, *f.band(x), color=color, alpha=0.10, lw=0, label=f"{level} evaluations")
+    curve_band = f.band(x, kind="curve")
+    axis.fill_between(x, *curve_band, color=color, alpha=0.20, lw=0, label=f"{level} curve")
     axis.plot(x, f.curve(x), color=color, lw=2, label="least squares")
     axis.plot(x, f.predict(x), color=INK, lw=1.2, ls=(0, (4, 2)), label="expected")
-    part = np.array(roles(f))
+    part = roles(f)
     c, r, s = f.series.compute, f.series.reward, f.series.stderr
-    styles = (
-        ("used", {"marker": "o", "color": color, "ms": 5, "mec": "white", "mew": 0.6}, "fitted"),
-        ("skipped", {"marker": "o", "mfc": "none", "color": SKIPPED, "ms": 5}, "skipped"),
-        ("r0", {"marker": "s", "mfc": "none", "color": INK, "ms": 5}, "R0"),
-        (
-            "held_out",
-            {"marker": "D", "mfc": "white", "color": HELD_OUT, "ms": 5, "mew": 1.4},
-            "held out",
-        ),
-    )
-    for role, style, label in styles:
+    for role, (name, ink, marker, _) in ROLES.items():
         mask = (part == role) & ((c > 0) | (not log))
         if mask.any():
+            style = {"color": ink, "ms": 5, "mfc": ink if role == "used" else "white"}
+            style |= {"fmt": marker, "elinewidth": 0.8, "zorder": 5}
             yerr = None if s is None else s[mask]
-            axis.errorbar(
-                c[mask], r[mask], yerr=yerr, ls="none", elinewidth=0.8, zorder=5,
-                label=f"{label} ({int((part == role).sum())})", **style,
-            )  # fmt: skip
+            label = f"{name} ({int((part == role).sum())})"
+            axis.errorbar(c[mask], r[mask], yerr=yerr, label=label, **style)
+    text = {"textcoords": "offset points", "fontsize": 9, "color": INK}
     axis.axhline(f.A.value, color=INK, lw=0.9, ls=":")
     axis.axhspan(f.A.low, f.A.high, color=INK, alpha=0.05, lw=0)
-    axis.annotate(
-        f"A = {f.A.value:.3f}", (0.02, f.A.value), xycoords=("axes fraction", "data"),
-        xytext=(0, 3), textcoords="offset points", fontsize=9, color=INK,
-    )  # fmt: skip
+    label, at = f"A = {f.A.value:.3f}", (0.02, f.A.value)
+    axis.annotate(label, at, xycoords=("axes fraction", "data"), xytext=(0, 3), **text)
     if f.Cmid is not None and x[0] < f.Cmid.value < x[-1]:
-        at = float(f.curve(f.Cmid.value))
-        axis.axvline(f.Cmid.value, color=INK, lw=0.9, ls=":")
-        axis.plot([f.Cmid.value], [at], "s", color=INK, ms=5, zorder=6)
-        axis.annotate(
-            f"Cmid = {amount(f.Cmid.value)}", (f.Cmid.value, 0.03), fontsize=9, color=INK,
-            xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
-        )  # fmt: skip
-    if f.fit_until is not None and x[0] < f.fit_until < x[-1]:
-        axis.axvline(f.fit_until, color=HELD_OUT, lw=1, ls="--")
+        cmid = f.Cmid.value
+        axis.axvline(cmid, color=INK, lw=0.9, ls=":")
+        axis.plot([cmid], [float(f.curve(cmid))], "s", color=INK, ms=5, zorder=6)
+        label, at = f"Cmid = {amount(cmid)}", (cmid, 0.03)
+        axis.annotate(label, at, xycoords=("data", "axes fraction"), xytext=(4, 0), **text)
+    if f.options.fit_until is not None and x[0] < f.options.fit_until < x[-1]:
+        axis.axvline(f.options.fit_until, color=HELD_OUT, lw=1, ls="--")
     if log:
         axis.set_xscale("log")
     axis.set_xlim(x[0] if log else -0.02 * x[-1], x[-1])
-    # The curve before the data may fall far below them: the power law has no floor.
-    shown = np.concatenate([r, f.curve(c[c > 0][:1]), [f.A.value]])
-    span = float(shown.max() - shown.min())
-    axis.set_ylim(float(shown.min()) - 0.08 * span, max(float(shown.max()), 0) + 0.12 * span)
+    axis.set_ylim(*value_range(f, float(c[c > 0][0]), (0.08, 0.12)))
     axis.set_xlabel(f"compute ({f.unit}), {'logarithmic' if log else 'linear'}")
     _tidy(axis)
 
 
-def _transform_line(axis: Any, f: "Fit", color: str, name: str) -> None:
+def _draw_transform(axis: Any, f: Fit, color: str, name: str) -> None:
+    """Draw the leave-one-out transform of a fit and its line of slope B."""
     if f.Cmid is None:
         return
     c, value = transform(f)
-    odds = value / f.Cmid.value**f.B.value
-    axis.plot(c, odds, "o", ms=3.5, color=color, alpha=0.8)
+    axis.plot(c, value / f.Cmid.value**f.B.value, "o", ms=3.5, color=color, alpha=0.8)
     x = np.geomspace(float(c.min()), float(c.max()), 2) if len(c) else np.array([1.0, 2.0])
-    axis.plot(
-        x,
-        (x / f.Cmid.value) ** f.B.value,
-        color=color,
-        lw=1.5,
-        label=f"{name}  B {spread(f.B, '.2f')}",
-    )
+    label = f"{name}  B {spread(f.B, '.2f')}"
+    axis.plot(x, (x / f.Cmid.value) ** f.B.value, color=color, lw=1.5, label=label)
+
+
+def _legend(figure: Any, axis: Any) -> None:
+    """Draw one legend below all axes, with the entries of one."""
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(len(labels), 7)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _tidy(axis: Any) -> None:
+    """Set grid, frame and ticks."""
+    ticker = require("matplotlib.ticker", "Drawing a plot")
     axis.grid(True, which="major", color="#e5e7eb", lw=0.7)
     axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+    axis.spines[["top", "right"]].set_visible(False)
     if axis.get_xscale() == "log":
         low, high = axis.get_xlim()
-        wide = np.log10(high / low) > 2
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: compact(v)))
+        subs = (1.0,) if np.log10(high / low) > 2 else (1.0, 2.0, 5.0)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=subs))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: amount(v)))
 
 
-def compact(value: float) -> str:
-    """Compute in few characters: 500, 2k, 1.5M, 2e+13."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size <= abs(value) < size * 1000:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}" if abs(value) < 1e12 else f"{value:.3g}"
+def _figure(path: str | Path, size: tuple[float, float]) -> Any:
+    """Return an empty figure for a path.
 
-
-def _figure(path: str | Path, size: Sequence[float]) -> Any:
+    Raises:
+        PointsError: the ending is none of .png, .svg, .pdf.
+        MissingExtra: matplotlib is not installed.
+    """
     if Path(path).suffix.lower() not in ENDINGS:
-        raise DataError(f"cannot draw '{path}'", f"Choose a path that ends in {', '.join(ENDINGS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "Drawing a plot", "plot") from error
-    return Figure(figsize=(size[0], size[1]), layout="constrained", facecolor="white")
+        raise PointsError(
+            f"cannot draw '{path}'", f"Choose a path that ends in {', '.join(ENDINGS)}"
+        )
+    figures = require("matplotlib.figure", "Drawing a plot")
+    return figures.Figure(figsize=size, layout="constrained", facecolor="white")

@@ -1,4 +1,4 @@
-"""One run's evaluations, checked: what every reader returns and every fit starts from.
+"""The checked evaluations of one run: every reader returns them, every fit starts from them.
 
 Example::
 
@@ -6,14 +6,14 @@ Example::
     # sorted by compute, repairs == ("sorted by compute",)
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .curve import Array, Mask
-from .errors import DataError
+from .curve import Array, Index, Mask
+from .errors import PointsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,16 @@ class Series:
     name: str = ""
     unit: str = "compute"
     source: str | None = None
-    repairs: tuple[str, ...] = field(default=())
-    """What was changed in the input, in words; printed with every result."""
+    repairs: tuple[str, ...] = ()
+    """Changes that were made to the input; printed with every result."""
 
     def __len__(self) -> int:
         return len(self.compute)
+
+    def take(self, points: Mask | Index | slice) -> "Series":
+        """Return a part of the points."""
+        s = None if self.stderr is None else self.stderr[points]
+        return replace(self, compute=self.compute[points], reward=self.reward[points], stderr=s)
 
     @classmethod
     def clean(
@@ -52,45 +57,25 @@ class Series:
         """Check and order the points; sorting and merging of repeats are stated in `repairs`.
 
         Raises:
-            DataError: NaN or infinite values, negative compute, pass rates outside [0, 1],
+            PointsError: NaN or infinite values, negative compute, pass rates outside [0, 1],
                 standard errors that are not positive, lengths that differ.
         """
         c = np.asarray(compute, dtype=float).ravel()
         r = np.asarray(reward, dtype=float).ravel()
         s = None if stderr is None else np.asarray(stderr, dtype=float).ravel()
-        notes = list(repairs)
-
-        def refuse(bad: Mask, column: int, problem: str, remedy: str) -> None:
-            if bad.any():
-                i = int(np.argmax(bad))
-                value = (c, r, s)[column]
-                assert value is not None
-                line = None if lines is None else lines[i]
-                text = f"{problem} ({value[i]:g}" + (f" at index {i})" if line is None else ")")
-                raise DataError(text, remedy, file=source, line=line, column=columns[column])
-
         if len(c) != len(r) or (s is not None and len(s) != len(r)):
             sizes = f"{len(c)} compute, {len(r)} reward"
             sizes += "" if s is None else f", {len(s)} standard errors"
-            raise DataError(f"lengths differ: {sizes}", "Give one value of each per evaluation")
+            raise PointsError(f"lengths differ: {sizes}", "Give one value of each per evaluation")
         if len(c) == 0:
-            raise DataError("no evaluations", "Give at least four points", file=source)
-        refuse(~np.isfinite(c), 0, "compute is not a finite number", "Remove or mend the row")
-        refuse(c < 0, 0, "compute is negative", "Give compute since the start of the run")
-        refuse(~np.isfinite(r), 1, "pass rate is not a finite number", "Remove or mend the row")
-        refuse(
-            (r < 0) | (r > 1),
-            1,
-            "pass rate outside [0, 1]",
-            "Give fractions, or say that the column is in percent (--percent)",
-        )
-        if s is not None:
-            refuse(
-                ~np.isfinite(s) | (s <= 0),
-                2,
-                "standard error is not a positive number",
-                "Mend the row, or leave the column out",
-            )
+            raise PointsError("no evaluations", "Give at least four points", file=source)
+        for column, values, bad, problem, remedy in _checks(c, r, s):
+            if bad.any():
+                i = int(np.argmax(bad))
+                line = None if lines is None else lines[i]
+                text = f"{problem} ({values[i]:g}" + (f" at index {i})" if line is None else ")")
+                raise PointsError(text, remedy, file=source, line=line, column=columns[column])
+        notes = list(repairs)
         if np.any(np.diff(c) < 0):
             order = np.argsort(c, kind="stable")
             c, r = c[order], r[order]
@@ -102,6 +87,18 @@ class Series:
         return cls(c, r, s, name, unit, source, tuple(notes))
 
 
+def _checks(c: Array, r: Array, s: Array | None) -> Iterator[tuple[int, Array, Mask, str, str]]:
+    """Yield column, values, mask of the bad ones, problem and remedy of each check."""
+    fix, start = "Correct or remove the row", "Give compute since the start of the run"
+    yield 0, c, ~np.isfinite(c), "compute is not a finite number", fix
+    yield 0, c, c < 0, "compute is negative", start
+    yield 1, r, ~np.isfinite(r), "pass rate is not a finite number", fix
+    percent = "Give fractions, or --percent for a column in percent"
+    yield 1, r, (r < 0) | (r > 1), "pass rate outside [0, 1]", percent
+    if s is not None:
+        yield 2, s, ~np.isfinite(s) | (s <= 0), "standard error is not a positive number", fix
+
+
 def _merge(c: Array, r: Array, s: Array | None) -> tuple[Array, Array, Array | None, int]:
     """Average the rows at equal compute, by inverse variance where it is known."""
     unique, group = np.unique(c, return_inverse=True)
@@ -109,6 +106,5 @@ def _merge(c: Array, r: Array, s: Array | None) -> tuple[Array, Array, Array | N
     total = np.bincount(group, weight)
     mean = np.bincount(group, weight * r) / total
     counts = np.bincount(group)
-    merged = int(counts[counts > 1].sum())
     error = None if s is None else np.asarray(1 / np.sqrt(total))
-    return unique, np.asarray(mean), error, merged
+    return unique, np.asarray(mean), error, int(counts[counts > 1].sum())

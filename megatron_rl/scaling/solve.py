@@ -7,14 +7,15 @@ of its cells is exact. The best cells start a bounded least-squares solve of all
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.ndimage import minimum_filter
 from scipy.optimize import least_squares
 
 from .curve import Array, Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Points to fit and what is held fixed; `white` turns the residuals into independent ones."""
+class FitProblem:
+    """Points to fit and the parameters that are held fixed."""
 
     shape: Shape
     x: Array
@@ -39,7 +40,18 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Point:
+    """Least-squares solution; `s` is the whitened sum of squares."""
+
+    a: float
+    r0: float
+    u: float
+    v: float
+    s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CellSolutions:
     """Exact solution in (A, R0) of every cell, and the inverse Hessian of S/2 there [cells]."""
 
     s: Array
@@ -54,8 +66,13 @@ class Linear:
     v_ar: Array
     v_rr: Array
 
+    def point(self, k: int, u: Array, v: Array) -> Point:
+        """Return the bounded solution of cell k; u and v are the shapes of all cells."""
+        values = (self.a_bounded[k], self.r0_bounded[k], u.flat[k], v.flat[k], self.s_bounded[k])
+        return Point(*(float(value) for value in values))
 
-def linear(p: Problem, g: Array) -> Linear:
+
+def solve_cells(p: FitProblem, g: Array) -> CellSolutions:
     """Solve the linear part for shapes g [cells, n]."""
     gw = g @ p.white.T
     ones = p.white.sum(axis=1)
@@ -76,10 +93,10 @@ def linear(p: Problem, g: Array) -> Linear:
         if p.fix_a is not None:
             a = zero + p.fix_a
             s = cost(a)
-            return Linear(s, s, a, r0, a, r0, zero, zero, zero)
+            return CellSolutions(s, s, a, r0, a, r0, zero, zero, zero)
         a = r0 + gt / gg
         bounded = np.clip(a, p.r0, p.a_max)
-        return Linear(cost(a), cost(bounded), a, r0, bounded, r0, 1 / gg, zero, zero)
+        return CellSolutions(cost(a), cost(bounded), a, r0, bounded, r0, 1 / gg, zero, zero)
 
     ew = ones - gw
     gg = np.einsum("kn,kn->k", gw, gw) + tiny
@@ -98,65 +115,36 @@ def linear(p: Problem, g: Array) -> Linear:
         a = zero + p.fix_a
         r = r_given(a)
         rb = np.clip(r, p.r0_floor, p.fix_a)
-        return Linear(cost2(a, r), cost2(a, rb), a, r, a, rb, zero, zero, 1 / ee)
+        return CellSolutions(cost2(a, r), cost2(a, rb), a, r, a, rb, zero, zero, 1 / ee)
     det = np.maximum(gg * ee - ge * ge, tiny)
     a = (gy * ee - ey * ge) / det
     r = (ey * gg - gy * ge) / det
     ab = np.clip(a, 0.0, p.a_max)
     rb = np.where(ab == a, r, r_given(ab))
     low = rb < p.r0_floor
-    rb = np.where(low, p.r0_floor, rb) if np.any(low) else rb
-    ab = np.where(low, np.clip((gy - rb * ge) / gg, 0.0, p.a_max), ab) if np.any(low) else ab
+    if np.any(low):
+        rb = np.where(low, p.r0_floor, rb)
+        ab = np.where(low, np.clip((gy - rb * ge) / gg, 0.0, p.a_max), ab)
     level = (gy + ey) / (gg + ee + 2 * ge)
     falling = ab < rb
     ab, rb = np.where(falling, level, ab), np.where(falling, level, rb)
-    return Linear(cost2(a, r), cost2(ab, rb), a, r, ab, rb, ee / det, -ge / det, gg / det)
+    return CellSolutions(cost2(a, r), cost2(ab, rb), a, r, ab, rb, ee / det, -ge / det, gg / det)
 
 
-def grid(p: Problem, n_u: int = 48, n_v: int = 32) -> tuple[Array, Array]:
-    """Shape grid over the whole search box: u [n_v, n_u] and v [n_v, n_u]."""
+def solve(p: FitProblem) -> Point:
+    """Solve bounded least squares globally: exact cells of a grid, then scipy from the best two."""
     (u0, u1), (v0, v1) = p.shape.bounds()
-    u = np.linspace(u0, u1, n_u if p.shape.has_u else 1)
-    v = np.linspace(v0, v1, n_v if p.shape.has_u else 8 * n_v)
-    vv, uu = np.meshgrid(v, u, indexing="ij")
-    return uu, vv
+    columns, rows = (48, 32) if p.shape.has_u else (1, 256)
+    v, u = np.meshgrid(np.linspace(v0, v1, rows), np.linspace(u0, u1, columns), indexing="ij")
+    cells = solve_cells(p, p.shape.g(p.x, u[..., None], v[..., None]).reshape(-1, len(p.x)))
+    s = cells.s_bounded.reshape(u.shape)
+    minima = np.flatnonzero(s <= minimum_filter(s, size=3, mode="constant", cval=np.inf))
+    best = minima[np.argsort(cells.s_bounded[minima], kind="stable")][:2]
+    return min((refine(p, cells.point(int(k), u, v)) for k in best), key=lambda point: point.s)
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Least-squares solution; `s` is the whitened sum of squares."""
-
-    a: float
-    r0: float
-    u: float
-    v: float
-    s: float
-
-
-def solve(p: Problem, starts: int = 2) -> Point:
-    """Global least squares under bounds: grid of exact cells, then scipy from the best ones."""
-    uu, vv = grid(p)
-    cells = linear(p, p.shape.g(p.x, uu[..., None], vv[..., None]).reshape(-1, len(p.x)))
-    s = cells.s_bounded.reshape(uu.shape)
-    best = None
-    for index in _minima(s)[:starts]:
-        k = int(np.ravel_multi_index(index, s.shape))
-        start = Point(
-            float(cells.a_bounded[k]),
-            float(cells.r0_bounded[k]),
-            float(uu[index]),
-            float(vv[index]),
-            float(s[index]),
-        )
-        point = refine(p, start)
-        if best is None or point.s < best.s:
-            best = point
-    assert best is not None
-    return best
-
-
-def refine(p: Problem, start: Point) -> Point:
-    """Bounded trust-region least squares of all free parameters from one start."""
+def refine(p: FitProblem, start: Point) -> Point:
+    """Solve bounded trust-region least squares of all free parameters from one start."""
     free = np.array([p.fix_a is None, p.r0 is None, p.shape.has_u, True])
     (u0, u1), (v0, v1) = p.shape.bounds()
     lo = np.array([0.0, p.r0_floor, u0, v0])[free]
@@ -185,10 +173,9 @@ def refine(p: Problem, start: Point) -> Point:
         return np.asarray(p.white @ j[:, free])
 
     pad = 1e-9 * np.maximum(1.0, np.where(np.isfinite(hi), np.abs(hi), 1.0))
-    theta0 = np.clip(full[free], np.where(np.isfinite(lo), lo + pad, lo), hi - pad)
     out = least_squares(
         residual,
-        theta0,
+        np.clip(full[free], np.where(np.isfinite(lo), lo + pad, lo), hi - pad),
         jac=jacobian,
         bounds=(lo, hi),
         x_scale="jac",
@@ -197,22 +184,5 @@ def refine(p: Problem, start: Point) -> Point:
         gtol=1e-14,
         max_nfev=200,
     )
-    theta = unpack(out.x)
-    a, r0, u, v = (float(t) for t in theta)
+    a, r0, u, v = (float(value) for value in unpack(out.x))
     return Point(a, r0, u, v, float(2 * out.cost))
-
-
-def _minima(s: Array) -> list[tuple[int, ...]]:
-    """Indices of the local minima of a table, the lowest first."""
-    padded = np.pad(s, 1, constant_values=np.inf)
-    centre = padded[1:-1, 1:-1]
-    lowest = np.ones(s.shape, dtype=bool)
-    for di in (-1, 0, 1):
-        for dj in (-1, 0, 1):
-            if di or dj:
-                lowest &= (
-                    centre <= padded[1 + di : 1 + di + s.shape[0], 1 + dj : 1 + dj + s.shape[1]]
-                )
-    found = np.argwhere(lowest)
-    order = np.argsort(s[lowest], kind="stable")
-    return [tuple(int(i) for i in found[k]) for k in order]

@@ -1,4 +1,4 @@
-"""The published points (read off the figures of arXiv 2510.13786) for the tests of this room."""
+"""The published points (read off the figures of arXiv 2510.13786) for the tests of the fitter."""
 
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,11 @@ R0, SKIP = 0.395, 1400.0
 
 @cache
 def published(name: str) -> Series:
-    """A series by name; "name+" joins it with its extrapolation markers."""
-    found = {s.name: s for s in read(PATH)}
+    """Return a series by name; "name+" joins it with its extrapolation markers."""
+    series = {s.name: s for s in read(PATH)}
     if not name.endswith("+"):
-        return found[name]
-    base, ext = found[name[:-1]], found[name[:-1] + "_ext"]
+        return series[name]
+    base, ext = series[name[:-1]], series[name[:-1] + "_ext"]
     return Series.clean(
         np.concatenate([base.compute, ext.compute]),
         np.concatenate([base.reward, ext.reward]),

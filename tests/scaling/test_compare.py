@@ -1,9 +1,11 @@
 """Ranking of runs, shared asymptotes, crossings, and forecasts of further compute."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron_rl.scaling import DataError, Series, compare, fit, forecast, log_sigmoid
+from megatron_rl.scaling import PointsError, Series, compare, fit, forecast, log_sigmoid
 from megatron_rl.scaling.comparison import transform
 from tests.scaling.points import R0, SKIP, published
 
@@ -28,7 +30,7 @@ def made(a, b, cmid, name, r0=0.2, sigma=0.002, seed=0, end=5.0):
 def test_seven_point_methods_are_ranked_in_the_printed_order(r0):
     fits = [fit(Series.clean(HOURS, y, name=name), r0=r0) for name, y in METHODS.items()]
     result = compare(fits)
-    names = [e.name for e in result.entries]
+    names = [e.fit.name for e in result.entries]
     assert names == ["ScaleRL", "MiniMax", "DAPO", "GRPO", "Magistral"]
     assert all(e.fit.A.low < e.fit.A.value < e.fit.A.high for e in result.entries)
 
@@ -36,13 +38,13 @@ def test_seven_point_methods_are_ranked_in_the_printed_order(r0):
 def test_runs_that_agree_in_a_are_ranked_by_b_at_their_mean():
     slow, quick = made(0.61, 1.5, 900, "slow"), made(0.60, 2.5, 900, "quick", seed=1)
     result = compare([slow, quick])
-    assert [e.name for e in result.entries] == ["quick", "slow"]
+    assert [e.fit.name for e in result.entries] == ["quick", "slow"]
     mean = (slow.A.value + quick.A.value) / 2
     assert [e.shared.A.value for e in result.entries] == pytest.approx([mean, mean])
     assert "agrees" in result.pairs[0].verdict or "undecided" in result.pairs[0].verdict
 
 
-def test_difference_beyond_the_margin_is_said():
+def test_difference_beyond_the_margin_is_in_the_verdict():
     result = compare([made(0.5, 2, 900, "low"), made(0.7, 2, 900, "high", seed=1)])
     pair = result.pairs[0]
     assert (pair.better, pair.other) == ("high", "low")
@@ -51,7 +53,7 @@ def test_difference_beyond_the_margin_is_said():
     assert pair.difference.low < 0.2 < pair.difference.high
 
 
-def test_crossing_of_two_runs_is_found():
+def test_crossing_of_two_runs_is_located():
     # The better run is behind at first: it overtakes where the two curves are equal.
     better, early = made(0.7, 2, 2000, "better", end=8), made(0.5, 2, 500, "early", seed=1)
     c = np.linspace(300, 8000, 10_000)
@@ -66,7 +68,7 @@ def test_crossing_of_two_runs_is_found():
 def test_shared_a_ranks_by_b_alone():
     fits = [fit(published(n), r0=R0, skip=SKIP) for n in ("fp32", "scalerl_8b_bs768_14k")]
     result = compare(fits, shared_a=0.605)
-    assert [e.name for e in result.entries] == ["scalerl_8b_bs768_14k", "fp32"]
+    assert [e.fit.name for e in result.entries] == ["scalerl_8b_bs768_14k", "fp32"]
     assert 1.9 <= result.entries[0].shared.B.value <= 2.2
 
 
@@ -82,9 +84,9 @@ def test_leave_one_out_transform_is_a_line_of_slope_b():
 def test_units_that_differ_are_not_compared():
     one, two = made(0.6, 2, 900, "a"), made(0.6, 2, 900, "b")
     other = fit(Series.clean(two.series.compute, two.series.reward, unit="tokens"), r0=0.2)
-    with pytest.raises(DataError, match="units of compute differ"):
+    with pytest.raises(PointsError, match="units of compute differ"):
         compare([one, other])
-    with pytest.raises(DataError, match="at least two"):
+    with pytest.raises(PointsError, match="at least two"):
         compare([one])
 
 
@@ -113,10 +115,11 @@ def test_gain_per_further_unit_covers_the_truth_and_falls():
 
 def test_run_margin_makes_a_forecast_less_sure():
     f = made(0.6, 2, 1000, "run", end=6)
-    sure, unsure = forecast(f, (0.59,)), forecast(f, (0.59,), run_margin=0.02)
+    wider = replace(f, options=replace(f.options, run_margin=0.02))
+    sure, unsure = forecast(f, (0.59,)), forecast(wider, (0.59,))
     assert unsure.targets[0].probability < sure.targets[0].probability
 
 
 def test_spent_budget_is_refused():
-    with pytest.raises(DataError, match="already spent"):
+    with pytest.raises(PointsError, match="already spent"):
         forecast(made(0.6, 2, 1000, "run"), (0.5,), budget=10)

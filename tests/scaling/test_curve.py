@@ -3,13 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_rl.scaling.curve import (
-    FORMS,
-    Shape,
-    linear_sigmoid,
-    log_sigmoid,
-    power_law,
-)
+from megatron_rl.scaling.curve import Shape, linear_sigmoid, log_sigmoid, power_law
+from megatron_rl.scaling.options import FORMS
 
 C = np.array([500.0, 2542.0, 16000.0])
 

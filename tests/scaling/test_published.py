@@ -2,13 +2,13 @@
 
 import time
 
-import numpy as np
 import pytest
 
 from megatron_rl.scaling import fit
+from megatron_rl.scaling.options import FitOptions
 from megatron_rl.scaling.paper import solve_paper
 from megatron_rl.scaling.solve import solve
-from megatron_rl.scaling.window import choose, problem
+from megatron_rl.scaling.window import choose_window, make_problem
 from tests.scaling.points import R0, SKIP, published
 
 
@@ -69,7 +69,7 @@ def test_data_that_end_too_early_are_called_ill_conditioned(name):
     assert f.A.low < 0.645 if name == "scalerl_32k" else f.A.low < 0.610
 
 
-def test_32k_says_that_the_data_end_before_cmid():
+def test_32k_warns_that_the_data_end_before_cmid():
     codes = {w.code for w in fit(published("scalerl_32k"), r0=R0, skip=SKIP).warnings}
     assert {"ends_before_cmid", "wide_a"} <= codes
 
@@ -83,8 +83,9 @@ def test_b_at_the_shared_asymptote_is_the_leave_one_out_value():
 
 def test_default_is_faster_than_the_papers_grid_at_no_larger_error():
     s = published("pipeline4")
-    w = choose(s, "log-sigmoid", R0, SKIP, None, None, 1.0)
-    p = problem(s, "log-sigmoid", w.r0, np.flatnonzero(w.used), None, 1.0)
+    options = FitOptions(r0=R0, skip=SKIP)
+    w = choose_window(s, options)
+    p = make_problem(s.take(w.used), options, w.r0)
     solve(p)
     start = time.process_time()
     fast = solve(p)

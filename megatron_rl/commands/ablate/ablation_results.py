@@ -29,7 +29,7 @@ def write(runs: list[Run], folder: Path) -> dict[str, Any]:
     Returns:
         The contents of comparison.json.
     """
-    from megatron_rl.scaling import DataError, compare
+    from megatron_rl.scaling import PointsError, compare
     from megatron_rl.scaling.plot import save_comparison
     from megatron_rl.scaling.report import comparison_to_dict
 
@@ -42,7 +42,7 @@ def write(runs: list[Run], folder: Path) -> dict[str, Any]:
         comparison = compare([curve for _, curve in fitted.values() if curve is not None])
         ranking = comparison_to_dict(comparison)
         save_comparison(comparison, folder / "comparison.png")
-    except DataError as e:
+    except PointsError as e:
         ranking = {"error": str(e)}
     fitted |= {run.name: _fit(run.name, [run], measure) for run in runs}
     results = {

@@ -1,76 +1,70 @@
-"""Readers: one file per format, all ending in a Table, from which series are selected by name.
+"""Reading of evaluations: a reader per format makes a Table, and series are selected from it.
 
 The format follows from the name: ``.csv`` and ``.tsv``, ``.jsonl`` (a run's ``metrics.jsonl`` as
-it is), ``.parquet``, TensorBoard event files or a directory of them, ``.wandb`` files or a
-directory of an offline wandb run. CSV exported from wandb's charts has columns "run - metric".
+it is), ``.parquet``, TensorBoard event files or a directory of them. CSV exported from wandb's
+charts has columns "run - metric".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import DataError
+from ..errors import PointsError
+from ..options import ReadOptions
 from ..series import Series
-from . import csvfile, jsonl, parquet, tensorboard, wandbfile
-from .table import ReadOptions, Table, select
+from .formats import read_csv, read_jsonl, read_parquet, read_tensorboard
+from .table import Table, select
 
 __all__ = ["ReadOptions", "Table", "read", "read_many"]
+
+READERS = {
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".parquet": read_parquet,
+    ".pq": read_parquet,
+}
 
 
 def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
     """Read every series of a file or run directory.
 
     Raises:
-        DataError: the file, a column or a value is not usable; names file, line and column.
+        PointsError: the file, a column or a value is not usable; names file, line and column.
         MissingExtra: the format needs a package that is not installed.
     """
-    path = Path(path)
-    return select(_reader(path)(path), options or ReadOptions())
+    return select(_read_table(Path(path)), options or ReadOptions())
 
 
 def read_many(paths: Sequence[str | Path], options: ReadOptions | None = None) -> list[Series]:
     """Read several files; names that occur in more than one are prefixed by file or directory."""
-    found = [(Path(p), s) for p in paths for s in read(p, options)]
+    series = [(Path(p), s) for p in paths for s in read(p, options)]
     for depth in ("file", "directory"):
-        names = [s.name for _, s in found]
-        for i, (p, s) in enumerate(found):
+        names = [s.name for _, s in series]
+        for i, (p, s) in enumerate(series):
             if names.count(s.name) > 1:
                 prefix = p.stem if depth == "file" else p.resolve().parent.name
-                found[i] = (p, replace(s, name=f"{prefix}/{s.name}"))
-    return [s for _, s in found]
+                series[i] = (p, replace(s, name=f"{prefix}/{s.name}"))
+    return [s for _, s in series]
 
 
-def _reader(path: Path) -> Callable[[Path], Table]:
+def _read_table(path: Path) -> Table:
+    """Read a file or directory with the reader of its format."""
     if not path.exists():
-        raise DataError("no such file or directory", "Check the path", file=str(path))
+        raise PointsError("no such file or directory", "Check the path", file=str(path))
+    if (path / "metrics.jsonl").exists():
+        return read_jsonl(path / "metrics.jsonl")
+    if "tfevents" in path.name or any(path.rglob("*tfevents*")):
+        return read_tensorboard(path)
     if path.is_dir():
-        if (path / "metrics.jsonl").exists():
-            return lambda p: jsonl.read(p / "metrics.jsonl")
-        if any(path.glob("*.wandb")):
-            return lambda p: wandbfile.read(next(iter(sorted(p.glob("*.wandb")))))
-        if any(path.rglob("*tfevents*")):
-            return tensorboard.read
-        raise DataError(
-            "the directory has no metrics.jsonl, *.wandb or *tfevents* file",
-            "Name the file itself",
-            file=str(path),
-        )
-    if "tfevents" in path.name:
-        return tensorboard.read
-    readers: dict[str, Callable[[Path], Table]] = {
-        ".csv": csvfile.read,
-        ".tsv": csvfile.read,
-        ".jsonl": jsonl.read,
-        ".ndjson": jsonl.read,
-        ".parquet": parquet.read,
-        ".pq": parquet.read,
-        ".wandb": wandbfile.read,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(
+        problem = "the directory has no metrics.jsonl or *tfevents* file"
+        raise PointsError(problem, "Name the file itself", file=str(path))
+    if path.suffix.lower() not in READERS:
+        raise PointsError(
             f"unknown format '{path.suffix}'",
-            "Give .csv, .tsv, .jsonl, .parquet, a TensorBoard event file or a wandb run",
+            "Give .csv, .tsv, .jsonl, .parquet or a TensorBoard event file; of a wandb run its "
+            "metrics.jsonl, or the CSV exported from a chart",
             file=str(path),
         )
-    return reader
+    return READERS[path.suffix.lower()](path)

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..curve import Array
+from ..errors import PointsError
+from ..options import ReadOptions
 from ..series import Series
 
 COMPUTE_NAMES = (
@@ -20,182 +23,164 @@ UNITS = {
     "gpu-hours": "GPU-hours", "gpu-seconds": "GPU-seconds", "device-hours": "device-hours",
     "device-seconds": "device-seconds", "flops": "FLOPs", "tokens": "tokens", "steps": "steps",
 }  # fmt: skip
+Rows = list[tuple[int, dict[str, Any]]]
+"""Line (or record) number from 1, and cells by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Raw cells by column; None marks a cell that the file does not have."""
+    """Raw cells; a cell that the file does not have is missing, or None."""
 
     source: str
     name: str
     """Name of the run if the table holds only one."""
-    columns: dict[str, list[object]]
-    lines: list[int]
-    """Line (or record) number of each row, from 1."""
-    repairs: tuple[str, ...] = ()
+    rows: Rows
+    repairs: Sequence[str] = ()
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns, in order of appearance."""
+        return list(dict.fromkeys(name for _, cells in self.rows for name in cells))
+
+    def error(self, problem: str, remedy: str, column: str | None, line: int = 1) -> PointsError:
+        """Return the error of a cell, or of the header."""
+        return PointsError(problem, remedy, file=self.source, line=line, column=column)
+
+    def numbers(self, column: str, rows: Rows) -> Array:
+        """Return the numbers in some rows of a column; infinite ones become nan.
+
+        Raises:
+            PointsError: a cell is no number.
+        """
+        return np.array([self._number(column, *row) for row in rows], dtype=float)
+
+    def _number(self, column: str, line: int, cells: dict[str, Any]) -> float:
+        value = cells.get(column)
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
+                raise ValueError
+            number = float(value.strip().removesuffix("%") if isinstance(value, str) else value)
+        except ValueError:
+            shown = repr(value) if has(column, [(line, cells)]) else "empty"
+            remedy = "Correct the cell or remove the row"
+            raise self.error(f"not a number: {shown}", remedy, column, line) from None
+        return number if math.isfinite(number) else float("nan")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """Which columns and series to read; None means by the well-known names."""
-
-    series: tuple[str, ...] = ()
-    """Names of the series to keep; empty keeps all."""
-    series_column: str | None = None
-    compute_column: str | None = None
-    reward_columns: tuple[str, ...] = field(default=())
-    """One column; or several, each of which is a series."""
-    stderr_column: str | None = None
-    percent: bool | None = None
-    """Whether rewards are percent; None: yes if all lie in [0, 100] and most above 1."""
-    compute_unit: str | None = None
-    """Unit to report: hours and seconds are converted, other names only label the column."""
+def has(column: str, rows: Rows) -> bool:
+    """Return True if no cell of a column is empty in these rows."""
+    values = (cells.get(column) for _, cells in rows)
+    return not any(v is None or (isinstance(v, str) and not v.strip()) for v in values)
 
 
 def select(table: Table, options: ReadOptions) -> list[Series]:
-    """Series of a table.
+    """Return the series of a table.
 
     Raises:
-        DataError: a column or series is missing (the message lists what there is), or bad values.
+        PointsError: a column or series is missing (the message lists the others), or bad values.
     """
-    compute = _find(table, options.compute_column, COMPUTE_NAMES, "compute", "--compute-column")
-    wide = _wide_columns(table, options.reward_columns)
-    found: list[Series] = []
-    if wide:
-        for name, column in wide:
-            found.append(_series(table, options, name, compute, column, range(len(table.lines))))
-    else:
-        wanted = options.reward_columns[0] if options.reward_columns else None
-        reward = _find(table, wanted, REWARD_NAMES, "reward", "--reward-column")
-        for name, rows in _groups(table, options).items():
-            found.append(_series(table, options, name, compute, reward, rows))
-        found += _tasks(table, options, compute, reward)
-    if options.series:
-        names = [s.name for s in found]
-        missing = [s for s in options.series if s not in names]
-        if missing:
-            raise DataError(
-                f"no series '{missing[0]}'", f"There are: {', '.join(names)}", file=table.source
-            )
-        found = [s for s in found if s.name in options.series]
-    return found
+    compute = _find_column(table, options.compute_column, COMPUTE_NAMES, "compute")
+    selection = [(name, column, table.rows) for name, column in _wide_columns(table, options)]
+    if not selection:
+        wanted = options.reward_column[0] if options.reward_column else None
+        reward = _find_column(table, wanted, REWARD_NAMES, "reward")
+        selection = [(name, reward, rows) for name, rows in _groups(table, options).items()]
+        for column in table.columns:  # metrics.jsonl has columns tasks.<task>.<reward>
+            parts = column.split(".")
+            if len(parts) >= 3 and parts[0] == "tasks" and parts[-1] == reward:
+                selection.append((f"{table.name}:{'.'.join(parts[1:-1])}", column, table.rows))
+    series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
+    names = [s.name for s in series]
+    for name in options.series or ():
+        if name not in names:
+            others = f"There are: {', '.join(names)}"
+            raise PointsError(f"no series '{name}'", others, file=table.source)
+    return [s for s in series if not options.series or s.name in options.series]
 
 
-def _find(table: Table, wanted: str | None, known: Sequence[str], what: str, option: str) -> str:
-    """Column by exact name, by last part of a path (eval/pass_rate) or by a well-known name."""
-    names = list(table.columns)
-    candidates = known if wanted is None else (wanted, f"compute_{wanted}")
-    for candidate in candidates:
-        if candidate in table.columns:
-            return candidate
-        ends = [n for n in names if n.replace(".", "/").rsplit("/", 1)[-1] == candidate]
+def _find_column(table: Table, wanted: str | None, known: Sequence[str], purpose: str) -> str:
+    """Find a column by exact name, by last part of a path (eval/pass_rate) or well-known name."""
+    option, names = f"--{purpose}-column", table.columns
+    for candidate in known if wanted is None else (wanted, f"compute_{wanted}"):
+        exact = [n for n in names if n == candidate]
         same = [n for n in names if n.lower() == candidate.lower()]
-        for group in (same, ends):
+        ends = [n for n in names if n.replace(".", "/").rsplit("/", 1)[-1] == candidate]
+        for group in (exact, same, ends):
             if len(group) > 1:
                 # A run logs compute with its training rows too; evaluations count here.
                 group = [n for n in group if n.startswith(("eval/", "eval."))] or group
             if len(group) == 1:
                 return group[0]
             if len(group) > 1:
-                raise DataError(
-                    f"several columns could be the {what}: {', '.join(group)}",
-                    f"Choose one with {option}",
-                    file=table.source,
-                    line=1,
-                )
-    looked = f"'{wanted}'" if wanted is not None else f"any of {', '.join(known)}"
-    raise DataError(
-        f"no {what} column ({looked})",
-        f"Choose one with {option}; there are: {', '.join(names) or 'none'}",
-        file=table.source,
-        line=1,
-        column=wanted,
-    )
+                problem = f"several columns could be the {purpose}: {', '.join(group)}"
+                raise table.error(problem, f"Choose one with {option}", None)
+    looked = f"any of {', '.join(known)}" if wanted is None else f"'{wanted}'"
+    remedy = f"Choose one with {option}; there are: {', '.join(names) or 'none'}"
+    raise table.error(f"no {purpose} column ({looked})", remedy, wanted)
 
 
-def _wide_columns(table: Table, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(series, column) of tables with one reward column per run, such as wandb's exported CSV."""
+def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
+    """Return (series, column) of a table with one reward column per run.
+
+    Either they are named by the options, or they are wandb's exported "run - metric".
+    """
+    wanted = options.reward_column or []
     if len(wanted) > 1:
-        return [(w, _find(table, w, (), "reward", "--reward-column")) for w in wanted]
-    exported = [
-        n for n in table.columns if " - " in n and not n.endswith(("__MIN", "__MAX", "_step"))
-    ]
-    exported = [n for n in exported if not n.endswith(" - _step")]
-    if wanted and wanted[0] in table.columns:
+        return [(w, _find_column(table, w, (), "reward")) for w in wanted]
+    if any(name in table.columns for name in wanted or REWARD_NAMES):
         return []
-    if not wanted and any(n in table.columns for n in REWARD_NAMES):
-        return []
-    pairs = [(n.split(" - ", 1)[0], n.split(" - ", 1)[1], n) for n in exported]
-    if wanted:
-        pairs = [p for p in pairs if p[1] == wanted[0] or p[1].rsplit("/", 1)[-1] == wanted[0]]
-    return [(run, column) for run, _, column in pairs]
+    pairs = []
+    for column in table.columns:
+        run, separator, metric = column.partition(" - ")
+        extra = column.endswith(("__MIN", "__MAX", "_step"))
+        match = not wanted or wanted[0] in (metric, metric.rsplit("/", 1)[-1])
+        if separator and match and not extra:
+            pairs.append((run, column))
+    return pairs
 
 
-def _groups(table: Table, options: ReadOptions) -> dict[str, list[int]]:
-    """Rows of each series, in order of appearance."""
+def _groups(table: Table, options: ReadOptions) -> dict[str, Rows]:
+    """Return the rows of each series, in order of appearance."""
     column = options.series_column
     if column is not None and column not in table.columns:
-        raise DataError(
-            f"no series column '{column}'",
-            f"Choose with --series-column; there are: {', '.join(table.columns)}",
-            file=table.source,
-            line=1,
-            column=column,
-        )
+        remedy = f"Choose with --series-column; there are: {', '.join(table.columns)}"
+        raise table.error(f"no series column '{column}'", remedy, column)
     if column is None:
         column = next((n for n in SERIES_NAMES if n in table.columns), None)
     if column is None:
-        return {table.name: list(range(len(table.lines)))}
-    groups: dict[str, list[int]] = {}
-    for i, value in enumerate(table.columns[column]):
-        groups.setdefault(str(value), []).append(i)
+        return {table.name: table.rows}
+    groups: dict[str, Rows] = {}
+    for line, cells in table.rows:
+        groups.setdefault(str(cells.get(column)), []).append((line, cells))
     return groups
 
 
-def _tasks(table: Table, options: ReadOptions, compute: str, reward: str) -> list[Series]:
-    """Per-task series of metrics.jsonl: columns tasks.<task>.<reward>."""
-    found = []
-    for column in table.columns:
-        parts = column.split(".")
-        if len(parts) >= 3 and parts[0] == "tasks" and parts[-1] == reward:
-            task = ".".join(parts[1:-1])
-            rows = range(len(table.lines))
-            name = f"{table.name}:{task}"
-            found.append(_series(table, options, name, compute, column, rows))
-    return found
-
-
 def _series(
-    table: Table,
-    options: ReadOptions,
-    name: str,
-    compute: str,
-    reward: str,
-    rows: Sequence[int],
+    table: Table, options: ReadOptions, name: str, compute: str, reward: str, rows: Rows
 ) -> Series:
-    """Numbers of one series, with what was left out or converted stated as repairs."""
+    """Return the numbers of one series; omissions and conversions are stated as repairs."""
     repairs = list(table.repairs)
-    kept = [i for i in rows if _present(table.columns[reward][i])]
+    kept = [row for row in rows if has(reward, [row])]
     if len(kept) < len(rows):
         repairs.append(f"{len(rows) - len(kept)} rows without {reward} left out")
-    lines = [table.lines[i] for i in kept]
-    c = np.array([_number(table, compute, i) for i in kept])
-    r = np.array([_number(table, reward, i) for i in kept])
-    stderr, stderr_name = _stderr(table, options, reward, kept, r)
+    c, r = table.numbers(compute, kept), table.numbers(reward, kept)
+    stderr, stderr_name = _stderr(table, options.stderr_column, reward, kept)
     percent = options.percent
     if percent is None and len(r) and np.nanmax(r) > 1 and np.nanmedian(r) > 1:
         percent = bool(np.nanmin(r) >= 0 and np.nanmax(r) <= 100)
     if percent:
         r = r / 100
-        stderr = None if stderr is None or stderr_name is None else stderr / 100
+        stderr = None if stderr is None else stderr / 100
         repairs.append(f"{reward} read as percent")
-    if stderr is None and (made := _binomial(table, kept, r)) is not None:
-        stderr = made
+    if stderr is None and (stderr := _binomial(table, kept, r)) is not None:
         repairs.append("standard errors from the number of samples (binomial)")
-    unit = unit_of(compute)
+    unit = _unit(compute)
     if options.compute_unit is not None:
-        c, unit, note = _convert(c, unit, options.compute_unit)
-        repairs += [note] if note else []
+        target = UNITS.get(options.compute_unit.lower(), options.compute_unit)
+        converted = _convert(c, unit, target)
+        if converted is not c:
+            repairs.append(f"{unit} converted to {target}")
+        c, unit = converted, target
     return Series.clean(
         c,
         r,
@@ -203,97 +188,63 @@ def _series(
         name=name,
         unit=unit,
         source=table.source,
-        lines=lines,
+        lines=[line for line, _ in kept],
         columns=(compute, reward, stderr_name or "stderr"),
         repairs=repairs,
     )
 
 
-def unit_of(column: str) -> str:
-    """Unit of compute that a column's name tells."""
+def _unit(column: str) -> str:
+    """Return the unit of compute that follows from a column's name."""
     name = column.lower()
     device = "device" if "device" in name else "GPU"
-    if "hour" in name:
-        return f"{device}-hours"
-    if "second" in name:
-        return f"{device}-seconds"
-    for part, unit in (("flop", "FLOPs"), ("token", "tokens"), ("step", "steps")):
-        if part in name:
-            return unit
-    return column
+    known = {
+        "hour": f"{device}-hours",
+        "second": f"{device}-seconds",
+        "flop": "FLOPs",
+        "token": "tokens",
+        "step": "steps",
+    }
+    return next((unit for part, unit in known.items() if part in name), column)
 
 
-def _convert(c: np.ndarray, unit: str, wanted: str) -> tuple[np.ndarray, str, str | None]:
-    target = UNITS.get(wanted.lower(), wanted)
-    pair = (unit.rsplit("-", 1)[-1], target.rsplit("-", 1)[-1])
-    if pair == ("seconds", "hours"):
-        return c / 3600, target, f"{unit} converted to {target}"
-    if pair == ("hours", "seconds"):
-        return c * 3600, target, f"{unit} converted to {target}"
-    known = set(UNITS.values())
-    if unit in known and target in known and pair[0] != pair[1]:
-        raise DataError(
-            f"{unit} cannot be converted to {target}", "Choose another --compute-column"
-        )
-    return c, target, None
+def _convert(c: Array, unit: str, target: str) -> Array:
+    """Convert compute between seconds and hours; labels that are no known units change nothing."""
+    old, new = unit.rsplit("-", 1)[-1], target.rsplit("-", 1)[-1]
+    if (old, new) == ("seconds", "hours"):
+        return c / 3600
+    if (old, new) == ("hours", "seconds"):
+        return c * 3600
+    if {unit, target} <= set(UNITS.values()) and old != new:
+        problem = f"{unit} cannot be converted to {target}"
+        raise PointsError(problem, "Choose another --compute-column")
+    return c
 
 
 def _stderr(
-    table: Table, options: ReadOptions, reward: str, rows: list[int], r: np.ndarray
-) -> tuple[np.ndarray | None, str | None]:
-    name = options.stderr_column
-    if name is not None:
-        name = _find(table, name, (), "standard error", "--stderr-column")
-    else:
-        name = next(
-            (n for n in (f"{reward}_stderr", f"{reward}_se", "stderr") if n in table.columns), None
-        )
-        if name is None or not all(_present(table.columns[name][i]) for i in rows):
-            return None, None
-    s = np.array([_number(table, name, i) for i in rows])
-    if options.stderr_column is None and np.any(s == 0):
-        # A zero (all prompts right, or all wrong) is no knowledge of the noise.
+    table: Table, wanted: str | None, reward: str, rows: Rows
+) -> tuple[Array | None, str | None]:
+    """Return the standard errors and their column, if all rows have one."""
+    if wanted is not None:
+        name = _find_column(table, wanted, (), "stderr")
+        return table.numbers(name, rows), name
+    names = [n for n in (f"{reward}_stderr", f"{reward}_se", "stderr") if n in table.columns]
+    if not names or not has(names[0], rows):
         return None, None
-    return s, name
+    s = table.numbers(names[0], rows)
+    # A zero (all prompts right, or all wrong) does not give the noise.
+    return (None, None) if np.any(s == 0) else (s, names[0])
 
 
-def _binomial(table: Table, rows: list[int], r: np.ndarray) -> np.ndarray | None:
-    """Binomial standard errors where the number of samples is given; kept off 0 by (k+1)/(n+2)."""
+def _binomial(table: Table, rows: Rows, r: Array) -> Array | None:
+    """Return binomial standard errors if the number of samples is known; (k+1)/(n+2) is not 0."""
+    needed = ["num_prompts", "samples_per_prompt"]
     if "num_samples" in table.columns:
         needed = ["num_samples"]
-    elif {"num_prompts", "samples_per_prompt"} <= table.columns.keys():
-        needed = ["num_prompts", "samples_per_prompt"]
-    else:
+    if not all(has(column, rows) for column in needed):
         return None
-    if not all(_present(table.columns[c][i]) for c in needed for i in rows):
-        return None
-    n = np.prod([[_number(table, c, i) for i in rows] for c in needed], axis=0)
+    n = np.prod([table.numbers(column, rows) for column in needed], axis=0)
     if np.any(n < 1) or np.any((r < 0) | (r > 1) | ~np.isfinite(r)):
         return None
     p = (r * n + 1) / (n + 2)
     return np.asarray(np.sqrt(p * (1 - p) / n))
-
-
-def _present(value: object) -> bool:
-    return value is not None and not (isinstance(value, str) and value.strip() == "")
-
-
-def _number(table: Table, column: str, i: int) -> float:
-    value = table.columns[column][i]
-    try:
-        if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
-            raise ValueError
-        text = value.strip() if isinstance(value, str) else value
-        if isinstance(text, str) and text.endswith("%"):
-            return float(text[:-1])
-        number = float(text)
-    except ValueError:
-        shown = "empty" if value is None or value == "" else repr(value)
-        raise DataError(
-            f"not a number: {shown}",
-            "Mend the cell or remove the row",
-            file=table.source,
-            line=table.lines[i],
-            column=column,
-        ) from None
-    return number if math.isfinite(number) else float("nan")

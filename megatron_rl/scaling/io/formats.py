@@ -1,0 +1,142 @@
+"""Readers of the formats."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import PointsError, require
+from .table import Rows, Table
+
+SCHEMA = "megatron_rl.metrics/"
+
+
+def read_csv(path: Path) -> Table:
+    """Read CSV or TSV with a header line; lines that start with # are comments.
+
+    The delimiter is a tab for .tsv, else comma or semicolon.
+    """
+    file = str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text ({error.reason})"
+        raise PointsError(problem, "Save it as UTF-8", file=file) from None
+    kept = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip() and t[0] != "#"]
+    if not kept:
+        raise PointsError("the file is empty", "Give a header line and rows", file=file)
+    first = kept[0][1]
+    delimiter = "\t" if path.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","
+    reader = csv.reader([t for _, t in kept], delimiter=delimiter)
+    header = [name.strip() for name in next(reader)]
+    for name in header:
+        if header.count(name) > 1:
+            problem, line = f"two columns are named '{name}'", kept[0][0]
+            raise PointsError(problem, "Rename one of them", file=file, line=line, column=name)
+    rows: Rows = []
+    for row in reader:
+        line = kept[reader.line_num - 1][0]
+        if len(row) != len(header):
+            problem = f"{len(row)} cells under {len(header)} columns"
+            remedy = "Quote cells that contain the delimiter"
+            raise PointsError(problem, remedy, file=file, line=line)
+        rows.append((line, dict(zip(header, row, strict=True))))
+    return Table(file, path.stem, rows)
+
+
+def read_jsonl(path: Path) -> Table:
+    """Read JSON lines: a run's metrics.jsonl as it is, or a flat or nested object per line.
+
+    Nested keys become dotted columns: ``{"tasks": {"math": {"pass_rate": 0.5}}}`` is the column
+    ``tasks.math.pass_rate``. A torn last line, left by a kill, is ignored. For metrics.jsonl see
+    `_evaluations`.
+    """
+    file = str(path)
+    raw = path.read_bytes().splitlines()
+    rows: Rows = []
+    repairs: list[str] = []
+    for line, text in enumerate(raw, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            if line == len(raw) and rows:
+                repairs.append(f"line {line} is torn and was left out")
+                break
+            remedy = "Correct or remove the line"
+            raise PointsError(f"not JSON ({error})", remedy, file=file, line=line) from None
+        if not isinstance(row, dict):
+            problem = f"a {type(row).__name__}, not an object"
+            raise PointsError(problem, "Write one object per line", file=file, line=line)
+        rows.append((line, row))
+    if not rows:
+        raise PointsError("the file is empty", "Give one object per line", file=file)
+    name = path.stem
+    schema = str(rows[0][1].get("schema", ""))
+    if schema.startswith(SCHEMA):
+        rows, note = _evaluations(file, rows, schema)
+        repairs += note
+        name = path.resolve().parent.name if name == "metrics" else name
+    return Table(file, name, [(line, _flatten(row)) for line, row in rows], repairs)
+
+
+def _evaluations(file: str, rows: Rows, schema: str) -> tuple[Rows, list[str]]:
+    """Return the evaluation rows of metrics.jsonl, whose first line names its schema.
+
+    A resumed run writes the evaluations of some steps again: the last one of a step counts.
+    """
+    if schema != SCHEMA + "1":
+        problem = f"schema {schema} is newer than {SCHEMA}1"
+        raise PointsError(problem, "Update megatron_rl", file=file, line=1)
+    evaluations = [(n, row) for n, row in rows if row.get("kind") == "eval"]
+    if not evaluations:
+        remedy = "Switch evaluations on, or wait for the first one"
+        raise PointsError("no evaluation rows (kind 'eval')", remedy, file=file)
+    by_step = {row.get("step", n): (n, row) for n, row in evaluations}
+    repeated = len(evaluations) - len(by_step)
+    note = [f"{repeated} evaluations written again after a resume: the last counts"]
+    return sorted(by_step.values(), key=lambda pair: pair[0]), note if repeated else []
+
+
+def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Join nested keys by dots."""
+    flat: dict[str, object] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def read_parquet(path: Path) -> Table:
+    """Read all columns of a Parquet file; line numbers in messages are row numbers."""
+    pyarrow, parquet = (require(m, f"Reading {path}", "io") for m in ("pyarrow", "pyarrow.parquet"))
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        problem = f"not a Parquet file ({error})"
+        raise PointsError(problem, "Check the file's format", file=str(path)) from None
+    return Table(str(path), path.stem, list(enumerate(rows, 1)))
+
+
+def read_tensorboard(path: Path) -> Table:
+    """Read the scalars of an event file, or of all event files of a run's directory.
+
+    Tags become columns, aligned by step. Without a tag of compute (for example
+    ``eval/compute_device_hours``, logged at the evaluation's step) the step is the compute.
+    """
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = require(module, f"Reading {path}", "io")
+    events = accumulator.EventAccumulator(str(path), {accumulator.SCALARS: 0}).Reload()
+    rows: dict[int, dict[str, object]] = {}
+    for tag in events.Tags()[accumulator.SCALARS]:
+        for event in events.Scalars(tag):
+            rows.setdefault(event.step, {})[tag] = float(event.value)
+    if not rows:
+        remedy = "Name a run's own directory"
+        raise PointsError("no scalars in the event files", remedy, file=str(path))
+    ordered = [{"step": step, **rows[step]} for step in sorted(rows)]
+    name = path.name if path.is_dir() else path.parent.name
+    return Table(str(path), name, list(enumerate(ordered, 1)))
