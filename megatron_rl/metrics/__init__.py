@@ -1,4 +1,4 @@
-"""What a run shows of itself: metrics.jsonl (the truth), its mirrors, the terminal, the report."""
+"""Metrics of a run: metrics.jsonl (the source of truth), mirrors, terminal and report."""
 
 from megatron_rl.metrics.metrics_file import MetricsError, MetricsWriter, read_metrics
 from megatron_rl.metrics.names import METRICS

@@ -1,4 +1,4 @@
-"""The fits of a run: its evaluations as a whole, and those of each task."""
+"""The fits of a run: over all held-out prompts, and for each task."""
 
 from __future__ import annotations
 
@@ -21,50 +21,46 @@ PARAMETERS = ("A", "B", "Cmid", "R0")
 
 
 def fit_run(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
-    """The `fit` entry of the summary; writes the picture where there is a fit."""
+    """Return the `fit` entry of the summary and write the picture if the fit succeeds."""
     from megatron_rl.scaling.plot import save_plot
 
-    found, curve = fit_curve(evaluations, fit_compute)
+    entry, curve = fit_curve(evaluations, fit_compute)
     if curve is None:
-        return found
-    picture.parent.mkdir(parents=True, exist_ok=True)
+        return entry
     save_plot(curve, picture)
-    return found | {"picture": picture.name}
+    return entry | {"picture": picture.name}
 
 
 def fit_tasks(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
-    """The `tasks` entry of the summary: {task: {pass_rate, fit}}; empty for a run of one task.
+    """Return the `tasks` entry of the summary: {task: {pass_rate, fit}}, empty for one task.
 
-    The picture has one panel for each task that could be fitted.
+    The picture has one panel for each task with a fit.
     """
     from megatron_rl.scaling.plot import save_panels
 
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     curves: list[Fit] = []
     for task in dict.fromkeys(name for row in evaluations for name in row.get("tasks") or {}):
         rows = [row | row["tasks"][task] for row in evaluations if task in (row.get("tasks") or {})]
         fitted, curve = fit_curve(rows, fit_compute, name=task)
-        found[task] = {"pass_rate": ends(rows), "fit": fitted}
+        entries[task] = {"pass_rate": ends(rows), "fit": fitted}
         if curve is not None:
             curves.append(curve)
             fitted["picture"] = picture.name
     if curves:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         save_panels(curves, picture)
-    return found
+    return entries
 
 
 def fit_curve(
     evaluations: list[Row], fit_compute: str, name: str = ""
 ) -> tuple[dict[str, Any], Fit | None]:
-    """Parameters of the fit of these rows, or why there is none; and the fit itself."""
+    """Return the summary entry of a fit (its parameters, or `error`), and the fit or None."""
     from megatron_rl.scaling import fit
 
     axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
-    used = [
-        row for row in evaluations if row.get(axis) is not None and row.get("pass_rate") is not None
-    ]
-    found: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
+    used = [r for r in evaluations if None not in (r.get(axis), r.get("pass_rate"))]
+    entry: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
     try:
         curve = fit(
             [row[axis] for row in used],
@@ -74,39 +70,31 @@ def fit_curve(
             unit=UNITS.get(fit_compute, fit_compute),
             name=name,
         )
-    # The fitter's refusal (too few points, bad data) and scipy's failures; not the run's.
+    # Too few points, bad data or a failure of scipy: the run itself has succeeded.
     except (ValueError, ArithmeticError, RuntimeError) as e:
-        return found | {"error": f"{type(e).__name__}: {e}"}, None
+        return entry | {"error": f"{type(e).__name__}: {e}"}, None
     for parameter in PARAMETERS:
         interval = getattr(curve, parameter)
-        found[parameter] = {
+        entry[parameter] = {
             key: _number(getattr(interval, key)) for key in ("value", "low", "high")
         }
-    found["well_conditioned"] = bool(curve.well_conditioned)
-    found["warnings"] = [str(warning) for warning in curve.warnings]
-    return found, curve
+    entry["well_conditioned"] = bool(curve.well_conditioned)
+    entry["warnings"] = [str(warning) for warning in curve.warnings]
+    return entry, curve
 
 
 def ends(evaluations: list[Row]) -> dict[str, Any]:
-    """First and last pass rate: {first, last}, each {step, value, stderr} or None."""
-    return {"first": _point(evaluations[:1]), "last": _point(evaluations[-1:])}
-
-
-def _point(rows: list[Row]) -> dict[str, Any] | None:
-    for row in rows:
-        return {
-            "step": row["step"],
-            "value": row.get("pass_rate"),
-            "stderr": row.get("pass_rate_stderr"),
-        }
-    return None
+    """Return the first and last pass rate, each {step, value, stderr}, or None without any."""
+    names = {"step": "step", "value": "pass_rate", "stderr": "pass_rate_stderr"}
+    points = [{key: row.get(name) for key, name in names.items()} for row in evaluations]
+    return {"first": points[0], "last": points[-1]} if points else {"first": None, "last": None}
 
 
 def _stderrs(rows: list[Row]) -> list[float] | None:
-    """Standard errors for the fit, None if some are unknown.
+    """Return standard errors for the fit, or None if some are unknown.
 
-    A pass rate of 0 or 1 has a sampling error of 0, which would give that point all the weight:
-    the smallest of the others stands in.
+    A zero (of a pass rate of 0 or 1) would give its point all the weight: it is replaced by the
+    smallest of the others.
     """
     values = [row.get("pass_rate_stderr") for row in rows]
     known = [value for value in values if value is not None]

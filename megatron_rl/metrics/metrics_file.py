@@ -1,18 +1,18 @@
-"""metrics.jsonl: the one truth of a run's measurements.
+"""metrics.jsonl: the source of truth for a run's measurements.
 
-Layout: UTF-8, one JSON object per line, appended in one write each.
+Layout: UTF-8, one JSON object per line, each appended with one write.
 
     {"kind": "schema", "schema": "megatron_rl.metrics/1", "fields": {"loss": "... [nats]", ...}}
     {"kind": "event", "step": 0, "event": "started", "unix_seconds": 1.7e9}
     {"kind": "eval", "step": 0, "compute_tokens": 0, "pass_rate": 0.25, ...}
     {"kind": "step", "step": 0, "loss": -0.01, "grad_norm": null, "nonfinite": ["grad_norm"], ...}
 
-A value that JSON cannot hold (NaN, infinity) stands as null and its name under `nonfinite`.
+NaN and infinity, which JSON cannot represent, are written as null; `nonfinite` lists their names.
 
-Recovery: a run that was killed can leave a last line that is torn, and rows of steps that its
-checkpoint does not know. Whoever opens the file again moves both to `metrics.dropped-<n>.jsonl`
-beside it (same layout), so that the curve goes on and nothing is lost. The new file replaces the
-old one atomically, after the dropped rows are on the disk.
+Recovery: a killed run can leave a torn last line, and rows of steps after its checkpoint. The next
+writer moves both to `metrics.dropped-<n>.jsonl` in the same folder (same layout): the curve
+continues and nothing is lost. The new file replaces the old one atomically, after the dropped rows
+are on disk.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Row = dict[str, Any]
 
 
 class MetricsError(ValueError):
-    """A row or a file of metrics that cannot be used; the message names the file or the field."""
+    """An invalid row or file of metrics; the message names the file or the field."""
 
 
 def schema_row() -> Row:
-    """The file's first line."""
+    """Return the file's first line."""
     return {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
 
 
@@ -47,24 +47,20 @@ class MetricsWriter:
     """Appends rows to metrics.jsonl; one writer per file.
 
     Args:
-        path: the file. Without `resume_step`, a file that is already there is moved aside whole.
-        resume_step: go on from the checkpoint with this many updates: step rows from it on and
+        path: the file. Without `resume_step`, all rows of an existing file are moved aside.
+        resume_step: continue from the checkpoint with this many updates: step rows from it on and
             eval rows after it are moved aside; events stay.
-        strict: refuse names that are not in `METRICS`.
 
     Raises:
         MetricsError: another live process writes this file, or it has another schema.
     """
 
-    def __init__(
-        self, path: str | Path, *, resume_step: int | None = None, strict: bool = False
-    ) -> None:
+    def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
-        self.strict = strict
         self.path.parent.mkdir(parents=True, exist_ok=True)
         dropped = None
         if self.path.exists():
-            # Held until the file is repaired, so that two runs cannot repair it at once.
+            # Locked until the file is repaired: two runs cannot repair it at once.
             with open(self.path, "r+b") as old:
                 _lock(old.fileno(), self.path)
                 dropped = _move_aside(self.path, old.read(), resume_step)
@@ -77,19 +73,19 @@ class MetricsWriter:
             self.event({"step": resume_step, "event": "resumed", **note})
 
     def step(self, row: Row) -> Row:
-        """Append one optimizer step; `row["step"]` is the index of the update. Returns the row."""
+        """Append one optimizer step and return it; `row["step"]` is the index of the update."""
         return self._write("step", row)
 
     def eval(self, row: Row) -> Row:
-        """Append one evaluation; `row["step"]` is the weight version. Returns the row."""
+        """Append one evaluation and return it; `row["step"]` is the weight version."""
         return self._write("eval", row)
 
     def event(self, row: Row) -> Row:
-        """Append something that happened; `row["event"]` names it. Returns the row."""
+        """Append an event and return it; `row["event"]` is its name."""
         return self._write("event", row)
 
     def close(self) -> None:
-        """Bring all rows to the disk and close the file; a second call does nothing."""
+        """Flush all rows to disk and close the file; a second call does nothing."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -101,17 +97,11 @@ class MetricsWriter:
         self.close()
 
     def _write(self, kind: str, row: Row) -> Row:
-        if self.strict and (unknown := sorted(set(row) - set(METRICS))):
-            raise MetricsError(
-                f"{self.path}: {', '.join(unknown)}: not in megatron_rl.metrics.METRICS;"
-                " add the name there, with its meaning and unit"
-            )
         nonfinite: list[str] = []
-        written = {"kind": kind, "unix_seconds": round(time.time(), 3)}
+        written: Row = {"kind": kind, "unix_seconds": round(time.time(), 3)}
         written |= {name: _plain(name, value, nonfinite) for name, value in row.items()}
-        written["kind"] = kind
-        key, wanted = ("event", str) if kind == "event" else ("step", int)
-        if type(written.get(key)) is not wanted:
+        key, expected = ("event", str) if kind == "event" else ("step", int)
+        if type(written.get(key)) is not expected:
             raise MetricsError(
                 f"{self.path}: a row of kind {kind} has {key} = {row.get(key)!r}: it must be"
                 f" {'a name' if kind == 'event' else 'a number of optimizer steps'}"
@@ -128,7 +118,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """The rows of a file without its schema line; a torn last line is left out.
+    """Return the rows of a file without its schema line and a torn last line.
 
     Raises:
         MetricsError: no such file, another schema, or a line in the middle that is not JSON.
@@ -146,19 +136,19 @@ def read_metrics(path: str | Path) -> list[Row]:
         elif number < len(lines):
             raise MetricsError(f"{path}: line {number} is not a JSON object: {line[:80]!r}")
     if not rows or rows[0].get("schema") != SCHEMA:
-        found = rows[0].get("schema") if rows else None
-        raise MetricsError(f"{path}: its first line says schema {found!r}, wanted {SCHEMA!r}")
+        schema = rows[0].get("schema") if rows else None
+        raise MetricsError(f"{path}: schema {schema!r} in its first line, expected {SCHEMA!r}")
     return rows[1:]
 
 
 def last_rows(rows: list[Row], kind: str) -> list[Row]:
-    """The rows of one kind in the order of steps; of several with one step, the last written."""
+    """Return the rows of one kind by step; of several with one step, the last written."""
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _line(row: Row) -> bytes:
-    return json.dumps(row, allow_nan=False, separators=(", ", ": ")).encode() + b"\n"
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def _parse(line: bytes) -> Row | None:
@@ -172,7 +162,7 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
-    """`value` in JSON's types; NaN and infinity become None and are named in `nonfinite`."""
+    """Return `value` as JSON types; NaN and infinity become None and are named in `nonfinite`."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if value is None or isinstance(value, bool | int | str):
@@ -191,31 +181,23 @@ def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
     )
 
 
-def _keep(row: Row, resume_step: int) -> bool:
-    if row["kind"] == "step":
-        return bool(row["step"] < resume_step)
-    if row["kind"] == "eval":
-        return bool(row["step"] <= resume_step)
-    return True
-
-
 def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path, int] | None:
-    """Split the file into what stands and what is dropped; the dropped file and its rows."""
+    """Move dropped rows to a file of their own and return its path and their number, or None."""
     parsed = [(line, _parse(line)) for line in data.split(b"\n") if line]
     head = parsed[0][1] if parsed else None
     if head is not None and head.get("schema") != SCHEMA:
         raise MetricsError(
-            f"{path}: its first line says schema {head.get('schema')!r}, this version writes"
+            f"{path}: schema {head.get('schema')!r} in its first line, this version writes"
             f" {SCHEMA!r}: choose another output_dir, or move the file"
         )
     kept, dropped = [_line(schema_row())], []
+    # A kept row has a step below this; events are always kept.
+    end = {} if resume_step is None else {"step": resume_step, "eval": resume_step + 1}
     for line, row in parsed:
         if row is not None and row["kind"] == "schema":
             continue
-        if row is None or resume_step is None or not _keep(row, resume_step):
-            dropped.append(line + b"\n")
-        else:
-            kept.append(line + b"\n")
+        keep = row is not None and end and row.get("step", 0) < end.get(row["kind"], math.inf)
+        (kept if keep else dropped).append(line + b"\n")
     moved = None
     if dropped:
         n = 0
@@ -237,7 +219,7 @@ def _write_durably(path: Path, lines: list[bytes]) -> None:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Refuse a second live writer; a file system without locks is taken as it is."""
+    """Lock the file against a second live writer, where the file system has locks."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:

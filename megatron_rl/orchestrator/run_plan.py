@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_rl.config import DataSetTask, RunConfig
+from megatron_rl.metrics.terminal import print_table
 from megatron_rl.orchestrator.evaluation import evaluation_steps
 
 
@@ -99,9 +97,4 @@ def _task(config: RunConfig, name: str) -> str:
 
 def print_plan(config: RunConfig) -> None:
     """Print the plan as a table."""
-    table = Table(title="Plan", show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in plan_lines(config):
-        table.add_row(name, text)
-    Console().print(table)
+    print_table("Plan", plan_lines(config))

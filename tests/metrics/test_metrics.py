@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every row once, in one curve, whatever happened to the process."""
+"""metrics.jsonl holds every row once, in one curve, also after a kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steps(rows: list[dict], kind: str = "step") -> list[int]:
 
 
 def written(path: Path, last_step: int, every: int = 2) -> Path:
-    """A run of `last_step` updates with an evaluation before every second one, and after all."""
+    """Write a run of `last_step` updates, evaluated before every second one and at the end."""
     with MetricsWriter(path) as w:
         w.event({"event": "started", "step": 0})
         for step in range(last_step):
@@ -102,7 +102,7 @@ def test_nonfinite_values_inside_lists_and_mappings_are_named(path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "said"),
+    ("kind", "row", "message"),
     [
         ("step", {"loss": 1.0}, "step = None"),
         ("step", {"step": 1.5}, "step = 1.5"),
@@ -111,17 +111,10 @@ def test_nonfinite_values_inside_lists_and_mappings_are_named(path: Path) -> Non
         ("step", {"step": 1, "loss": object()}, "loss is a object"),
     ],
 )
-def test_a_row_that_is_no_row_is_refused(path: Path, kind: str, row: dict, said: str) -> None:
-    with MetricsWriter(path) as w, pytest.raises(MetricsError, match=said):
+def test_a_row_that_is_no_row_is_refused(path: Path, kind: str, row: dict, message: str) -> None:
+    with MetricsWriter(path) as w, pytest.raises(MetricsError, match=message):
         getattr(w, kind)(row)
     assert read_metrics(path) == []
-
-
-def test_strict_mode_refuses_names_that_are_not_in_the_table(path: Path) -> None:
-    with MetricsWriter(path, strict=True) as w:
-        w.step({"step": 0, "loss": 1.0, "ratio_outside_0.9_1.1": 0.1})
-        with pytest.raises(MetricsError, match="los: not in megatron_rl.metrics.METRICS"):
-            w.step({"step": 1, "los": 1.0})
 
 
 # ---------------------------------------------------------------- resume
@@ -146,8 +139,8 @@ def test_resume_moves_what_it_drops_to_a_file_of_the_same_layout(path: Path) -> 
     assert steps(dropped) == [4, 5]
     assert steps(dropped, "eval") == [6]
     note = after[-1]
-    said = {"event": "resumed", "step": 4, "rows": 3, "file": aside.name}
-    assert {name: note[name] for name in said} == said
+    expected = {"event": "resumed", "step": 4, "rows": 3, "file": aside.name}
+    assert {name: note[name] for name in expected} == expected
     # Nothing is lost and nothing is there twice.
     key = json.dumps
     assert sorted(map(key, after[:-1] + dropped)) == sorted(map(key, before))

@@ -12,10 +12,14 @@ import pytest
 
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics import MetricsWriter, read_metrics
-from megatron_rl.metrics.mirror import MirrorError, histogram, scalars
+from megatron_rl.metrics.mirrors import (
+    MirrorError,
+    TensorBoardMirror,
+    WandbMirror,
+    histogram,
+    scalars,
+)
 from megatron_rl.metrics.sink import RunSink
-from megatron_rl.metrics.tensorboard_mirror import TensorBoardMirror
-from megatron_rl.metrics.wandb_mirror import WandbMirror
 
 ROW: dict[str, Any] = {
     "kind": "step",
@@ -54,9 +58,9 @@ def tensorboard_events(folder: Path) -> Any:
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     mirror = TensorBoardMirror(tmp_path)
     for step in range(3):
-        mirror.log("step", step, ROW | {"step": step, "loss": -step})
-    mirror.log("eval", 2, {"kind": "eval", "step": 2, "pass_rate": 0.5})
-    mirror.log("event", 2, {"kind": "event", "event": "saved", "seconds": 3.0})
+        mirror.log(ROW | {"step": step, "loss": -step})
+    mirror.log({"kind": "eval", "step": 2, "pass_rate": 0.5})
+    mirror.log({"kind": "event", "event": "saved", "seconds": 3.0})
     mirror.close()
     events = tensorboard_events(tmp_path / "tensorboard")
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0), (1, -1), (2, -2)]
@@ -70,10 +74,10 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 def test_a_resumed_run_shows_one_curve_in_tensorboard(tmp_path: Path) -> None:
     mirror = TensorBoardMirror(tmp_path)
     for step in range(6):
-        mirror.log("step", step, {"step": step, "loss": 1.0})
+        mirror.log({"kind": "step", "step": step, "loss": 1.0})
     mirror.close()
     mirror = TensorBoardMirror(tmp_path, first_step=4)
-    mirror.log("step", 4, {"step": 4, "loss": 2.0})
+    mirror.log({"kind": "step", "step": 4, "loss": 2.0})
     mirror.close()
     events = tensorboard_events(tmp_path / "tensorboard").Scalars("train/loss")
     assert [(e.step, e.value) for e in events] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
@@ -82,7 +86,7 @@ def test_a_resumed_run_shows_one_curve_in_tensorboard(tmp_path: Path) -> None:
 def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:
     for loss in (1.0, 2.0):
         mirror = TensorBoardMirror(tmp_path)
-        mirror.log("step", 0, {"step": 0, "loss": loss})
+        mirror.log({"kind": "step", "step": 0, "loss": loss})
         mirror.close()
     events = tensorboard_events(tmp_path / "tensorboard").Scalars("train/loss")
     assert [(e.step, e.value) for e in events] == [(0, 2)]
@@ -95,7 +99,7 @@ BLOCK_BYTES, FULL, LAST = 32768, 1, 4
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """Records of an offline run: a LevelDB log (crc32, uint16 length, type, bytes) of protos."""
+    """Return the records of an offline run: protos in a LevelDB log (crc32, length, type, bytes)."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -120,9 +124,9 @@ def wandb_records(folder: Path) -> list[Any]:
 def test_wandb_offline_holds_every_row_with_its_own_step(tmp_path: Path) -> None:
     mirror = WandbMirror(tmp_path, mode="offline", config={"seed": 3})
     for step in range(3):
-        mirror.log("step", step, ROW | {"step": step})
+        mirror.log(ROW | {"step": step})
     # An evaluation that comes late keeps its row: wandb's own step is not used.
-    mirror.log("eval", 1, {"kind": "eval", "step": 1, "pass_rate": 0.5})
+    mirror.log({"kind": "eval", "step": 1, "pass_rate": 0.5})
     mirror.close()
     assert (tmp_path / "wandb_run_id.txt").read_text()
     records = wandb_records(tmp_path)
@@ -166,8 +170,7 @@ def test_a_mirror_that_is_not_installed_names_the_extra(
 ) -> None:
     code = (
         f"import sys; sys.modules[{blocked!r}] = None\n"
-        "from megatron_rl.metrics.wandb_mirror import WandbMirror\n"
-        "from megatron_rl.metrics.tensorboard_mirror import TensorBoardMirror\n"
+        "from megatron_rl.metrics.mirrors import TensorBoardMirror, WandbMirror\n"
         + start.format(folder=str(tmp_path))
     )
     done = subprocess.run(
@@ -181,21 +184,30 @@ def test_a_mirror_that_is_not_installed_names_the_extra(
 # ---------------------------------------------------------------- all of them
 
 
-def test_the_sink_writes_the_truth_and_its_mirrors(tmp_path: Path) -> None:
+def test_the_sink_writes_every_output(tmp_path: Path, capsys: Any) -> None:
     config = RunConfig.model_validate(
-        {
-            "output_dir": str(tmp_path),
-            "metrics": {"tensorboard": True, "wandb": "offline", "terminal": "off"},
-        }
+        {"output_dir": str(tmp_path), "metrics": {"tensorboard": True, "wandb": "offline"}}
     )
     path = tmp_path / "metrics.jsonl"
-    with RunSink(config, MetricsWriter(path, strict=True)) as sink:
-        sink.eval({"step": 0, "pass_rate": 0.25})
-        sink.step({"step": 0, "loss": 1.0})
-        sink.event({"event": "saved", "step": 1})
-        sink.note("saving")
-        sink.tick()
-    assert [row["kind"] for row in read_metrics(path)] == ["eval", "step", "event"]
+    sink = RunSink(config, MetricsWriter(path))
+    sink.eval({"step": 0, "pass_rate": 0.25})
+    sink.step({"step": 0, "loss": 1.0})
+    sink.note("evaluating")
+    sink.close()
+    assert [row["kind"] for row in read_metrics(path)] == ["eval", "step"]
     tags = tensorboard_events(tmp_path / "tensorboard").Tags()["scalars"]
     assert sorted(tags) == ["eval/pass_rate", "train/loss"]
     assert len([r for r in wandb_records(tmp_path) if r.HasField("history")]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0/1000, pass rate 0.250",
+        "evaluating",
+    ]
+
+
+def test_the_terminal_can_be_off(tmp_path: Path, capsys: Any) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path), "metrics": {"terminal": "off"}})
+    sink = RunSink(config, MetricsWriter(tmp_path / "metrics.jsonl"))
+    sink.note("evaluating")
+    sink.eval({"step": 0, "pass_rate": 0.25})
+    sink.close()
+    assert capsys.readouterr().out == ""

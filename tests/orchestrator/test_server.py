@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.messages import Scores, StepDone
+from megatron_rl.metrics import METRICS
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.run_metrics import RunMetrics
@@ -19,6 +20,8 @@ def test_every_step_is_trained_once_and_in_order():
     outcome = run(small_config())
     assert [row["step"] for row in outcome.rows.steps] == list(range(12))
     assert all(len(row["prompt_ids"]) == 3 for row in outcome.rows.steps)
+    names = {name for row in (*outcome.rows.steps, *outcome.rows.evals) for name in row}
+    assert names <= set(METRICS)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 4])

@@ -1,0 +1,183 @@
+"""Mirrors of metrics.jsonl: TensorBoard event files, and a Weights & Biases run.
+
+A row becomes `train/<name>` (kind `step`) or `eval/<name>` (kind `eval`) at its step, without text,
+null and lists.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+PREFIX = {"step": "train", "eval": "eval"}
+"""Kind of a row -> prefix of its names."""
+NOT_SHOWN = frozenset({"kind", "step", "unix_seconds", "nonfinite"})
+
+
+class MirrorError(RuntimeError):
+    """A configured mirror cannot start; the message names the option and the remedy."""
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row and of its tasks.
+
+    Example: `scalars({"kind": "step", "loss": 0.5, "ids": [1], "tasks": {"maths": {"x": 2}}})` is
+    `{"loss": 0.5, "tasks/maths/x": 2.0}`.
+    """
+    values = {
+        name: float(value)
+        for name, value in row.items()
+        if name not in NOT_SHOWN and isinstance(value, int | float)
+    }
+    for task, part in (row.get("tasks") or {}).items():
+        values |= {f"tasks/{task}/{name}": value for name, value in scalars(part).items()}
+    return values
+
+
+def histogram(value: Any) -> list[tuple[float, float]] | None:
+    """Return the bins `(integer x, count)` of a mapping without gaps between them, or None.
+
+    Example: `histogram({"1": 5, "3": 2})` is `[(1, 5), (2, 0), (3, 2)]`.
+    """
+    if not isinstance(value, dict) or not value:
+        return None
+    try:
+        counts = {int(x): float(n) for x, n in value.items()}
+    except (TypeError, ValueError):
+        return None
+    return [(float(x), counts.get(x, 0.0)) for x in range(min(counts), max(counts) + 1)]
+
+
+def _histograms(row: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    return {name: bins for name, value in row.items() if (bins := histogram(value))}
+
+
+class TensorBoardMirror:
+    """Event files in `<output_dir>/tensorboard`, by TensorBoard's own writer.
+
+    Each start of a run writes a new file that begins with TensorBoard's session marker, which hides
+    older points from `first_step` on: the chart shows one curve, as metrics.jsonl does.
+
+    Raises:
+        MirrorError: tensorboard is not installed.
+    """
+
+    def __init__(self, output_dir: str | Path, first_step: int = 0) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as e:
+            raise MirrorError(
+                "metrics.tensorboard is on and tensorboard is not installed:"
+                " pip install 'megatron_rl[io]', or metrics.tensorboard=false"
+            ) from e
+        self._events, self._summaries = event_pb2, summary_pb2
+        folder = Path(output_dir) / "tensorboard"
+        self._writer = EventFileWriter(str(folder), flush_secs=10)
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(first_step, time.time(), session_log=start)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Copy a row of kind `step` or `eval`; other kinds are left out."""
+        if (prefix := PREFIX.get(row["kind"])) is None:
+            return
+        value = self._summaries.Summary.Value
+        values = [value(tag=f"{prefix}/{k}", simple_value=x) for k, x in scalars(row).items()]
+        for name, bins in _histograms(row).items():
+            histo = self._summaries.HistogramProto(
+                min=bins[0][0],
+                max=bins[-1][0],
+                num=sum(n for _, n in bins),
+                sum=sum(x * n for x, n in bins),
+                sum_squares=sum(x * x * n for x, n in bins),
+                bucket_limit=[x + 0.5 for x, _ in bins],
+                bucket=[n for _, n in bins],
+            )
+            values.append(value(tag=f"{prefix}/{name}", histo=histo))
+        when = row.get("unix_seconds") or time.time()
+        self._add(row["step"], when, summary=self._summaries.Summary(value=values))
+
+    def _add(self, step: int, when: float, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=when, step=step, **content))
+
+    def close(self) -> None:
+        """Write queued events and close the file."""
+        self._writer.close()
+
+
+class WandbMirror:
+    """One wandb run; nothing else writes to it.
+
+    The step metrics are `train/step` and `eval/step`: evaluations may come late, and a resumed run
+    continues its charts. wandb's own step counter would drop rows of a step that it has committed.
+
+    Args:
+        output_dir: the run's folder; wandb's files go to `<output_dir>/wandb`, its run id to
+            `<output_dir>/wandb_run_id.txt`.
+        mode: `offline` only writes files (`wandb sync` uploads them later).
+        first_step: updates already made; above 0, the run of the id file continues.
+        config: the resolved configuration, shown with the run.
+
+    Raises:
+        MirrorError: wandb is not installed, or did not start.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        mode: Literal["offline", "online"],
+        first_step: int = 0,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as e:
+            raise MirrorError(
+                "metrics.wandb is on and wandb is not installed:"
+                " pip install 'megatron_rl[io]', or metrics.wandb=off"
+            ) from e
+        self._wandb = wandb
+        folder = Path(output_dir)
+        id_file = folder / "wandb_run_id.txt"
+        run_id = id_file.read_text().strip() if first_step and id_file.exists() else None
+        waits = {"init_timeout": 90, "finish_timeout": 60}  # seconds
+        try:
+            self._run = wandb.init(
+                project="megatron_rl",
+                name=folder.name,
+                id=run_id,
+                # An offline run cannot ask the server; `wandb sync` joins runs by their id.
+                resume="allow" if run_id and mode == "online" else None,
+                dir=str(folder),
+                mode=mode,
+                config=config,
+                settings=wandb.Settings(**waits, console="off", silent=True),
+            )
+        except wandb.Error as e:
+            raise MirrorError(f"metrics.wandb is {mode} and wandb did not start: {e}") from e
+        id_file.write_text(self._run.id)
+        for prefix in PREFIX.values():
+            self._run.define_metric(f"{prefix}/step")
+            self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Copy a row of kind `step` or `eval`; other kinds are left out."""
+        if (prefix := PREFIX.get(row["kind"])) is None:
+            return
+        values: dict[str, Any] = {f"{prefix}/{k}": v for k, v in scalars(row).items()}
+        for name, bins in _histograms(row).items():
+            edges = [bins[0][0] - 0.5, *(x + 0.5 for x, _ in bins)]
+            counts = [count for _, count in bins]
+            values[f"{prefix}/{name}"] = self._wandb.Histogram(np_histogram=(counts, edges))
+        self._run.log(values | {f"{prefix}/step": row["step"]})
+
+    def close(self) -> None:
+        """End the wandb run and wandb's service; wait at most a minute for uploads.
+
+        `finish` returns before the service has written its file (wandb 0.31); a container that ends
+        with its main process would lose the last rows.
+        """
+        self._run.finish()
+        self._wandb.teardown()
