@@ -22,7 +22,6 @@ BASE = [
     "numpy>=1.26",
     "scipy>=1.13",
     "pydantic>=2.10",
-    "pydantic-settings>=2.7",
     "PyYAML>=6",
     "msgspec>=0.19",
     "pyzmq>=26",

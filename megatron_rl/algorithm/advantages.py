@@ -1,16 +1,9 @@
-"""Advantages of completions from their rewards.
-
-Batches carry one advantage per token, so an estimator that tells tokens apart has its place: it is
-a `AdvantageEstimator`. A critic would be one, with GAE over its values (VAPO decouples the lambda
-of the critic's targets from that of the policy, and lets the latter grow with the length); until
-there is one, `algorithm.advantage_estimator: gae` is refused.
-"""
+"""Advantages of completions from their rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,45 +13,6 @@ EPS = 1e-6
 Normalization = Literal["batch", "prompt", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 Rewards = NDArray[np.float64]
-
-
-class AdvantageEstimator(Protocol):
-    """Advantages of every token of a step."""
-
-    def tokens(
-        self, rewards: list[Rewards], lengths: list[NDArray[np.int64]], others: Sequence[Rewards]
-    ) -> list[list[NDArray[np.float64]]]:
-        """One array [tokens] per completion, by group.
-
-        Args:
-            rewards: one array per group that is trained.
-            lengths: tokens of the same completions.
-            others: rewards of the step's groups that are not trained.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBaseline:
-    """Rewards against the group's baseline; every token of a completion has the same advantage."""
-
-    normalization: Normalization = "batch"
-    baseline: Baseline = "mean"
-    std_over: Literal["trained", "all"] = "trained"
-
-    def tokens(
-        self, rewards: list[Rewards], lengths: list[NDArray[np.int64]], others: Sequence[Rewards]
-    ) -> list[list[NDArray[np.float64]]]:
-        """See `AdvantageEstimator`."""
-        found = advantages(
-            rewards,
-            self.normalization,
-            baseline=self.baseline,
-            others=others if self.std_over == "all" else (),
-        )
-        return [
-            [np.full(n, a) for n, a in zip(counts, group, strict=True)]
-            for counts, group in zip(lengths, found, strict=True)
-        ]
 
 
 def advantages(

@@ -49,8 +49,6 @@ class Algorithm(Section):
     completion's sum by a constant length."""
     constant_length_tokens: PositiveInt | None = None
     """Length that `aggregation: constant` divides by; default: the longest completion."""
-    advantage_estimator: Literal["group", "gae"] = "group"
-    """Rewards against their group's baseline, or a critic's values (not implemented)."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the group's mean, or the mean of the others in it."""
     advantage_normalization: Literal["batch", "prompt", "none"] = "batch"
@@ -98,11 +96,6 @@ class Algorithm(Section):
         kind, against = self.loss.kind, self.loss.against
         corrects, trainer = self.correction.kind != "none", self.old_policy == "trainer"
         return [
-            (
-                self.advantage_estimator == "gae",
-                "algorithm.advantage_estimator is 'gae': there is no critic yet; use 'group'"
-                " (docs/algorithms.md says where a critic would stand)",
-            ),
             (
                 trainer and against != "old",
                 f"algorithm.old_policy is 'trainer': algorithm.loss.kind = {kind!r} has no ratio to"

@@ -1,8 +1,8 @@
 """The one typed configuration tree of a run.
 
 It is read from a YAML file and dotted command-line overrides (`--schedule.steps 40`), imports
-without torch, and refuses unknown keys, bad values and sizes that don't fit together. The help
-text of a field is the string under it; units are in the names.
+without torch, and rejects unknown keys, bad values and sizes that do not fit together. The string
+under a field is its help text; units are in the names.
 """
 
 from megatron_rl.algorithm.schedule import Schedule as Schedule
@@ -14,7 +14,7 @@ from megatron_rl.config.run import TINY_MODELS as TINY_MODELS
 from megatron_rl.config.run import RunConfig as RunConfig
 from megatron_rl.config.sections import Checkpoint as Checkpoint
 from megatron_rl.config.sections import Evaluation as Evaluation
-from megatron_rl.config.sections import Fit as Fit
+from megatron_rl.config.sections import FitSettings as FitSettings
 from megatron_rl.config.sections import Generation as Generation
 from megatron_rl.config.sections import Metrics as Metrics
 from megatron_rl.config.sections import OptimizerConfig as OptimizerConfig

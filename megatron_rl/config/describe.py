@@ -1,4 +1,4 @@
-"""Every key of the configuration with its type, default and meaning."""
+"""List every key of the configuration with its type, default and meaning."""
 
 from __future__ import annotations
 
@@ -17,62 +17,49 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 def describe(
     section: type[Section] = RunConfig, prefix: str = "", skip: str = ""
 ) -> list[tuple[str, str, str, str]]:
-    """Every leaf key of the tree as (dotted key, type, default, help text).
+    """List the leaf keys of the tree as (dotted key, type, default, help text).
 
-    The parameters of a choice are listed for each kind that has them, with its name before the
-    help text.
+    The parameters of a choice are listed for each kind that has them, with the kind in brackets
+    before the help text.
     """
     rows = []
     for name, field in section.model_fields.items():
         if name == skip:
             continue
-        kind: Any = field.annotation
-        default = (
-            "required"
-            if field.is_required()
-            else repr(field.get_default(call_default_factory=True, validated_data={}))
-        )
-        inner = sections_of(kind)
-        if entries := entries_of(kind):
-            kinds, text = ", ".join(kind_of(s) for s in entries), field.description or ""
-            rows.append((f"{prefix}{name}.<name>.kind", kinds, "the name", text))
-            for one in entries:
-                leaves = describe(one, f"{prefix}{name}.<name>.", skip="kind")
-                rows += [(k, t, d, f"[{kind_of(one)}] {h}") for k, t, d, h in leaves]
-            continue
-        if len(inner) > 1:
-            kinds = ", ".join(kind_of(s) for s in inner)
-            text = field.description or ""
-            rows.append((f"{prefix}{name}.kind", kinds, repr(field.default.kind), text))
-            for one in inner:
-                leaves = describe(one, f"{prefix}{name}.", skip="kind")
-                rows += [(k, t, d, f"[{kind_of(one)}] {h}") for k, t, d, h in leaves]
-            continue
-        if inner:
-            rows += describe(inner[0], f"{prefix}{name}.")
-            continue
-        shown = type_text(kind, field.metadata)
-        rows.append((prefix + name, shown, default, field.description or ""))
+        key, kind, text = prefix + name, field.annotation, field.description or ""
+        inner, entries = sections_of(kind), entries_of(kind)
+        if choices := entries or (inner if len(inner) > 1 else ()):
+            key += ".<name>" if entries else ""
+            default = "the name" if entries else repr(field.default.kind)
+            rows.append((f"{key}.kind", ", ".join(map(kind_of, choices)), default, text))
+            for choice in choices:
+                leaves = describe(choice, f"{key}.", skip="kind")
+                rows += [(k, t, d, f"[{kind_of(choice)}] {h}") for k, t, d, h in leaves]
+        elif inner:
+            rows += describe(inner[0], f"{key}.")
+        else:
+            value = field.get_default(call_default_factory=True, validated_data={})
+            default = "required" if field.is_required() else repr(value)
+            rows.append((key, type_text(kind, field.metadata), default, text))
     return rows
 
 
 def type_text(kind: Any, constraints: Iterable[Any] = ()) -> str:
-    """A type as someone reads it who writes YAML: `int > 0`, `float | None`, `'phrase' | 'none'`.
+    """Format a type for a writer of YAML: `int > 0`, `float | None`, `'phrase' | 'none'`.
 
     Args:
         kind: annotation.
-        constraints: what pydantic checks beside it.
+        constraints: bounds and other metadata that pydantic checks.
     """
-    inner = get_args(kind)
-    origin = get_origin(kind)
+    inner, origin = get_args(kind), get_origin(kind)
     if origin is Annotated:
         return type_text(inner[0], inner[1:])
     if origin is Literal:
         text = " | ".join(repr(value) for value in inner)
     elif origin in (Union, UnionType):
-        text = " | ".join(type_text(one) for one in inner)
+        text = " | ".join(type_text(member) for member in inner)
     elif origin is not None:
-        parts = ["..." if one is Ellipsis else type_text(one) for one in inner]
+        parts = ["..." if member is Ellipsis else type_text(member) for member in inner]
         text = f"{origin.__name__}[{', '.join(parts)}]"
     else:
         text = "None" if kind is NoneType else getattr(kind, "__name__", str(kind))
@@ -80,13 +67,11 @@ def type_text(kind: Any, constraints: Iterable[Any] = ()) -> str:
 
 
 def _bounds(constraints: Iterable[Any]) -> list[str]:
-    found = []
-    for one in constraints:
-        if isinstance(one, FieldInfo):
-            found += _bounds(one.metadata)
-        found += [
-            f"{sign} {limit:g}"
-            for name, sign in _BOUNDS.items()
-            if (limit := getattr(one, name, None)) is not None
-        ]
-    return found
+    bounds = []
+    for constraint in constraints:
+        if isinstance(constraint, FieldInfo):
+            bounds += _bounds(constraint.metadata)
+        for name, sign in _BOUNDS.items():
+            if (limit := getattr(constraint, name, None)) is not None:
+                bounds.append(f"{sign} {limit:g}")
+    return bounds

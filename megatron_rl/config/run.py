@@ -1,4 +1,4 @@
-"""The whole tree of one run, and what must fit together in it."""
+"""The whole tree of one run, and the checks of values that depend on each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config.sections import (
     Checkpoint,
     Evaluation,
-    Fit,
+    FitSettings,
     Generation,
     Kernels,
     Metrics,
@@ -24,7 +24,7 @@ from megatron_rl.config.sections import (
     Timeouts,
     Weights,
 )
-from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named
+from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named_tasks
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.section import Section
 
@@ -39,26 +39,26 @@ class RunConfig(Section):
     """One run: its roles, model, task, algorithm and budgets."""
 
     recipe: str | None = None
-    """Recipe whose values are the base of this configuration (`megatron-rl recipes`)."""
+    """Recipe whose values this configuration is based on (`megatron-rl recipes`)."""
     output_dir: Path = Path("runs/run")
     """Folder of metrics, checkpoints and the report."""
     seed: NonNegativeInt = 1234
     """Seed of data order, initial weights and sampling."""
     model: str = "tiny_scout"
-    """`tiny_scout`, `tiny_dense`, `tiny_qwen3`, `tiny_qwen3_moe`, a Hugging Face directory, or the
-    name of a published model (`llama-3.1-8b`, `llama-4-scout-17b-16e`, `qwen3-8b`,
-    `qwen3-30b-a3b`), whose weights `start_checkpoint` gives."""
+    """A tiny model (`tiny_scout`, `tiny_dense`, `tiny_qwen3`, `tiny_qwen3_moe`), a Hugging Face
+    directory, or the name of a published model (`llama-3.1-8b`, `llama-4-scout-17b-16e`,
+    `qwen3-8b`, `qwen3-30b-a3b`) with `start_checkpoint` as its weights."""
     start_checkpoint: Path | None = None
-    """Hugging Face directory to start from; a tiny model makes its own when it is missing."""
+    """Hugging Face directory of the initial weights; without it, a tiny model makes its own."""
     resume: bool = False
-    """Go on from the newest checkpoint in `output_dir`."""
+    """Continue from the newest checkpoint in `output_dir`."""
     roles: Roles = Roles()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     kernels: Kernels = Kernels()
     tasks: dict[str, TaskChoice] = Field(default_factory=dict)
-    """Tasks by name. A run of one task says `task: {...}` instead; beside `tasks`, `task` says what
-    they have in common. A task whose name is a kind need not repeat it."""
+    """Tasks by name. A single task may be given as `task: {...}`; together with `tasks`, `task` has
+    the keys that they share. A task whose name is a kind needs no `kind`."""
     sft: SupervisedStage = SupervisedStage()
     algorithm: Algorithm = Algorithm()
     schedule: Schedule = Schedule()
@@ -66,21 +66,21 @@ class RunConfig(Section):
     verifier: VerifierSettings = VerifierSettings()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: Evaluation = Evaluation()
-    fit: Fit = Fit()
+    fit: FitSettings = FitSettings()
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     timeouts: Timeouts = Timeouts()
 
     def seed_of(self, task: str) -> int:
-        """Seed of a task's questions and of their split."""
+        """Return the seed of a task's questions and of their split."""
         seed = self.tasks[task].seed
         return self.seed if seed is None else seed
 
     def task_key(self, task: str) -> str:
-        """The key of a task in the configuration: `task` where it is the only one."""
-        alone = len(self.tasks) == 1 and self.tasks[task].kind == task
-        return "task" if alone else f"tasks.{task}"
+        """Return the key of a task in the configuration: `task` if it is the only one."""
+        is_only = len(self.tasks) == 1 and self.tasks[task].kind == task
+        return "task" if is_only else f"tasks.{task}"
 
     @property
     def data_parallel(self) -> int:
@@ -98,9 +98,7 @@ class RunConfig(Section):
         """Longest sequence: prompt, thinking, forced phrase and answer."""
         g = self.generation
         # A token is at least one character, so the phrase's length bounds its tokens.
-        phrase = len(g.interruption_phrase)
-        thinking = g.thinking_budget_tokens[1]
-        return g.max_prompt_tokens + thinking + phrase + g.answer_budget_tokens
+        return g.max_prompt_tokens + g.completion_tokens + len(g.interruption_phrase)
 
     @model_validator(mode="before")
     @classmethod
@@ -108,11 +106,11 @@ class RunConfig(Section):
         if not isinstance(values, dict):
             return values
         rest = {key: value for key, value in values.items() if key != "task"}
-        return {**rest, "tasks": named(values.get("task"), values.get("tasks"))}
+        return {**rest, "tasks": named_tasks(values.get("task"), values.get("tasks"))}
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        p, r, s, g = self.parallel, self.roles, self.schedule, self.generation
+        p, r = self.parallel, self.roles
         known = (*TINY_MODELS, *NAMED_MODELS)
         if self.model not in known and not Path(self.model).is_dir():
             raise ValueError(
@@ -146,6 +144,14 @@ class RunConfig(Section):
             raise ValueError(
                 "parallel.sequence_parallel is true: it needs parallel.tensor > 1 (or set it false)"
             )
+        self._generation_fits()
+        self._tasks_fit()
+        self._weights_fit()
+        self.algorithm = self.algorithm.resolved(self.generation.completion_tokens)
+        return self
+
+    def _generation_fits(self) -> None:
+        g = self.generation
         low, high = g.thinking_budget_tokens
         if low > high:
             raise ValueError(
@@ -155,22 +161,18 @@ class RunConfig(Section):
         if g.interruption == "none" and low != high:
             raise ValueError(
                 f"generation.thinking_budget_tokens is ({low}, {high}): generation.interruption ="
-                " 'none' interrupts at no position; give one number twice, or use 'phrase'"
+                " 'none' never interrupts; give one number twice, or use 'phrase'"
             )
         if not g.interruption_phrase.endswith(g.think_end):
             raise ValueError(
                 f"generation.interruption_phrase is {g.interruption_phrase!r}: it must end with"
                 f" generation.think_end = {g.think_end!r}"
             )
-        if self.evaluation.every_steps is None and self.evaluation.first_step > s.steps:
+        if self.evaluation.every_steps is None and self.evaluation.first_step > self.schedule.steps:
             raise ValueError(
                 f"evaluation.first_step is {self.evaluation.first_step}: it must not exceed"
-                f" schedule.steps = {s.steps}"
+                f" schedule.steps = {self.schedule.steps}"
             )
-        self._tasks_fit()
-        self._weights_fit()
-        self.algorithm = self.algorithm.resolved(g.completion_tokens)
-        return self
 
     def _weights_fit(self) -> None:
         w = self.weights
@@ -199,7 +201,7 @@ class RunConfig(Section):
             if makes_own and not isinstance(task, ArithmeticTask):
                 raise ValueError(
                     f"{self.task_key(name)}.kind is {task.kind!r}: model = {self.model!r} makes its"
-                    " start from demonstrations, which this kind has none of; give a"
+                    " start from demonstrations, and only 'arithmetic' has them; give a"
                     " start_checkpoint, or another model"
                 )
             if getattr(task, "verifier", "") == "custom" and self.verifier.custom is None:

@@ -1,7 +1,6 @@
-"""The configuration that a run keeps in its folder: `config.yaml`, to be read like any other.
+"""The configuration that a run keeps in its folder: `config.yaml`, a file like any other.
 
-It holds every key, defaults included, so it says the same when defaults change. A resumed run
-writes it anew. It is replaced as a whole.
+It has every key, so that it means the same when defaults change. A resumed run replaces it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NAME = "config.yaml"
 
 
 def save_config(config: RunConfig) -> Path:
-    """Write the configuration into the run's folder."""
+    """Write the configuration into the run's folder, atomically."""
     # `resume` belongs to one start of a run, not to the run.
     values = config.model_dump(mode="json", exclude={"resume"})
     path = config.output_dir / NAME

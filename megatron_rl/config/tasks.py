@@ -1,10 +1,10 @@
-"""The tasks of a run: what is asked, who judges the answer, and each task's share of the prompts.
+"""The tasks of a run: questions, verifier, and the share of each task in a batch.
 
-One task stands under `task`, several under `tasks` by name; `task` then says what they share:
+A single task stands under `task`, several under `tasks` by name; `task` then has what they share:
 
     task: {heldout_prompts: 48}
     tasks:
-      arithmetic: {weight: 2.0}                                # a name that is a kind needs none
+      arithmetic: {weight: 2.0}                                # the name is a kind
       maths: {kind: jsonl, path: maths.jsonl, heldout: aime2024}
 """
 
@@ -14,86 +14,99 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from megatron_rl.rewards.task_verifiers import KINDS as VERIFIERS
 from megatron_rl.section import ConfigError, Section
 
-KEYS = ("task", "tasks")
-
 
 class Task(Section):
-    """What every task has."""
+    """Keys of every kind of task."""
 
-    # `--task.subset 2024` is text where text is wanted.
+    # `subset: 2024` in YAML is a number where text is expected.
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     weight: PositiveFloat = 1.0
-    """Weight of the task's prompts in a batch, relative to the other tasks."""
+    """Share of the task's prompts in a batch, relative to the other tasks."""
     seed: NonNegativeInt | None = None
-    """Seed of the questions and of their split; default: the run's `seed`."""
+    """Seed of the questions and of their split; default: the `seed` of the run."""
 
 
 class ArithmeticTask(Task):
-    """Integer expressions with precedence, `5+7+5*8=?`, made on the spot.
+    """Generated integer expressions with precedence, `5+7+5*8=?`.
 
-    The one kind with demonstrations, from which a tiny model makes its start.
+    This is the only kind with demonstrations, from which a tiny model makes its start checkpoint.
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
-    """Task."""
+    """Kind of the task."""
     train_prompts: PositiveInt = 6000
     """Size of the training pool."""
     heldout_prompts: PositiveInt = 96
-    """Held-out prompts: in neither stage's training data."""
+    """Held-out prompts; neither stage trains on them."""
     operand_weights: tuple[float, ...] = (0.2, 0.4, 0.4)
     """Shares of expressions with 2, 3, 4 ... operands."""
     products: Literal["some", "none", "one"] = "some"
-    """Products of an expression: at most one, none at all (a chain of + and -), or exactly one."""
+    """Products of an expression: at most one, none (only + and -), or exactly one."""
 
 
 class ReasoningTask(Task):
-    """Questions made and scored by reasoning-gym."""
+    """Questions that reasoning-gym generates and scores."""
 
     kind: Literal["reasoning"] = "reasoning"
-    """Task."""
+    """Kind of the task."""
     dataset: str
-    """reasoning-gym's name of the task, such as `chain_sum`."""
+    """Name of the task in reasoning-gym, such as `chain_sum`."""
     level: NonNegativeInt = 0
-    """Difficulty, 0 the easiest."""
+    """Difficulty; 0 is the easiest."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More of the task's own settings, over those of the level."""
+    """Further settings of the task in reasoning-gym, which override those of the level."""
     train_prompts: PositiveInt = 2000
     """Size of the training pool."""
     heldout_prompts: PositiveInt = 100
-    """Held-out prompts, all different from the training pool's."""
+    """Held-out prompts; the training pool has none of them."""
+
+    @field_validator("options")
+    @classmethod
+    def _typed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Convert text of the command line to the types of YAML."""
+        return {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in options.items()}
 
 
 class DataSetTask(Task):
     """Questions of a data set."""
 
     verifier: str = "math"
-    """Who judges: `math`, `code`, `exact`, `custom` (the function of `verifier.custom`), or the
-    import path `package.module:function` of a reward function. A row's own `kind` wins."""
+    """Verifier of the answers: `math`, `code`, `exact`, `custom` (the function of
+    `verifier.custom`), or the import path `package.module:function` of a reward function. A field
+    `kind` of a row overrides it."""
     template: str | None = None
     """Text of a prompt, with {prompt} in it, before the model's chat template. By default the
-    question and, if it does not end with it, what its verifier reads: for `math` a box, for `code`
-    a program in one block."""
+    question, followed by the answer format of the verifier if it does not end with it: a box for
+    `math`, a program in one block for `code`."""
     prompt_field: str = ""
-    """Field of the question; empty looks for the usual names."""
+    """Field of the question; empty: one of the usual names."""
     answer_field: str = ""
-    """Field of the right answer, or of the tests; empty looks for the usual names."""
+    """Field of the right answer, or of the tests; empty: one of the usual names."""
     meta_fields: tuple[str, ...] = ()
-    """Fields that a reward function gets as its `meta`."""
+    """Fields that a reward function receives as its `meta`."""
     train_prompts: PositiveInt | None = None
-    """Size of the training pool, at most; the whole data set by default."""
+    """Largest size of the training pool; default: the whole data set."""
     heldout: str | None = None
-    """Held-out questions: the name of an evaluation set (`aime2024`, `math500`), or a .jsonl that
-    is read as this task is; by default they are set apart from the data set."""
+    """Held-out questions: name of an evaluation set (`aime2024`, `math500`), or a .jsonl with the
+    same fields; default: a part of the data set."""
     heldout_prompts: PositiveInt = 1000
-    """Held-out prompts; of a set given as `heldout`, at most so many."""
+    """Held-out prompts; of a set given as `heldout`, the first ones."""
     drop_long_prompts: bool = False
-    """Leave out prompts over `generation.max_prompt_tokens` (else they are refused)."""
+    """Drop prompts over `generation.max_prompt_tokens`, which are an error otherwise."""
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
@@ -111,22 +124,23 @@ class JsonlTask(DataSetTask):
     """Questions of a JSON Lines file."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Task."""
+    """Kind of the task."""
     path: Path
     """File with one question per line."""
 
 
 class HuggingFaceTask(DataSetTask):
-    """Questions of a Hugging Face data set."""
+    """Questions of a Hugging Face data set, or of local files."""
 
     kind: Literal["huggingface"] = "huggingface"
-    """Task."""
+    """Kind of the task."""
     source: str
-    """Name on the hub, a folder of `save_to_disk`, or a parquet, csv, json or arrow file."""
+    """Name on the hub, a folder of `save_to_disk`, or a parquet, csv, json, jsonl or arrow file or
+    a folder of such files."""
     split: str = "train"
-    """Split, where there are several."""
+    """Split of the data set; in a folder, the files whose names begin with it."""
     subset: str | None = None
-    """Configuration name on the hub."""
+    """Configuration name on the hub, or subfolder of a folder."""
     revision: str | None = None
     """Commit on the hub; pin it, or the data may change under a run."""
 
@@ -139,8 +153,10 @@ TASK_KINDS = ("arithmetic", "reasoning", "jsonl", "huggingface")
 DEFAULT_KIND = "arithmetic"
 
 
-def named(task: Any, tasks: Any) -> Any:
-    """The entries of `tasks`, with what `task` says of all of them; `task` alone under its kind.
+def named_tasks(task: Any, tasks: Any) -> Any:
+    """Merge `task`, the keys that all tasks share, into the entries of `tasks`.
+
+    A `task` without `tasks` becomes an entry under the name of its kind.
 
     Raises:
         ConfigError: a task without a kind, or a name with a dot in it.
@@ -149,63 +165,21 @@ def named(task: Any, tasks: Any) -> Any:
         task = task.model_dump()
     shared = {"kind": task} if isinstance(task, str) else task or {}
     if not isinstance(shared, dict) or not isinstance(tasks or {}, dict):
-        return tasks or {"task": task}  # not a mapping: validation says so
+        return tasks or {"task": task}  # not a mapping: validation reports it
     if not tasks:
         kind = shared.get("kind", DEFAULT_KIND)
         return {str(kind): {"kind": kind, **shared}}
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name, entry in tasks.items():
         if "." in str(name):
             raise ConfigError(f"tasks: the name {name!r} has a dot in it; take another")
         if isinstance(entry, str):
             entry = {"kind": entry}
-        if entry is None:
-            entry = {}
-        if not isinstance(entry, dict):
-            found[name] = entry
+        if not isinstance(entry, dict | None):
+            merged[name] = entry  # validation reports it
             continue
-        own = {**shared, **entry}
-        if "kind" not in own:
-            if name not in TASK_KINDS:
-                raise ConfigError(f"tasks.{name}.kind is missing: one of {', '.join(TASK_KINDS)}")
-            own["kind"] = name
-        found[name] = own
-    return found
-
-
-def task_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The other arguments, and those of `task` and `tasks` as nested values.
-
-    Example: `["--seed", "3", "--tasks.maths.weight", "2"]` gives `["--seed", "3"]` and
-    `{"tasks": {"maths": {"weight": 2}}}`.
-
-    Raises:
-        ConfigError: a key under one that has a value already.
-    """
-    others: list[str] = []
-    found: dict[str, Any] = {}
-    pending = list(arguments)
-    while pending:
-        name = pending.pop(0)
-        path = name.removeprefix("--").split(".")
-        if not name.startswith("--") or path[0] not in KEYS:
-            others.append(name)
-            continue
-        alone = not pending or pending[0].startswith("--")
-        value = True if alone else _value(pending.pop(0))
-        into = found
-        for part in path[:-1]:
-            below = into.setdefault(part, {})
-            if isinstance(below, str):  # a task given by its kind
-                below = into[part] = {"kind": below}
-            if not isinstance(below, dict):
-                raise ConfigError(f"command line: {name}: {part} is {below!r} already")
-            into = below
-        into[path[-1]] = value
-    return others, found
-
-
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
-    # YAML's other words for true and false (yes, no, on, off) are names here.
-    return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
+        values = {**shared, **(entry or {})}
+        if "kind" not in values and name not in TASK_KINDS:
+            raise ConfigError(f"tasks.{name}.kind is missing: one of {', '.join(TASK_KINDS)}")
+        merged[name] = {"kind": name, **values}
+    return merged

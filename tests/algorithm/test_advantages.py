@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_rl.algorithm.advantages import GroupBaseline, advantages
+from megatron_rl.algorithm.advantages import advantages
 
 
 def test_batch_normalization_divides_all_centred_rewards_by_one_std():
@@ -37,12 +37,7 @@ def test_leave_one_out_subtracts_the_mean_of_the_others():
 def test_the_batch_std_may_count_prompts_that_are_filtered():
     # trained [1, -1], filtered [1, 1]: mean square 2/2 = 1 over the first, 2/4 over both
     trained, filtered = [np.array([1.0, -1.0])], [np.array([1.0, 1.0])]
-    lengths = [np.array([2, 1])]
-    alone = GroupBaseline(std_over="trained").tokens(trained, lengths, filtered)
-    both = GroupBaseline(std_over="all").tokens(trained, lengths, filtered)
-    assert [a.tolist() for a in alone[0]] == [
-        pytest.approx([1, 1], abs=1e-5),
-        pytest.approx([-1], abs=1e-5),
-    ]
+    assert advantages(trained, "batch")[0] == pytest.approx([1, -1], abs=1e-5)
     root = np.sqrt(2)
-    assert both[0][0] == pytest.approx([root, root], abs=1e-5)
+    both = advantages(trained, "batch", others=filtered)
+    assert both[0] == pytest.approx([root, -root], abs=1e-5)
