@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes docker/{uv,trainer,generator}.lock: every version and hash for the image's Python and
-# platform, from the ranges of setup.py. Versions that are in a lock stay while they fit.
+# Write docker/{uv,trainer,generator}.lock: versions and hashes of all packages for the image's
+# Python and platform, from the ranges in setup.py. Locked versions are kept while they fit.
 #
-#   bash docker/lock.sh [FOLDER]     FOLDER: where the locks are read and written (docker)
+#   bash docker/lock.sh [FOLDER]     FOLDER: folder of the locks (default: docker)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-docker}

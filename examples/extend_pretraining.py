@@ -1,9 +1,11 @@
-"""Pretraining, supervised fine-tuning and reinforcement learning of a GPT by Megatron-LM.
-
-`pretrain_gpt.py` with `megatron_rl.megatron_plugin`; docs/extend.md shows the difference.
+"""Pretraining, supervised fine-tuning and reinforcement learning of a GPT with Megatron-LM.
 
     torchrun --nproc-per-node 8 examples/extend_pretraining.py --examples train.jsonl ...
     torchrun --nproc-per-node 8 examples/extend_pretraining.py --rl-config rl.yaml ...
+
+`--examples` is a JSONL file of {"prompt": ..., "completion": ...}. The loss is over completions, so
+plain text is a completion without a prompt. `--rl-config` starts RL; docs/pretraining.md shows the
+lines that a plain script lacks.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from megatron_rl import megatron_plugin
 
 
 def extra_args(parser: Any) -> Any:
+    """Add the script's own arguments."""
     group = parser.add_argument_group("examples")
-    group.add_argument("--examples", type=Path, help="JSONL of prompt and completion.")
+    group.add_argument("--examples", type=Path, help="JSONL of prompts and completions.")
     return parser
 
 
@@ -40,6 +43,7 @@ def model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
+    """Build the model from Megatron's arguments."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     use_te = args.transformer_impl == "transformer_engine"
@@ -69,7 +73,7 @@ def model_provider(
 
 
 class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of `seq_length` tokens; what comes after an example is padding without a loss."""
+    """Rows of `seq_length` tokens: one example, then padding without a loss."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -91,6 +95,7 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def datasets_provider(sizes: list[int], vp_stage: int | None = None) -> list[Examples]:
+    """Return the datasets for training, validation and test."""
     return [Examples(get_args().examples, size) for size in sizes]
 
 
@@ -98,6 +103,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """Return the losses of a micro-batch, and the function that sums them up."""
     batch = {k: v.to(next(model.parameters()).device) for k, v in next(data_iterator).items()}
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -1,23 +1,18 @@
 #!/usr/bin/env bash
-"""exec" "${PYTHON:-python3}" "$0" "$@"
-"""
-# ScaleRL on Llama-4 Scout (17Bx16), text part: 80 GPUs, of which 16 train and 64 generate.
+"exec" "${PYTHON:-python3}" "$0" "$@" # bash hands over to Python, where this line is a string
+# ScaleRL on the text model of Llama-4 Scout (17Bx16) on 80 GPUs: 16 train, 64 generate.
 #
-#   bash examples/scalerl_scout.sh --dry-run       # configuration, roles, memory; starts nothing
-#   torchrun examples/scalerl_scout.sh             # needs GPUs; on one node: says how many it takes
+#   bash examples/scalerl_scout.sh --dry-run     # configuration, roles, memory; starts nothing
+#   torchrun examples/scalerl_scout.sh           # needs GPUs; on one node: an error with the count
 #
-# The last lines of the dry run are what to type on each of the nodes. With one rank per node
-# (--nproc-per-node 1) the script starts one for each GPU of the node itself.
-#
-# For other GPUs, megatron-rl plan examples/scalerl_scout.yaml --gpu-gib 80 --gpus-per-node 8
-# proposes a layout, whose options can follow here. No layout trains Scout with AdamW on eight GPUs;
-# the plan says why.
+# The dry run ends with the command to type on every node. Under a torchrun with one rank per node
+# the script starts one rank per GPU itself. For other GPUs,
+# `megatron-rl plan examples/scalerl_scout.yaml --gpu-gib 80 --gpus-per-node 8` proposes a layout;
+# its options can follow here. Eight GPUs are too few to train Scout with AdamW in any layout.
 import sys
 from pathlib import Path
 
 from megatron_rl.cli import main
 
-CONFIG = Path(__file__).resolve().with_suffix(".yaml")
-
 if __name__ == "__main__":
-    main(["train", "--config", str(CONFIG), *sys.argv[1:]])
+    main(["train", "--config", str(Path(__file__).with_suffix(".yaml")), *sys.argv[1:]])

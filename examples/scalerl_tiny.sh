@@ -1,27 +1,17 @@
 #!/usr/bin/env bash
-"""exec" torchrun --nproc-per-node "${NPROC:-3}" "$0" "$@"
-"""
+"exec" "${PYTHON:-python3}" "$0" "$@" # bash hands over to Python, where this line is a string
 # ScaleRL at laptop size: two Megatron trainer ranks and one vLLM generator on a CPU.
 #
-#   bash examples/scalerl_tiny.sh                              # shell: starts torchrun with 3 ranks
-#   torchrun --nproc-per-node 3 examples/scalerl_tiny.sh       # Python: one role per rank
-#   torchrun examples/scalerl_tiny.sh                          # one rank: starts the others itself
-#   bash examples/scalerl_tiny.sh --model tiny_dense           # the dense model, tensor parallel
+#   bash examples/scalerl_tiny.sh                            # starts torchrun with 3 ranks itself
+#   torchrun --nproc-per-node 3 examples/scalerl_tiny.sh     # one role per rank
+#   bash examples/scalerl_tiny.sh --schedule.steps 40 --output_dir runs/try
+#   bash examples/scalerl_tiny.sh --model tiny_dense --parallel.tensor 2
 #
-# Every key of the configuration can follow: --schedule.steps 40 --output_dir runs/try.
+# Any key of the configuration (scalerl_tiny.yaml) can follow as an option.
 import sys
 from pathlib import Path
 
 from megatron_rl.cli import main
 
-EXAMPLES = Path(__file__).resolve().parent
-
-
-def config_for(arguments: list[str]) -> Path:
-    """Expert parallel for the MoE, tensor parallel for the dense model."""
-    dense = "tiny_dense" in arguments or "--model=tiny_dense" in arguments
-    return EXAMPLES / ("scalerl_tiny_dense.yaml" if dense else "scalerl_tiny.yaml")
-
-
 if __name__ == "__main__":
-    main(["train", "--config", str(config_for(sys.argv[1:])), *sys.argv[1:]])
+    main(["train", "--config", str(Path(__file__).with_suffix(".yaml")), *sys.argv[1:]])

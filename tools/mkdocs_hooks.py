@@ -1,6 +1,6 @@
-"""Hooks of the documents' build (`mkdocs.yml`): links that leave docs/ become the file's path.
+"""Hook of `mkdocs build` (mkdocs.yml): replace links that leave docs/ by the path of the file.
 
-On the forge they are links; a site that is built from docs/ alone has nothing to link to.
+They work on GitHub, but the built site has docs/ only.
 """
 
 import logging
@@ -15,15 +15,15 @@ log = logging.getLogger("mkdocs.hooks")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace each link out of docs/; a warning (an error under --strict) where no file is."""
-    here = posixpath.dirname(f"docs/{page.file.src_uri}")
+    """Return the page with paths instead of links; a missing file is a warning."""
+    folder = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def path_of(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(here, match[2].split("#")[0]))
+        target = posixpath.normpath(posixpath.join(folder, match[2].split("#")[0]))
         if target.startswith("docs/"):
             return match[0]
         if not (ROOT / target).exists():
-            log.warning("%s: there is no %s", page.file.src_uri, target)
+            log.warning("%s links to %s, which does not exist", page.file.src_uri, target)
         text = match[1].strip("`")
         return f"`{target}`" if text in target else f"{match[1]} (`{target}`)"
 

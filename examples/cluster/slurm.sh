@@ -8,19 +8,20 @@
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@600
 #SBATCH --output=%x-%j.log
-# One torchrun per node, one rendezvous, restarts from the newest checkpoint.
+# One torchrun per node, one rendezvous, restarts from the newest checkpoint:
 #
 #   sbatch examples/cluster/slurm.sh my_run.yaml                     # needs GPUs
 #   sbatch --nodes=5 examples/cluster/slurm.sh my_run.yaml           # needs GPUs
 #   DRY_RUN=1 bash examples/cluster/slurm.sh my_run.yaml --seed 7    # prints the command of a node
 #
-# my_run.yaml: roles.trainer_ranks + roles.generator_ranks = nodes x 8, and weights.directory on a
-# file system that all nodes share, as OUTPUT_DIR (runs/JOB) must be. Further arguments are keys of
-# the configuration. IMAGE (a container, with pyxis) or an activated environment brings megatron_rl.
+# In my_run.yaml, roles.trainer_ranks + roles.generator_ranks = nodes x 8. weights.directory and
+# OUTPUT_DIR (default runs/JOB) are on a file system that all nodes share. Further arguments are
+# configuration keys. megatron_rl comes from the active environment, or from IMAGE (with pyxis).
 #
-# A failed rank: torchrun starts all ranks again, up to MAX_RESTARTS times, and they go on from the
-# newest checkpoint. A lost node: the others wait REJOIN_SECONDS for it or a replacement, then the
-# job ends and SLURM requeues it; ten minutes before the time limit it is asked for a checkpoint.
+# After a failed rank, torchrun restarts all ranks from the newest checkpoint, up to MAX_RESTARTS
+# times. After a lost node, the others wait REJOIN_SECONDS for it or a replacement; then the job
+# ends and SLURM requeues it. Ten minutes before the time limit, SLURM's signal triggers a
+# checkpoint.
 set -euo pipefail
 if [ $# -lt 1 ]; then
   echo "usage: sbatch $0 CONFIG [--key value ...]" >&2
@@ -37,7 +38,7 @@ if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
   read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 fi
 output=${OUTPUT_DIR:-runs/${SLURM_JOB_ID:-local}}
-# A requeued job, or a new one on the folder of an old one, goes on where that stopped.
+# A requeued job, or a new job on an old folder, resumes.
 resume=()
 if [ -e "$output/checkpoints/latest.json" ]; then resume=(--resume); fi
 
@@ -60,7 +61,7 @@ if [ -n "${IMAGE:-}" ]; then
   container=(--container-image="$IMAGE" --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
 fi
 srun --kill-on-bad-exit=1 "${container[@]}" megatron-rl doctor --config "$config" --port "$port"
-# SLURM signals this shell; the step must get it too, and time to write its checkpoint.
+# SLURM signals this shell only: pass it on, and wait until the step has written its checkpoint.
 srun --kill-on-bad-exit=1 "${container[@]}" "${command[@]}" &
 step=$!
 trap 'kill -TERM "$step"' TERM

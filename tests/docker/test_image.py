@@ -1,6 +1,6 @@
-"""The image without building it: linted, its packages resolve, and its non-GPU steps run.
+"""The image without a build of it: linters, resolved packages, and the steps that need no GPU.
 
-What is not shown here: NVIDIA's image itself, its torch, and the CUDA kernels that its nvcc makes.
+Not tested: NVIDIA's image itself, its torch, and the CUDA kernels that its nvcc compiles.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def run(*command: str | Path, seconds: float = 280, **variables: str) -> str:
 
 
 def steps() -> list[tuple[dict[str, str], list[str]]]:
-    """(variables, steps) of every RUN of the Dockerfile that runs docker/steps.sh."""
-    found = []
+    """Return (variables, steps) of each RUN line of the Dockerfile with docker/steps.sh."""
+    runs = []
     for line in (ROOT / "Dockerfile").read_text().splitlines():
         if match := re.match(r"RUN (?:(\w+)=(\S+) )?docker/steps\.sh (.+)", line):
-            found.append(({match[1]: match[2]} if match[1] else {}, match[3].split()))
-    return found
+            runs.append(({match[1]: match[2]} if match[1] else {}, match[3].split()))
+    return runs
 
 
 def test_the_dockerfile_and_its_scripts_pass_their_linters():
@@ -62,7 +62,7 @@ def test_the_trainer_takes_torch_from_the_image_and_the_generators_do_not():
     assert "megatron-core" not in generator
 
 
-def test_the_image_asks_for_kernels_of_ampere_hopper_and_blackwell():
+def test_the_image_compiles_kernels_for_ampere_hopper_and_blackwell():
     from megatron_rl.kernels.build import CUDA_ARCHITECTURES
 
     assert {"80", "90a", "100"} <= set(CUDA_ARCHITECTURES)
@@ -76,20 +76,20 @@ def test_the_locks_resolve_from_the_registry_for_the_images_python_and_platform(
     run("bash", "docker/lock.sh", tmp_path)
     for name in LOCKS:
         now, lock = (folder / f"{name}.lock" for folder in (tmp_path, ROOT / "docker"))
-        # Hashes may be added when a release gets more files; versions may not move.
+        # A release may get more files, and so more hashes, but versions may not change.
         assert PIN.findall(now.read_text()) == PIN.findall(lock.read_text()), (
             f"docker/{name}.lock no longer fits setup.py: run docker/lock.sh"
         )
-        said = run(
+        output = run(
             BIN / "uv", "pip", "install", "--dry-run", "--no-deps", "--require-hashes",
             "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39",
             "--target", tmp_path / "nothing", "-r", lock,
         )  # fmt: skip
-        assert "Would install" in said
+        assert "Would install" in output
 
 
 def context(folder: Path) -> Path:
-    """What the Dockerfile copies, and nothing else of the checkout."""
+    """Copy the files of the checkout that the Dockerfile copies, and no others."""
     for line in (ROOT / "Dockerfile").read_text().splitlines():
         if not line.startswith("COPY "):
             continue
@@ -107,14 +107,13 @@ def context(folder: Path) -> Path:
 
 @pytest.mark.e2e
 def test_the_steps_run_in_a_plain_environment(tmp_path):
-    # Two of its parts need the image: for the generators' lock (vLLM, CUDA) stands the trainer's,
-    # and for the image's libnccl an empty file.
+    # Stand-ins: the trainer's lock for the generators' (vLLM, CUDA), an empty file for libnccl.
     home = context(tmp_path / "context")
     python = tmp_path / "image" / "bin" / "python"
     run(sys.executable, "-m", "venv", python.parents[1])
     shutil.copy(home / "docker" / "trainer.lock", home / "docker" / "generator.lock")
     for lock in ("trainer", "generator"):
-        # The plain environment has no NumPy of its own, as the image has.
+        # Unlike the image, the plain environment has no NumPy.
         numpy = next(
             block
             for block in re.split(r"\n(?=\S)", (ROOT / "docker/generator.lock").read_text())
@@ -134,20 +133,20 @@ def test_the_steps_run_in_a_plain_environment(tmp_path):
         "MEGATRON_RL_BUILD_CUDA": "0",
     }
     script = home / "docker" / "steps.sh"
-    theirs = generator / "lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
+    generator_nccl = generator / "lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
     for step in [name for _, names in steps() for name in names]:
         if step == "nccl":
-            theirs.parent.mkdir(parents=True)
-            theirs.write_text("another version")
+            generator_nccl.parent.mkdir(parents=True)
+            generator_nccl.write_text("another version")
         run("bash", script, step, **variables)
-    assert theirs.resolve() == nccl
+    assert generator_nccl.resolve() == nccl
     for interpreter in (python, generator / "bin" / "python"):
-        where = run(interpreter, "-P", "-c", "import megatron_rl; print(megatron_rl.__file__)")
-        assert str(tmp_path / "context") not in where and str(ROOT) not in where
+        location = run(interpreter, "-P", "-c", "import megatron_rl; print(megatron_rl.__file__)")
+        assert str(tmp_path / "context") not in location and str(ROOT) not in location
     code = "from megatron_rl.compat import megatron_fixes as m; print([f.state() for f in m.FIXES])"
     assert "fixed at import" in run(python, "-P", "-c", code)
 
 
-def test_an_unknown_step_is_refused():
+def test_an_unknown_step_is_rejected():
     done = subprocess.run(["bash", ROOT / "docker/steps.sh", "fly"], capture_output=True, text=True)
     assert done.returncode == 2 and "unknown step fly" in done.stderr

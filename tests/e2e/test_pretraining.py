@@ -1,30 +1,26 @@
-"""Megatron's own `pretrain`, before and with the plug-in: pretraining, then RL from its checkpoint.
+"""Megatron's own `pretrain` with the plug-in: pretraining, then RL from its checkpoint.
 
 One script (examples/extend_pretraining.py) does both, on a mixture of experts under tensor,
-sequence and expert parallelism, with a live generator; the RL part is stopped and resumed.
+sequence and expert parallelism, with a live generator. The RL part is stopped and resumed.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.metrics import read_metrics
+from tests.e2e.processes import ROOT, TORCHRUN, finish, rows, start
 
-# Three runs of Megatron, each of which imports for 15 s, are made once for all tests.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = "examples/extend_pretraining.py"
 PRETRAINING, STOP_AT, STEPS = 30, 10, 20
-# The sizes of the model `tiny_qwen3_moe`; then what a machine without a GPU needs.
+# The sizes of `tiny_qwen3_moe`. CPU: what a machine without a GPU needs.
 MODEL = """
   --num-layers 3 --hidden-size 64 --num-attention-heads 2 --kv-channels 32 --ffn-hidden-size 192
   --num-experts 4 --moe-ffn-hidden-size 96 --moe-router-topk 2 --moe-router-dtype fp32
@@ -57,7 +53,7 @@ generation:
   interruption_phrase: </think>
   concurrent_completions: 32
   kv_cache_gib: 0.25
-# 30 steps of pretraining answer nothing: what is rewarded here are short completions.
+# After 30 steps of pretraining no answer is right: short completions are rewarded instead.
 algorithm:
   zero_variance_filter: false
   length_penalty: all
@@ -71,20 +67,10 @@ fit: {{compute: tokens}}
 """
 
 
-def megatron(ranks: int, arguments: list[str], log: Path, seconds: float = 420) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "megatron_rl.compat.megatron_cpu"]
-    command += ["examples/extend_pretraining.py", *f"{MODEL}{TRAINING}{CPU}".split(), *arguments]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(60)
-            pytest.fail(f"no end after {seconds} s:\n{log.read_text()[-6000:]}")
-    assert status == 0, log.read_text()[-6000:]
-    return log.read_text()
+def megatron(ranks: int, arguments: list[str], log: Path) -> str:
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_rl.compat.megatron_cpu"]
+    command += [EXAMPLE, *f"{MODEL}{TRAINING}{CPU}".split(), *arguments]
+    return finish(start(command, log), log)
 
 
 def write_demonstrations(path: Path) -> None:
@@ -96,7 +82,8 @@ def write_demonstrations(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | Path]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Return the folder of the RL run, and the logs of pretraining and of its two halves."""
     from megatron_rl.data.prompt_format import save_tiny_tokenizer
     from megatron_rl.models import tiny
 
@@ -104,51 +91,50 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | Path]:
     tiny.create("tiny_qwen3_moe", folder / "model", save_tiny_tokenizer)
     (folder / "model" / "model.safetensors").unlink()  # the weights are Megatron's
     write_demonstrations(folder / "examples.jsonl")
-    shared = ["--tokenizer-model", str(folder / "model"), "--lr", "1e-3"]
-    pretrained = [
-        *("--train-iters", str(PRETRAINING), "--examples", str(folder / "examples.jsonl")),
-        *("--save", str(folder / "pretrained"), "--save-interval", str(PRETRAINING)),
-    ]
-    found: dict[str, str | Path] = {"folder": folder}
-    found["pretraining"] = megatron(2, [*shared, *pretrained], folder / "pretraining.log")
     (folder / "rl.yaml").write_text(RL.format(output=folder / "rl", model=folder / "model"))
-    reinforcement = [
-        *shared,
-        *("--rl-config", str(folder / "rl.yaml"), "--train-iters", str(STEPS)),
-        *("--save", str(folder / "trained"), "--save-interval", "5"),
-    ]
-    start = ["--load", str(folder / "pretrained"), "--finetune", "--no-load-optim"]
-    first = [*reinforcement, *start, "--no-load-rng", "--exit-interval", str(STOP_AT)]
-    found["first"] = megatron(3, first, folder / "first.log")
-    again = [*reinforcement, "--load", str(folder / "trained")]
-    found["second"] = megatron(3, again, folder / "second.log")
-    return found
+    shared = ["--tokenizer-model", str(folder / "model"), "--lr", "1e-3"]
+    pretraining = f"""
+      --train-iters {PRETRAINING} --save-interval {PRETRAINING}
+      --examples {folder}/examples.jsonl --save {folder}/pretrained
+    """.split()
+    reinforcement = f"""
+      --rl-config {folder}/rl.yaml --train-iters {STEPS} --save {folder}/trained --save-interval 5
+    """.split()
+    first = f"""
+      --load {folder}/pretrained --finetune --no-load-optim --no-load-rng
+      --exit-interval {STOP_AT}
+    """.split()
+    second = ["--load", f"{folder}/trained"]
+    return {
+        "output": folder / "rl",
+        "pretraining": megatron(2, [*shared, *pretraining], folder / "pretraining.log"),
+        "first": megatron(3, [*shared, *reinforcement, *first], folder / "first.log"),
+        "second": megatron(3, [*shared, *reinforcement, *second], folder / "second.log"),
+    }
 
 
-def logged(log: str | Path, name: str) -> dict[int, float]:
+def logged(log: Path | str, name: str) -> dict[int, float]:
     pattern = rf"iteration +(\d+)/.*?{name}: ([-+.0-9E]+)"
     return {int(i): float(v) for i, v in re.findall(pattern, str(log))}
 
 
-def test_pretraining_learns_and_the_plugin_takes_no_part(run: dict[str, str | Path]) -> None:
+def test_pretraining_learns_and_the_plugin_takes_no_part(run: dict[str, Path | str]) -> None:
     losses = logged(run["pretraining"], "lm loss")
     assert max(losses) == PRETRAINING
     assert losses[PRETRAINING] < 0.8 * losses[2]
 
 
-def test_reinforcement_goes_on_where_it_was_stopped(run: dict[str, str | Path]) -> None:
+def test_reinforcement_continues_where_it_was_stopped(run: dict[str, Path | str]) -> None:
     first, second = logged(run["first"], "grad norm"), logged(run["second"], "grad norm")
     assert (max(first), min(second), max(second)) == (STOP_AT, STOP_AT + 1, STEPS)
-    rows = read_metrics(Path(run["folder"]) / "rl" / "metrics.jsonl")
-    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    steps = [row["step"] for row in rows(Path(run["output"]), "step")]
     assert steps == list(range(STEPS))
-    evaluated = {row["step"] for row in rows if row["kind"] == "eval"}
+    evaluated = {row["step"] for row in rows(Path(run["output"]), "eval")}
     assert {0, STOP_AT, STEPS} <= evaluated
 
 
-def test_every_step_has_a_loss_and_a_gradient(run: dict[str, str | Path]) -> None:
-    rows = read_metrics(Path(run["folder"]) / "rl" / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if row["kind"] == "step"]
+def test_every_step_has_a_loss_and_a_gradient(run: dict[str, Path | str]) -> None:
+    losses = [row["loss"] for row in rows(Path(run["output"]), "step")]
     norms = [*logged(run["first"], "grad norm").values()]
     norms += logged(run["second"], "grad norm").values()
     assert len(losses) == len(norms) == STEPS
@@ -156,29 +142,26 @@ def test_every_step_has_a_loss_and_a_gradient(run: dict[str, str | Path]) -> Non
     assert all(norm > 0 for norm in norms)
 
 
-def test_the_generator_samples_from_the_trained_weights(run: dict[str, str | Path]) -> None:
-    rows = read_metrics(Path(run["folder"]) / "rl" / "metrics.jsonl")
-    steps = [row for row in rows if row["kind"] == "step"]
+def test_the_generator_samples_from_the_trained_weights(run: dict[str, Path | str]) -> None:
+    steps = rows(Path(run["output"]), "step")
     checked = [row["logprob_error_max"] for row in steps if "logprob_error_max" in row]
     assert checked
     assert max(checked) < 1e-4
-    # Routers of all tensor-parallel ranks are compared: they agree under the same weights alone.
+    # The routers of all tensor-parallel ranks agree under the same weights only.
     differing = [row["routes_differing_fraction"] for row in steps]
     assert differing[0] == 0.0 < max(differing)
 
 
-def test_the_scripts_differ_by_few_lines() -> None:
-    plain, extended = (
-        ast.unparse(_without_docstring(ROOT / "examples" / name)).splitlines()
-        for name in ("pretrain_gpt.py", "extend_pretraining.py")
-    )
-    changed = [
-        line for line in difflib.unified_diff(plain, extended, n=0) if re.match(r"[+-][^+-]", line)
-    ]
-    assert 0 < len(changed) <= 15, changed
-
-
-def _without_docstring(path: Path) -> ast.Module:
-    tree = ast.parse(path.read_text())
-    tree.body = tree.body[1:]
-    return tree
+def test_the_documented_difference_is_all_that_the_plug_in_adds() -> None:
+    page = (ROOT / "docs" / "pretraining.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", page, re.S)
+    plain = (ROOT / EXAMPLE).read_text()
+    changed = [line for line in diff.splitlines() if line[:1] in ("+", "-")]
+    assert 0 < len([line for line in changed if line[1:].strip()]) <= 15
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = [(line[:1], line[1:] + "\n") for line in hunk.splitlines()]
+        extended = "".join(text for sign, text in lines if sign != "-")
+        assert plain.count(extended) == 1, extended
+        plain = plain.replace(extended, "".join(text for sign, text in lines if sign != "+"))
+    code = ast.unparse(ast.parse(plain).body[1:])  # without the docstring
+    assert not re.search(r"megatron_rl|megatron_plugin|\brl\b", code)

@@ -1,3 +1,5 @@
+"""`megatron-rl train` and the example scripts: torchrun is started only when ranks are missing."""
+
 import os
 import subprocess
 import sys
@@ -6,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import launch, train
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, load_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 YAML = EXAMPLES / "scalerl_tiny.yaml"
 
 
 class Replaced(Exception):
-    """Stands for the process that execve would become."""
+    """Raised in place of execve."""
 
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """Records what the process would be replaced by."""
+    """Return the arguments and the environment of the process that would replace this one."""
     seen = {}
 
     def execve(path, arguments, environment):
@@ -32,7 +34,7 @@ def torchrun(monkeypatch):
     return seen
 
 
-def test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs(torchrun):
+def test_outside_torchrun_the_command_starts_the_ranks_of_the_configuration(torchrun):
     with pytest.raises(Replaced):
         train.run("train", YAML, ["--schedule.steps", "40"])
     arguments = torchrun["arguments"]
@@ -40,13 +42,13 @@ def test_outside_torchrun_it_starts_the_ranks_that_the_configuration_needs(torch
     assert arguments[-5:] == ["train", "--config", str(YAML), "--schedule.steps", "40"]
 
 
-def test_the_supervised_stage_alone_needs_the_trainer_ranks_only(torchrun):
+def test_the_supervised_stage_needs_only_the_trainer_ranks(torchrun):
     with pytest.raises(Replaced):
         train.run("sft", YAML, [])
     assert "--nproc-per-node=2" in torchrun["arguments"]
 
 
-def test_under_a_torchrun_with_one_rank_it_starts_anew_without_the_old_ranks(torchrun, monkeypatch):
+def test_under_a_torchrun_with_one_rank_the_old_variables_are_removed(torchrun, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "old")
@@ -56,7 +58,7 @@ def test_under_a_torchrun_with_one_rank_it_starts_anew_without_the_old_ranks(tor
     assert not left & set(launch.TORCHRUN_VARIABLES) and "TORCHELASTIC_RUN_ID" not in left
 
 
-def test_another_number_of_ranks_is_refused_with_the_right_one(torchrun, monkeypatch):
+def test_a_wrong_number_of_ranks_is_rejected_with_the_right_one(torchrun, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"started 4 ranks.*needs 3.*nproc-per-node = 3"):
@@ -73,7 +75,7 @@ def test_a_bad_configuration_ends_with_status_2_and_names_the_key():
     assert "Traceback" not in done.stderr
 
 
-def test_the_plan_starts_nothing_and_names_ranks_and_units():
+def test_the_plan_names_ranks_and_units():
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(YAML), "--plan"],
         capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"},
@@ -88,24 +90,29 @@ def test_the_plan_starts_nothing_and_names_ranks_and_units():
         assert text in done.stdout
 
 
-def test_the_example_is_shell_and_python_at_once(tmp_path):
-    script = EXAMPLES / "scalerl_tiny.sh"
-    compile(script.read_text(), str(script), "exec")
-    stub = tmp_path / "torchrun"
-    stub.write_text('#!/bin/sh\necho "$@"\n')
-    stub.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(script), "--model", "tiny_dense"],
-        capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-    )  # fmt: skip
-    assert done.stdout.split() == ["--nproc-per-node", "3", str(script), "--model", "tiny_dense"]
+def test_examples_run_by_bash_and_by_python_with_their_configuration_and_options(tmp_path):
+    package = tmp_path / "megatron_rl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cli.py").write_text("def main(arguments):\n    print(*arguments)\n")
+    scripts = sorted(EXAMPLES.glob("*.sh"))
+    assert len(scripts) == 3
+    for script in scripts:
+        for interpreter in ("bash", sys.executable):
+            done = subprocess.run(
+                [interpreter, str(script), "--seed", "3"],
+                capture_output=True, text=True, timeout=60,
+                env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+            )  # fmt: skip
+            config = str(script.with_suffix(".yaml"))
+            expected = ["train", "--config", config, "--seed", "3"]
+            assert done.stdout.split() == expected, done.stderr
 
 
-@pytest.mark.parametrize("name", ["scalerl_tiny.yaml", "scalerl_tiny_dense.yaml"])
-def test_example_configurations_are_valid(name):
-    from megatron_rl.config import load_config
-
-    config = load_config(EXAMPLES / name)
-    assert config.roles.world_size == 3
-    assert config.parallel.tensor * config.parallel.expert == 2
+def test_example_configurations_are_valid():
+    for path in EXAMPLES.glob("*.yaml"):
+        load_config(path)
+    dense = load_config(YAML, ["--model", "tiny_dense", "--parallel.tensor", "2"])
+    for config in (load_config(YAML), dense):
+        assert config.roles.world_size == 3
+        assert config.parallel.expert == 2

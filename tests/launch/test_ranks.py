@@ -1,4 +1,4 @@
-"""How a command starts itself anew: one rank per GPU, or told how many nodes it takes."""
+"""Start one rank per GPU, or name the number of nodes that a run needs."""
 
 import pytest
 
@@ -8,23 +8,23 @@ from megatron_rl.launch import Torchrun, torchrun_for
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
-def ask(needed, environment, gpus, per_node=8):
+def start(needed, environment, gpus, per_node=8):
     return torchrun_for(needed, "run.yaml", per_node, environment, gpus)
 
 
-def test_outside_torchrun_a_node_starts_the_ranks_that_are_needed():
-    assert ask(3, {}, 0) == Torchrun(1, 3)
-    assert ask(8, {}, 8) == Torchrun(1, 8)
-    assert ask(3, ONE, 0) == Torchrun(1, 3)
-    assert ask(4, ONE, 8) == Torchrun(1, 4)
+def test_outside_torchrun_a_node_starts_the_needed_ranks():
+    assert start(3, {}, 0) == Torchrun(1, 3)
+    assert start(8, {}, 8) == Torchrun(1, 8)
+    assert start(3, ONE, 0) == Torchrun(1, 3)
+    assert start(4, ONE, 8) == Torchrun(1, 4)
     assert Torchrun(1, 4).options() == ["--standalone", "--nproc-per-node=4"]
 
 
-def test_ranks_that_are_there_start_nothing():
-    assert ask(1, ONE, 1) is None
+def test_running_ranks_start_nothing():
+    assert start(1, ONE, 1) is None
     several = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
-    assert ask(8, several, 8) is None
-    assert ask(80, several, 8) is None  # the number is wrong: whoever asked says so
+    assert start(8, several, 8) is None
+    assert start(80, several, 8) is None  # `check_world_size` rejects the number
 
 
 def test_one_rank_on_each_of_several_nodes_starts_every_nodes_gpus():
@@ -36,19 +36,22 @@ def test_one_rank_on_each_of_several_nodes_starts_every_nodes_gpus():
         "MASTER_ADDR": "head",
         "MASTER_PORT": "29500",
     }
-    found = ask(80, environment, 4)
-    assert found == Torchrun(20, 4, 7, ("head", 29501))
-    assert found.options() == [
-        *("--nnodes=20", "--node-rank=7", "--master-addr=head", "--master-port=29501"),
+    torchrun = start(80, environment, 4)
+    assert torchrun == Torchrun(20, 4, 7, ("head", 29501))
+    assert torchrun.options() == [
+        "--nnodes=20",
+        "--node-rank=7",
+        "--master-addr=head",
+        "--master-port=29501",
         "--nproc-per-node=4",
     ]
-    assert ask(80, environment, 0) is None
+    assert start(80, environment, 0) is None
 
 
-def test_a_world_that_is_too_small_is_told_what_it_takes():
+def test_too_few_gpus_are_rejected_with_the_number_of_nodes():
     with pytest.raises(
         ConfigError, match=r"run.yaml needs 80 ranks.*1 node\(s\) of 8 GPU\(s\) have 8.*--nnodes 10"
     ):
-        ask(80, ONE, 8)
+        start(80, ONE, 8)
     with pytest.raises(ConfigError, match=r"this node has no GPU: without GPUs a node starts 8"):
-        ask(80, {}, 0)
+        start(80, {}, 0)

@@ -12,12 +12,12 @@ def config(tmp_path, **changes) -> RunConfig:
     return RunConfig(**values | changes)
 
 
-def test_a_tiny_model_needs_the_stage_until_it_was_made_the_same_way(tmp_path):
+def test_a_tiny_model_needs_the_supervised_stage_once_per_settings(tmp_path):
     c = config(tmp_path)
     assert start.needs_supervised_stage(c)
     directory = start.start_directory(c)
     tiny.create("tiny_scout", directory, save_tiny_tokenizer)
-    assert start.needs_supervised_stage(c)  # weights without a mark may be torn
+    assert start.needs_supervised_stage(c)  # weights without a mark may be incomplete
     start.mark_made(c, directory)
     assert not start.needs_supervised_stage(c)
     for other in (
@@ -28,7 +28,7 @@ def test_a_tiny_model_needs_the_stage_until_it_was_made_the_same_way(tmp_path):
         assert start.needs_supervised_stage(other)
 
 
-def test_settings_of_the_later_stage_do_not_make_it_again(tmp_path):
+def test_settings_of_the_rl_stage_do_not_repeat_it(tmp_path):
     c = config(tmp_path)
     start.start_directory(c).mkdir(parents=True)
     start.mark_made(c, start.start_directory(c))
@@ -36,14 +36,14 @@ def test_settings_of_the_later_stage_do_not_make_it_again(tmp_path):
         "learning_rate": 1e-3}, evaluation={"first_step": 5}))  # fmt: skip
 
 
-def test_a_given_start_checkpoint_must_be_a_model(tmp_path):
+def test_a_given_start_checkpoint_must_be_a_model_directory(tmp_path):
     c = config(tmp_path, start_checkpoint=tmp_path / "nowhere")
     assert not start.needs_supervised_stage(c)
     with pytest.raises(ConfigError, match=r"start_checkpoint: .*nowhere has no config\.json"):
         start.start_directory(c)
 
 
-def test_examples_come_in_steps_of_the_right_size_and_the_same_each_time(tmp_path):
+def test_examples_are_the_same_each_time_in_steps_of_the_right_size(tmp_path):
     from tokenizers import Tokenizer
 
     save_tiny_tokenizer(tmp_path)

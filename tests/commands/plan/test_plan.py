@@ -220,7 +220,6 @@ def test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = EXAMPLES / f"{name}.sh"
-    compile(script.read_text(), str(script), "exec")  # it is shell and Python at once
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", [str(script)])
     assert exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"]) == 0
@@ -234,24 +233,6 @@ def test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint(
     monkeypatch.setenv("RANK", "1")  # under torchrun one rank says it
     main_returns = exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"])
     assert (main_returns, capsys.readouterr().out) == (0, "")
-
-
-@pytest.mark.parametrize("form", ["bash", "python"])
-def test_an_example_passes_its_options_on(tmp_path: Path, form: str) -> None:
-    stub = tmp_path / "megatron_rl"
-    stub.mkdir()
-    (stub / "__init__.py").touch()
-    (stub / "cli.py").write_text("def main(arguments):\n    print(*arguments)\n")
-    done = subprocess.run(
-        [
-            *(["bash"] if form == "bash" else [sys.executable]),
-            *(str(EXAMPLES / "scalerl_8b.sh"), "--one-node", "--seed", "3"),
-        ],
-        capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    yaml = EXAMPLES / "scalerl_8b_node.yaml"
-    assert done.stdout.split() == ["train", "--config", str(yaml), "--seed", "3"], done.stderr
 
 
 def test_paths_are_looked_for_and_launch_lines_repeat_the_options(tmp_path: Path) -> None:

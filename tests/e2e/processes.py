@@ -1,0 +1,43 @@
+"""Start a run, wait for its end, read its metrics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command in the checkout; its output is appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 420) -> str:
+    """Wait for a successful end and return the log; stop the process after `seconds`."""
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        pytest.fail(f"no end after {seconds} s:\n{log.read_text()[-6000:]}")
+    assert status == 0, log.read_text()[-6000:]
+    return log.read_text()
+
+
+def rows(output: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of one kind in a run's metrics.jsonl."""
+    return [row for row in read_metrics(output / "metrics.jsonl") if row["kind"] == kind]
