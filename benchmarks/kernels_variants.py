@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.kernels import heads, linear
-from megatron_rl.kernels.fused import Cispo, linear_loss
+from megatron_rl.kernels.fused import linear_loss
 from megatron_rl.kernels.library import load
 
 CAP = 5.0
@@ -104,7 +104,7 @@ def _fused(main_grad: bool, grads: heads.LogitGrads = "auto") -> Variant:
         w: Any = d.weight_VH.detach().requires_grad_()
         if main_grad:
             w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-        loss = Cispo(d.generator_logprobs_T, d.advantages_T, d.weights_T, CAP)
+        loss = linear.CispoInputs(d.generator_logprobs_T, d.advantages_T, d.weights_T, CAP)
         got = linear_loss(
             *(h, w, d.targets_T, loss),
             logit_grads=grads,

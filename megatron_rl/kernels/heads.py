@@ -1,9 +1,9 @@
-"""The three products of the LM head, each with an fp32 result, by what the machine has.
+"""The three products of the LM head with fp32 results, for each kind of device and operand.
 
     logits       x = h w^T        hidden gradient  o = d w        weight gradient  g (+)= d^T h
 
-Products of bf16 numbers are exact in fp32, so bf16 operands with fp32 sums equal fp32 copies of
-both, and no copy of the weight is kept that could go stale. Shape legend: C rows of a chunk,
+Products of bf16 numbers are exact in fp32, so bf16 operands with fp32 sums give the results of fp32
+copies, and no copy of the weight is kept that could go stale. Shape legend: C rows of a chunk,
 H hidden, V vocabulary of this rank.
 """
 
@@ -14,66 +14,69 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, override
 
 import torch
 from torch import Tensor
 
-from megatron_rl.kernels.library import load
+from megatron_rl.kernels.library import CPU_KERNELS, cpu_kernel, load
 
 log = logging.getLogger(__name__)
 
 Precision = Literal["bf16", "tf32", "fp32"]
-"""Of the head, per run.
+"""Precision of the head.
 
-- `fp32`: fp32 logits; fp32 operands are multiplied in fp32. bf16 operands need no copy.
+- `fp32`: fp32 logits; fp32 operands are multiplied in fp32, bf16 operands without a copy.
 - `tf32`: as `fp32`, but fp32 operands (fp32 weights, fp32 logit gradients) may be rounded to TF32
   on GPU.
-- `bf16`: logits rounded to bf16, as heads without this room have them; for comparisons.
+- `bf16`: logits rounded to bf16, as in an ordinary bf16 head; for comparisons.
 """
 LogitGrads = Literal["auto", "bf16", "fp32"]
-"""Type of the gradient by the logits in the two backward products; `auto`: the operands' type."""
+"""Type of the logit gradients in the two backward products; `auto`: the operands' type."""
 
 UPCAST_ROWS = 8192
-"""Most rows of a bf16 weight at a time where no bf16 product with fp32 result exists."""
+"""Most rows of a bf16 weight that are upcast at a time."""
 
 
-class Head(ABC):
-    """The products. Results are fp32 and are written into `out`; operands are as stored."""
+class HeadProducts(ABC):
+    """The products. Results are fp32 and are written into `out`; operands are used as stored."""
 
     name: str
-    """How the products are made, for the log."""
+    """Description for the log."""
     narrow_hidden_grad = False
-    """`hidden_grad` also takes `out` of the operands' type: fp32 sums, rounded once."""
+    """`hidden_grad` also accepts `out` of the operands' type: fp32 sums, rounded once."""
 
     @abstractmethod
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        """out = hidden weight^T."""
+        """Write hidden weight^T into `out`."""
 
     @abstractmethod
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        """out = grads weight."""
+        """Write grads weight into `out`."""
 
     @abstractmethod
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
-        """out = grads^T hidden, added to what is there if `accumulate`."""
+        """Write grads^T hidden into `out`, or add it if `accumulate`."""
 
 
-class CpuBf16(Head):
-    """Own GEMMs on CPU: tdpbf16ps (AMX) or vdpbf16ps (AVX-512)."""
+class CpuBf16(HeadProducts):
+    """GEMMs of `csrc/gemm_bf16.cpp`; `kind` is one of `library.CPU_KERNELS`, not `generic`."""
 
-    def __init__(self, kind: int) -> None:
-        self.kind = kind
-        self.name = {1: "bf16 x bf16 -> fp32 on AVX-512", 2: "bf16 x bf16 -> fp32 on AMX"}[kind]
+    def __init__(self, kind: str) -> None:
+        self.kind = CPU_KERNELS[kind]
+        self.name = f"bf16 x bf16 -> fp32 on CPU ({kind})"
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         torch.ops.megatron_rl.bf16_logits_(hidden_CH, weight_VH, out_CV, self.kind)
 
+    @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         torch.ops.megatron_rl.bf16_hidden_grad_(grads_CV, weight_VH, out_CH, self.kind)
 
+    @override
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
@@ -90,8 +93,8 @@ def _tf32(on: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-class Upcast(Head):
-    """fp32 products of fp32 operands or of exact upcasts, some rows of the weight at a time."""
+class Upcast(HeadProducts):
+    """fp32 products of fp32 operands or of exact upcasts, a block of the weight at a time."""
 
     def __init__(self, tf32: bool, device: str) -> None:
         self.tf32 = tf32
@@ -99,7 +102,7 @@ class Upcast(Head):
         self.name = f"{'TF32' if tf32 and self.on_cuda else 'fp32'} products of exact upcasts"
 
     def _mode(self) -> Any:
-        # The caller's own setting comes back; on CPU there is nothing to set.
+        # Restores the caller's setting; on CPU there is none.
         return _tf32(self.tf32) if self.on_cuda else nullcontext()
 
     @staticmethod
@@ -115,39 +118,41 @@ class Upcast(Head):
                 scratch_BH = torch.empty_like(part_BH, dtype=torch.float32)
             yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         hidden_CH = hidden_CH.float()
         with self._mode():
             for block, w_BH in self._blocks(weight_VH):
                 torch.mm(hidden_CH, w_BH.t(), out=out_CV[:, block])
 
+    @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         with self._mode():
             for block, w_BH in self._blocks(weight_VH):
                 first = block.start in (None, 0)
                 out_CH.addmm_(grads_CV[:, block].float(), w_BH, beta=0.0 if first else 1.0)
 
+    @override
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
         hidden_CH, beta = hidden_CH.float(), 1.0 if accumulate else 0.0
         with self._mode():
-            # bf16 gradients are upcast a block at a time as well.
-            whole = grads_CV.dtype == torch.float32
-            step = len(out_VH) if whole else _upcast_rows(len(out_VH))
+            fp32 = grads_CV.dtype == torch.float32
+            step = len(out_VH) if fp32 else _upcast_rows(len(out_VH))
             for v in range(0, len(out_VH), max(step, 1)):
                 block = slice(v, v + step)
                 out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
 
 
 def _upcast_rows(V: int) -> int:
-    # Small beside the gradient of the weight, and large enough for a product's own blocks.
+    # Small compared with the weight's gradient, and large enough for an efficient product.
     return min(max(V // 12, 512), UPCAST_ROWS)
 
 
 @cache
 def _addmm_takes_fp32() -> bool:
-    """Whether this torch adds a bf16 product to an fp32 matrix in place (older ones refuse)."""
+    """Return True if this torch adds a bf16 product to an fp32 matrix in place (new ones do)."""
     matrix = torch.zeros(16, 16, device="cuda")
     operand = matrix.bfloat16()
     try:
@@ -158,18 +163,21 @@ def _addmm_takes_fp32() -> bool:
     return True
 
 
-class CudaTorch(Head):
-    """cuBLAS through torch: bf16 operands, fp32 results, nothing upcast."""
+class CudaTorch(HeadProducts):
+    """cuBLAS through torch: bf16 operands and fp32 results without upcasts."""
 
     name = "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)"
     narrow_hidden_grad = True
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
 
+    @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
 
+    @override
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
@@ -187,8 +195,8 @@ class CudaTorch(Head):
 class TransformerEngine(CudaTorch):
     """Transformer Engine's `general_gemm(out_dtype=torch.float32)` for contiguous operands.
 
-    It reads operands as contiguous whatever their strides are, so strided ones (bf16 gradients that
-    took the place of fp32 logits) go through torch.
+    It ignores strides, so strided operands (bf16 gradients in the memory of fp32 logits) go through
+    torch.
     """
 
     name = "bf16 x bf16 -> fp32 by Transformer Engine's general_gemm (cuBLASLt)"
@@ -199,50 +207,53 @@ class TransformerEngine(CudaTorch):
         self.gemm = general_gemm
 
     def _takes(self, *tensors: Tensor) -> bool:
-        # cuBLASLt wants 16-byte rows.
+        # cuBLASLt needs rows of a multiple of 16 bytes.
         return all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in tensors)
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         if self._takes(hidden_CH, weight_VH, out_CV):
             self.gemm(weight_VH, hidden_CH, out_dtype=torch.float32, layout="TN", out=out_CV)
         else:
             super().logits(hidden_CH, weight_VH, out_CV)
 
+    @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         if self._takes(grads_CV, weight_VH, out_CH):
             self.gemm(weight_VH, grads_CV, out_dtype=out_CH.dtype, layout="NN", out=out_CH)
         else:
             super().hidden_grad(grads_CV, weight_VH, out_CH)
 
+    @override
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
         if self._takes(grads_CV, hidden_CH, out_VH):
+            fp32 = torch.float32
             self.gemm(
-                *(hidden_CH, grads_CV),
-                out_dtype=torch.float32,
-                layout="NT",
-                out=out_VH,
-                accumulate=accumulate,
+                hidden_CH, grads_CV, out_dtype=fp32, layout="NT", out=out_VH, accumulate=accumulate
             )
         else:
             super().weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
 
 
-class Mixed(Head):
-    """bf16 products for the logits, fp32 ones behind them (fp32 logit gradients, bf16 operands)."""
+class Mixed(HeadProducts):
+    """bf16 products for the logits, fp32 products for the gradients (`logit_grads: fp32`)."""
 
-    def __init__(self, forward: Head, backward: Head) -> None:
+    def __init__(self, forward: HeadProducts, backward: HeadProducts) -> None:
         self.forward, self.backward = forward, backward
         self.narrow_hidden_grad = backward.narrow_hidden_grad
         self.name = f"{forward.name}; backward: {backward.name}"
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         self.forward.logits(hidden_CH, weight_VH, out_CV)
 
+    @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         self.backward.hidden_grad(grads_CV, weight_VH, out_CH)
 
+    @override
     def weight_grad(
         self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
     ) -> None:
@@ -250,39 +261,40 @@ class Mixed(Head):
 
 
 class RoundedLogits(Mixed):
-    """Another head's products, with logits rounded to bf16 (the head of `precision: bf16`)."""
+    """The products of `precision: bf16`: those of another kind, with logits rounded to bf16."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__(head, head)
-        self.name = f"logits rounded to bf16; {head.name}"
+    def __init__(self, products: HeadProducts) -> None:
+        super().__init__(products, products)
+        self.name = f"logits rounded to bf16; {products.name}"
 
+    @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         super().logits(hidden_CH, weight_VH, out_CV)
         for rows_V in out_CV.split(64):  # no second [C, V]
             rows_V.copy_(rows_V.bfloat16())
 
 
-def _bf16_products(device: str, tf32: bool) -> Head:
+def _bf16_products(device: str, tf32: bool) -> HeadProducts:
     if device == "cuda":
         try:
             return TransformerEngine()
         except (ImportError, OSError, RuntimeError) as error:
             log.info("Transformer Engine is not usable (%s): torch.mm(out_dtype=) instead", error)
             return CudaTorch()
-    kind = load().cpu_gemm
-    return CpuBf16(kind) if kind else Upcast(tf32, device)
+    kind = cpu_kernel(load())
+    return Upcast(tf32, device) if kind == "generic" else CpuBf16(kind)
 
 
 @cache
 def select(
     precision: Precision, logit_grads: LogitGrads, operands: torch.dtype, device: str
-) -> tuple[Head, torch.dtype]:
-    """The head for operands of a type on a device type, and the type of its logit gradients.
+) -> tuple[HeadProducts, torch.dtype]:
+    """Return the products for a type of operands and device, and the type of logit gradients.
 
     The choice is logged once per combination.
 
     Raises:
-        ValueError: an unknown precision, or operands that are neither bf16 nor fp32.
+        ValueError: an unknown setting, or operands that are neither bf16 nor fp32.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}: one of {', '.join(get_args(Precision))}")
@@ -293,14 +305,18 @@ def select(
     load()
     tf32 = precision == "tf32"
     grads = {"auto": operands, "bf16": torch.bfloat16, "fp32": torch.float32}[logit_grads]
-    head: Head = Upcast(tf32, device)
+    products: HeadProducts = Upcast(tf32, device)
     if operands == torch.bfloat16:
-        products = _bf16_products(device, tf32)
-        head = products if grads == torch.bfloat16 else Mixed(products, head)
+        bf16 = _bf16_products(device, tf32)
+        products = bf16 if grads == torch.bfloat16 else Mixed(bf16, products)
     if precision == "bf16":
-        head = RoundedLogits(head)
+        products = RoundedLogits(products)
     log.info(
         "LM head: precision %s, %s operands, %s logit gradients on %s: %s",
-        *(precision, operands, grads, device, head.name),
+        precision,
+        operands,
+        grads,
+        device,
+        products.name,
     )
-    return head, grads
+    return products, grads

@@ -1,8 +1,11 @@
-"""Loads the compiled operators, or registers their torch reference in their place.
+"""Load the compiled operators, or register their torch reference in their place.
 
-After `load()` the operators are `torch.ops.megatron_rl.*`, whichever it was. `MEGATRON_RL_KERNELS`
-chooses: unset finds or builds the library, `reference` takes plain torch, a path takes that file.
-A machine without a compiler gets the reference, which the log names once.
+After `load()` the operators are `torch.ops.megatron_rl.*` in both cases. Two variables choose:
+
+    MEGATRON_RL_KERNELS      unset: find or build the library; `reference`: plain torch; else a path
+    MEGATRON_RL_CPU_KERNEL   one of `CPU_KERNELS`: the bf16 products on CPU; unset: the fastest one
+
+A machine without a compiler gets the reference, and one log line with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels import build, reference
+from megatron_rl.kernels import build, cispo_reference
 
 log = logging.getLogger(__name__)
 
@@ -41,38 +44,43 @@ SCHEMAS = {
 """Row operators; `csrc/library.cpp` registers the same ones."""
 GEMMS = ("bf16_logits_", "bf16_hidden_grad_", "bf16_weight_grad_")
 """bf16 -> fp32 products on CPU; in the compiled library only."""
+CPU_KERNELS = {"generic": 0, "avx512_bf16": 1, "amx": 2}
+"""Kinds of bf16 products on CPU, with their numbers in `csrc/gemm_bf16.h`.
+
+`generic` multiplies fp32 upcasts in torch; `avx512_bf16` is vdpbf16ps, `amx` is tdpbf16ps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    """What the operators are on this machine."""
+class KernelLibrary:
+    """The operators of this process."""
 
     path: Path | None
-    """The library; None: the torch reference."""
+    """The compiled library; None: the torch reference."""
     cuda: bool
     """CUDA kernels are compiled in."""
-    cpu_gemm: int
-    """Kind of bf16 GEMM that is fastest on this processor: 0 none, 1 AVX-512, 2 AMX."""
-
-    def can_run(self, cpu_gemm: int) -> bool:
-        """Whether this processor runs a kind of bf16 GEMM."""
-        if self.path is None:
-            return cpu_gemm == 0
-        return bool(ctypes.CDLL(str(self.path)).megatron_rl_can_run_gemm(cpu_gemm))
+    cpu_kernels: tuple[str, ...]
+    """The kinds of `CPU_KERNELS` that this processor runs."""
+    cpu_kernel: str
+    """The fastest of them."""
 
 
-def _find(cuda: bool) -> Path:
-    chosen = os.environ.get("MEGATRON_RL_KERNELS")
-    if chosen is not None:
-        return Path(chosen)
-    return build.find_or_build(cuda=cuda)
+REFERENCE = KernelLibrary(None, False, ("generic",), "generic")
+
+
+def _open(path: Path) -> KernelLibrary:
+    torch.ops.load_library(str(path))
+    handle = ctypes.CDLL(str(path))
+    kinds = tuple(k for k, n in CPU_KERNELS.items() if handle.megatron_rl_can_run_gemm(n))
+    best = {n: k for k, n in CPU_KERNELS.items()}[handle.megatron_rl_best_gemm()]
+    return KernelLibrary(path, bool(handle.megatron_rl_has_cuda()), kinds, best)
 
 
 def _define_reference(library: torch.library.Library, key: str, *, define: bool) -> None:
     for name, schema in SCHEMAS.items():
         if define:
             library.define(name + schema)
-        library.impl(name, getattr(reference, name), key)
+        library.impl(name, getattr(cispo_reference, name), key)
 
 
 def _register_fakes(gemms: bool) -> None:
@@ -92,34 +100,56 @@ _held: list[torch.library.Library] = []
 
 
 @cache
-def load() -> Kernels:
-    """Makes `torch.ops.megatron_rl.*` exist, once per process.
+def load() -> KernelLibrary:
+    """Make `torch.ops.megatron_rl.*` exist, once per process.
 
     Raises:
         OSError: `MEGATRON_RL_KERNELS` names a file that can't be loaded.
+        ValueError: `MEGATRON_RL_CPU_KERNEL` names a kind that doesn't exist or can't run here.
     """
     cuda = torch.cuda.is_available()
+    chosen = os.environ.get("MEGATRON_RL_KERNELS")
     reason = "MEGATRON_RL_KERNELS=reference"
-    if os.environ.get("MEGATRON_RL_KERNELS") != "reference":
+    if chosen != "reference":
         try:
-            path = _find(cuda)
+            path = Path(chosen) if chosen is not None else build.find_or_build(cuda=cuda)
         except build.BuildError as error:
             reason = str(error)
         else:
-            torch.ops.load_library(str(path))
-            handle = ctypes.CDLL(str(path))
-            found = Kernels(
-                path, bool(handle.megatron_rl_has_cuda()), handle.megatron_rl_best_gemm()
-            )
-            if cuda and not found.cuda:
+            library = _open(path)
+            cpu_kernel(library)
+            if cuda and not library.cuda:
                 log.warning("%s holds no CUDA code: rows on GPU run in plain torch", path)
                 _held.append(torch.library.Library("megatron_rl", "IMPL"))
                 _define_reference(_held[-1], "CUDA", define=False)
             _register_fakes(gemms=True)
-            return found
+            return library
+    cpu_kernel(REFERENCE)
     log.warning("kernels run as their plain torch reference: %s", reason)
     _held.append(torch.library.Library("megatron_rl", "DEF"))
     _define_reference(_held[-1], "CPU", define=True)
     _define_reference(_held[-1], "CUDA", define=False)
     _register_fakes(gemms=False)
-    return Kernels(None, False, 0)
+    return REFERENCE
+
+
+def cpu_kernel(library: KernelLibrary) -> str:
+    """Return the kind of bf16 products on CPU: `MEGATRON_RL_CPU_KERNEL`, else the fastest.
+
+    Raises:
+        ValueError: the variable names a kind that doesn't exist or that can't run here.
+    """
+    kind = os.environ.get("MEGATRON_RL_CPU_KERNEL")
+    if not kind:
+        return library.cpu_kernel
+    if kind not in CPU_KERNELS:
+        raise ValueError(
+            f"MEGATRON_RL_CPU_KERNEL is {kind!r}: the kinds are {', '.join(CPU_KERNELS)}"
+        )
+    if kind not in library.cpu_kernels:
+        runner = "this processor" if library.path else "the torch reference (no compiled library)"
+        raise ValueError(
+            f"MEGATRON_RL_CPU_KERNEL is {kind!r}: {runner} runs {', '.join(library.cpu_kernels)}"
+            " only; unset it or choose one of these"
+        )
+    return kind

@@ -1,64 +1,112 @@
-"""Inputs, and what float64 says of them. Shapes: T tokens, H hidden, V vocabulary."""
+"""Inputs with their float64 results. Shapes: T tokens, H hidden, V vocabulary."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.kernels.fused import LinearLoss, linear_loss
-from megatron_rl.kernels.linear import Cispo
+from megatron_rl.kernels.linear import CispoInputs
+from tests.sums import sum_error
 
 CAP = 5.0
 
 
 @dataclass
 class Truth:
-    """Float64 results."""
+    """Float64 results, and the sums of absolute terms that their fp32 errors are in proportion to.
 
-    loss: Tensor
+    A log-prob that is off by d multiplies its ratio by 1 + d: its coefficient c and its row of the
+    gradient are off by d times themselves, its loss term by d c and by d times itself. Logits of up
+    to 16 are rounded to 2^-20 at each addition, so d is some 1e-6 (at most 1e-5) of either sign:
+    2e-6 for gradients, which few tokens may dominate, and 1e-6 for losses, sums of many.
+    """
+
+    terms_T: Tensor
+    """The loss is their sum."""
     logprobs_T: Tensor
     entropy_T: Tensor
     ratio_T: Tensor
     coefficient_T: Tensor
     logit_grads_TV: Tensor
-    hidden_grad_TH: Tensor | None = None
-    weight_grad_VH: Tensor | None = None
+    hidden_grad_TH: Tensor = field(default_factory=torch.Tensor)
+    hidden_terms_TH: Tensor = field(default_factory=torch.Tensor)
+    weight_grad_VH: Tensor = field(default_factory=torch.Tensor)
+    weight_terms_VH: Tensor = field(default_factory=torch.Tensor)
+
+    @property
+    def loss(self) -> Tensor:
+        return self.terms_T.sum()
+
+    def loss_error(self, loss: Tensor, want: Tensor | None = None) -> float:
+        """Return the error of a loss, or its distance from another one."""
+        size = self.terms_T.abs().sum() + self.coefficient_T.abs().sum()
+        return sum_error(loss, self.loss if want is None else want.detach(), size)
+
+    def hidden_error(self, grad_TH: Tensor | None) -> float:
+        assert grad_TH is not None
+        return sum_error(grad_TH, self.hidden_grad_TH, self.hidden_terms_TH)
+
+    def weight_error(self, grad_VH: Tensor | None) -> float:
+        assert grad_VH is not None
+        return sum_error(grad_VH, self.weight_grad_VH, self.weight_terms_VH)
+
+    def with_operands(self, hidden_TH: Tensor, weight_VH: Tensor) -> Truth:
+        """Add the gradients of the operands of the logits."""
+        g, h, w = self.logit_grads_TV, hidden_TH.double(), weight_VH.double()
+        self.hidden_grad_TH, self.hidden_terms_TH = g @ w, g.abs() @ w.abs()
+        self.weight_grad_VH, self.weight_terms_VH = g.T @ h, g.abs().T @ h.abs()
+        return self
 
 
-def cispo_inputs(T: int, logprobs_T: Tensor, seed: int = 1) -> Cispo:
-    """Ratios on both sides of the cap, advantages of both signs, some rows of weight 0."""
+def cispo_inputs(T: int, logprobs_T: Tensor, seed: int = 1) -> CispoInputs:
+    """Make ratios on both sides of the cap, advantages of both signs, some rows of weight 0."""
     g = torch.Generator().manual_seed(seed)
     noise_T = torch.randn(T, generator=g) * 1.5
     weights_T = torch.rand(T, generator=g) / T
     weights_T[::5] = 0.0
-    return Cispo(logprobs_T.float() - noise_T, torch.randn(T, generator=g), weights_T, CAP)
+    return CispoInputs(logprobs_T.float() - noise_T, torch.randn(T, generator=g), weights_T, CAP)
 
 
 def truth_of_logits(
-    logits_TV: Tensor, targets_T: Tensor, loss: Cispo, columns: int, temperature: float = 1.0
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    loss: CispoInputs,
+    columns: int,
+    temperature: float = 1.0,
+    terms: Callable[[Tensor], Tensor] | None = None,
 ) -> Truth:
-    """Everything from logits, in float64; columns from `columns` on have no probability."""
+    """Compute everything from logits in float64; columns from `columns` on have no probability.
+
+    `terms` are those of another loss than CISPO, by log-probs [T].
+    """
     z_TV = logits_TV.double() / temperature
     z_TV[:, columns:] = float("-inf")
     log_p_TV = torch.log_softmax(z_TV, -1)
     logprobs_T = log_p_TV.gather(1, targets_T[:, None])[:, 0]
     p_TV = log_p_TV.exp()
     ratio_T = (logprobs_T - loss.generator_logprobs_T.double()).exp()
-    c_T = -loss.weights_T.double() * loss.advantages_T.double() * ratio_T.clamp(max=loss.max_ratio)
-    c_T = torch.where(loss.weights_T == 0, 0.0, c_T)
-    grads_TV = c_T[:, None] * (
-        torch.nn.functional.one_hot(targets_T, logits_TV.shape[1]).double() - p_TV
-    )
+    if terms is None:
+        c_T = -(loss.weights_T * loss.advantages_T.double()) * ratio_T.clamp(max=loss.max_ratio)
+        c_T = torch.where(loss.weights_T == 0, 0.0, c_T)
+        terms_T = torch.where(c_T == 0, 0.0, c_T * logprobs_T)
+    else:
+        leaf_T = logprobs_T.clone().requires_grad_()
+        terms_T = terms(leaf_T)
+        (c_T,) = torch.autograd.grad(terms_T.sum(), leaf_T)
+        terms_T = terms_T.detach()
+    one_hot_TV = torch.nn.functional.one_hot(targets_T, logits_TV.shape[1]).double()
     return Truth(
-        loss=torch.where(c_T == 0, 0.0, c_T * logprobs_T).sum(),
+        terms_T=terms_T,
         logprobs_T=logprobs_T,
         entropy_T=-torch.where(p_TV > 0, p_TV * log_p_TV, 0.0).sum(-1),
         ratio_T=ratio_T,
         coefficient_T=c_T,
-        logit_grads_TV=grads_TV / temperature,
+        logit_grads_TV=c_T[:, None] * (one_hot_TV - p_TV) / temperature,
     )
 
 
@@ -67,10 +115,17 @@ class Case:
     hidden_TH: Tensor
     weight_VH: Tensor
     targets_T: Tensor
-    loss: Cispo
+    loss: CispoInputs
     truth: Truth
     vocabulary: int
     temperature: float
+
+    def truth_of(self, terms: Callable[[Tensor], Tensor]) -> Truth:
+        """Return the float64 results of another loss: log-probs [T] -> terms, one each or fewer."""
+        logits_TV = self.hidden_TH.double() @ self.weight_VH.double().T
+        return truth_of_logits(
+            logits_TV, self.targets_T, self.loss, self.vocabulary, self.temperature, terms
+        ).with_operands(self.hidden_TH, self.weight_VH)
 
 
 def linear_case(
@@ -83,7 +138,7 @@ def linear_case(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Case:
-    """A head whose logits span about +-16, with its float64 gradients."""
+    """Make a head whose logits span about +-16, with its float64 gradients."""
     vocabulary = V if vocabulary is None else vocabulary
     g = torch.Generator().manual_seed(seed)
     hidden_TH = torch.randn(T, H, generator=g).to(dtype)
@@ -94,18 +149,17 @@ def linear_case(
     logprobs_T = torch.log_softmax(z_TV, -1).gather(1, targets_T[:, None])[:, 0]
     loss = cispo_inputs(T, logprobs_T)
     truth = truth_of_logits(logits_TV, targets_T, loss, vocabulary, temperature)
-    truth.hidden_grad_TH = truth.logit_grads_TV @ weight_VH.double()
-    truth.weight_grad_VH = truth.logit_grads_TV.T @ hidden_TH.double()
+    truth.with_operands(hidden_TH, weight_VH)
     return Case(hidden_TH, weight_VH, targets_T, loss, truth, vocabulary, temperature)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b| in the Euclidean norm, in float64."""
+    """Return |a - b| / |b| in the Euclidean norm, in float64."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def largest(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference."""
+    """Return the largest absolute difference."""
     return (a.double() - b.double()).abs().max().item()
 
 
@@ -121,7 +175,7 @@ def leaves(case: Case, main_grad: bool = False) -> tuple[Tensor, Tensor]:
 def run(
     case: Case, leaf: tuple[Tensor, Tensor], loss: Any = None, **kw: Any
 ) -> tuple[LinearLoss, Tensor]:
-    """Forward and backward; returns the result and the fp32 (or own type) weight gradient."""
+    """Run forward and backward; return the result and the weight gradient (main_grad if any)."""
     hidden_TH, weight_VH = leaf
     result = linear_loss(
         hidden_TH,

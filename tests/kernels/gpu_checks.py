@@ -1,6 +1,7 @@
-"""What must hold on a GPU. Needs torch, nvcc and this repository only: `python -m
-tests.kernels.gpu_checks` runs all of it without pytest; `--small` is one small case for
-compute-sanitizer.
+"""The checks of the kernels on a GPU; they need torch, nvcc and this repository only.
+
+`python -m tests.kernels.gpu_checks` runs all of them without pytest; `--small` is one small case
+for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels import reference
-from megatron_rl.kernels.fused import Cispo, linear_logprobs, linear_loss
+from megatron_rl.kernels import cispo_reference
+from megatron_rl.kernels.fused import linear_logprobs, linear_loss
 from megatron_rl.kernels.library import load
-from megatron_rl.kernels.lm_head import fp32_linear
+from megatron_rl.kernels.linear import CispoInputs
+from megatron_rl.kernels.ops import fp32_linear
 from tests.kernels.cases import CAP, cispo_inputs, largest, linear_case, relative, truth_of_logits
+from tests.sums import sum_error
 
 
-def to_gpu(loss: Cispo) -> Cispo:
-    return Cispo(
+def to_gpu(loss: CispoInputs) -> CispoInputs:
+    return CispoInputs(
         loss.generator_logprobs_T.cuda(),
         loss.advantages_T.cuda(),
         loss.weights_T.cuda(),
@@ -50,7 +53,7 @@ def rows_equal_float64(sizes: tuple[int, ...] = (7, 1003, 32000, 202048)) -> Non
                 ).cpu()
                 assert largest(out[0], want.logprobs_T) < 1e-5
                 assert largest(out[1], want.entropy_T) < 1e-5
-                assert abs(out[4].double().sum() - want.loss) < 2e-6 * abs(want.loss)
+                assert want.loss_error(out[4].double().sum()) < 2e-6
                 got = buffer.view(torch.bfloat16)[:, :V] if bf16 else view
                 got = got.cpu()
                 assert relative(got, want.logit_grads_TV) < (4e-3 if bf16 else 2e-6)
@@ -67,7 +70,7 @@ def rows_equal_the_reference_on_edges() -> None:
     weights = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0], device="cuda")
     a, b = x.clone(), x.clone()
     got = torch.ops.megatron_rl.cispo_rows_(a, y, 0, V, 1.25, *inputs, weights, CAP, False)
-    want = reference.cispo_rows_(b, y, 0, V, 1.25, *inputs, weights, CAP, False)
+    want = cispo_reference.cispo_rows_(b, y, 0, V, 1.25, *inputs, weights, CAP, False)
     assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
     assert relative(a, b) < 5e-6
     half = V // 2
@@ -83,7 +86,7 @@ def rows_equal_the_reference_on_edges() -> None:
 
 def fused_loss_equals_float64(V: int = 32000, T: int = 97, H: int = 128) -> None:
     case = linear_case(T, H, V, vocabulary=V - 2)
-    for grads, tolerance in (("bf16", 3e-3), ("fp32", 1e-6)):
+    for grads in ("bf16", "fp32"):
         results = []
         for rows in (32, 32, 1000):
             h = case.hidden_TH.cuda().requires_grad_()
@@ -99,12 +102,17 @@ def fused_loss_equals_float64(V: int = 32000, T: int = 97, H: int = 128) -> None
             got.loss.backward()
             results.append((got, h.grad, w.main_grad))
             assert largest(got.logprobs_T.cpu(), case.truth.logprobs_T) < 1e-5
-            assert abs(got.loss.cpu() - case.truth.loss) < 2e-6 * abs(case.truth.loss)
-            assert relative(w.main_grad.cpu(), case.truth.weight_grad_VH) < tolerance
+            assert case.truth.loss_error(got.loss.cpu()) < 2e-6
+            if grads == "fp32":
+                assert case.truth.weight_error(w.main_grad.cpu()) < 2e-6
+            else:
+                assert relative(w.main_grad.cpu(), case.truth.weight_grad_VH) < 3e-3
             assert relative(h.grad.cpu(), case.truth.hidden_grad_TH) < 5e-3
         assert torch.equal(results[0][2], results[1][2]), "two runs differ"
         assert torch.equal(results[0][1], results[1][1]), "two runs differ"
-        assert relative(results[2][2], results[0][2]) < 1e-6
+        if grads == "fp32":  # in bf16, roundings may flip between chunks of other sizes
+            terms_VH = case.truth.weight_terms_VH
+            assert sum_error(results[2][2].cpu(), results[0][2].cpu(), terms_VH) < 2e-6
 
 
 def two_passes_and_head_equal_float64() -> None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from megatron_rl.kernels.fused import linear_logprobs, linear_loss
 from tests.kernels.cases import largest, linear_case, relative
-from tests.kernels.test_other_losses import clipped, gspo, in_float64
+from tests.kernels.test_other_losses import clipped, gspo
+from tests.sums import sum_error
 
 RANKS = 4
 
 
 def shard(weight_VH: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's rows of a head padded to a multiple of the ranks, with rubbish in the padding."""
+    """Return this rank's rows of a head padded to a multiple of the ranks, with large padding."""
     width = -(-len(weight_VH) // size) + 2
     padded = torch.full((width * size, weight_VH.shape[1]), 100.0, dtype=weight_VH.dtype)
     padded[: len(weight_VH)] = weight_VH
@@ -32,12 +33,12 @@ def check(
     V: int,
     temperature: float,
     *,
-    cispo_alone: bool = False,
+    only_cispo: bool = False,
 ) -> None:
     rank, size = group.rank(), group.size()
     case = linear_case(T, H, V, dtype, temperature=temperature)
     exact = dtype == torch.float32
-    for loss in (case.loss,) if cispo_alone else (case.loss, clipped(case), "sequence"):
+    for loss in (case.loss,) if only_cispo else (case.loss, clipped(case), "sequence"):
         hidden_TH = case.hidden_TH.clone().requires_grad_()
         weight_VH: Any = shard(case.weight_VH, rank, size)
         rows = slice(rank * len(weight_VH), (rank + 1) * len(weight_VH))
@@ -52,31 +53,33 @@ def check(
         }
         if loss == "sequence":
             logprobs_T, entropy_T = linear_logprobs(hidden_TH, weight_VH, case.targets_T, **kw)
-            total = gspo(case, logprobs_T)
-            want = in_float64(case, lambda logp: gspo(case, logp))
+            total = gspo(case, logprobs_T).sum()
+            truth = case.truth_of(lambda logp: gspo(case, logp))
         else:
             scale = {"loss_scale": 1.0} if main_grad else {}
             got = linear_loss(hidden_TH, weight_VH, case.targets_T, loss, **kw, **scale)
             logprobs_T, entropy_T, total = got.logprobs_T, got.entropy_T, got.loss
-            if loss is case.loss:
-                t = case.truth
-                want = (t.loss, t.hidden_grad_TH, t.weight_grad_VH)  # type: ignore[assignment]
-            else:
-                want = in_float64(case, lambda logp: clipped(case)(logp, slice(None)).sum())
+            truth = case.truth
+            if loss is not case.loss:
+                truth = case.truth_of(lambda logp: clipped(case)(logp, slice(None)))
         total.backward()
         assert largest(logprobs_T, case.truth.logprobs_T) < 1e-5
         assert largest(entropy_T, case.truth.entropy_T) < 1e-5
-        assert abs(total - want[0]) < 3e-6 * max(abs(want[0]), 1.0)
+        assert truth.loss_error(total) < 1e-6
         whole = torch.zeros(size * len(weight_VH), H, dtype=torch.float64)
-        whole[:V] = want[2]
+        whole[:V] = truth.weight_grad_VH
         weight_grad = weight_VH.main_grad if main_grad else weight_VH.grad
-        tolerance = 3e-6 if exact else 3e-3 if main_grad else 5e-3
-        # Of the whole head's norm: a shard can be all padding.
-        error = (weight_grad.double() - whole[rows]).norm() / whole.norm()
+        # Relative to the whole head: a shard can be all padding.
+        scale_VH = truth.weight_terms_VH if exact else whole
+        tolerance = 2e-6 if exact else 3e-3 if main_grad else 5e-3
+        error = sum_error(weight_grad, whole[rows], scale_VH)
         assert error < tolerance, (size, V, error)
         assert (weight_grad[max(V - rows.start, 0) :] == 0).all()
         assert hidden_TH.grad is not None
-        assert relative(hidden_TH.grad, want[1]) < (3e-6 if exact else 5e-3), (size, V)
+        if exact:
+            assert truth.hidden_error(hidden_TH.grad) < 2e-6
+        else:
+            assert relative(hidden_TH.grad, truth.hidden_grad_TH) < 5e-3, (size, V)
         same = hidden_TH.grad.clone()
         dist.broadcast(same, dist.get_global_rank(group, 0), group=group)
         assert torch.equal(same, hidden_TH.grad), "ranks disagree on the hidden gradient"
@@ -96,6 +99,6 @@ def main(rank: int, folder: Path) -> None:
     check(everyone, torch.float32, 37, 33, 1003, 0.8)
     check(everyone, torch.bfloat16, 50, 64, 7, 1.0)
     check(pairs[rank // 2], torch.bfloat16, 41, 64, 3001, 1.0)
-    check(everyone, torch.bfloat16, 33, 48, 202048, 1.0, cispo_alone=True)
+    check(everyone, torch.bfloat16, 33, 48, 202048, 1.0, only_cispo=True)
     (folder / f"done.{rank}").touch()
     dist.destroy_process_group()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernels_registers import registers
 from megatron_rl.kernels import build, library
-from megatron_rl.kernels.registers import registers
 
 ROOT = Path(__file__).parents[2]
 nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc on PATH nor in CUDA_HOME")
@@ -19,15 +19,20 @@ nvcc = pytest.mark.skipif(build.find_nvcc() is None, reason="no nvcc on PATH nor
 
 @nvcc
 def test_cuda_code_compiles_without_warnings_or_spills_for_three_architectures() -> None:
-    found = registers()  # warnings are errors
-    assert {r.architecture for r in found} == {"sm_80", "sm_90a", "sm_100"}
-    kernels = {r.kernel for r in found}
+    reports = registers()  # warnings are errors
+    assert {r.architecture for r in reports} == {"sm_80", "sm_90a", "sm_100"}
+    kernels = {r.kernel for r in reports}
     assert kernels == {
-        *("stats_kernel", "merge_kernel", "terms_kernel"),
-        *("cispo_kernel fp32", "cispo_kernel bf16", "grads_kernel fp32", "grads_kernel bf16"),
+        "stats_kernel",
+        "merge_kernel",
+        "terms_kernel",
+        "cispo_kernel fp32",
+        "cispo_kernel bf16",
+        "grads_kernel fp32",
+        "grads_kernel bf16",
     }
-    assert len(found) == 3 * len(kernels)
-    for r in found:
+    assert len(reports) == 3 * len(kernels)
+    for r in reports:
         assert r.spill_bytes == 0, r
         assert r.stack_bytes == 0, r
         # Four blocks of 512 threads share the 65,536 registers of a multiprocessor.

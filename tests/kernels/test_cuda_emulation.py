@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.kernels import reference
+from megatron_rl.kernels import cispo_reference
 from megatron_rl.kernels.build import SOURCES
 from tests.kernels.cases import CAP, cispo_inputs, largest
 from tests.kernels.test_rows import bf16_of, strided
@@ -88,7 +88,7 @@ def test_cispo_kernel(
     y = torch.tensor([0, columns - 1, columns // 2])
     loss = cispo_inputs(C, torch.full((C,), -3.0))
     want_x = strided(x, gap)
-    want = reference.cispo_rows_(
+    want = cispo_reference.cispo_rows_(
         *(want_x, y, 0, columns, 1.25, loss.generator_logprobs_T),
         *(loss.advantages_T, loss.weights_T, CAP, False),
     )
@@ -109,7 +109,7 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
     columns = [width, V - width]
     loss = cispo_inputs(C, torch.full((C,), -3.0))
     want_x = whole.clone()
-    want = reference.cispo_rows_(
+    want = cispo_reference.cispo_rows_(
         *(want_x, y, 0, V, 1.25, loss.generator_logprobs_T),
         *(loss.advantages_T, loss.weights_T, CAP, False),
     )
@@ -158,7 +158,7 @@ def test_the_emulation_notices_a_missing_barrier(tmp_path: Path, barrier: str) -
         x = torch.randn(C, V, generator=torch.Generator().manual_seed(0)) * 4
         want = x.clone()
         loss = cispo_inputs(C, torch.full((C,), -3.0))
-        reference.cispo_rows_(
+        cispo_reference.cispo_rows_(
             *(want, y, 0, V, 1.25, loss.generator_logprobs_T),
             *(loss.advantages_T, loss.weights_T, CAP, False),
         )

@@ -22,7 +22,7 @@ LOAD = "from megatron_rl.kernels.library import load; print(load().path)"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A copy of what a source distribution holds."""
+    """Copy the files of a source distribution."""
     copy = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.ptxas")
     shutil.copytree(ROOT / "megatron_rl", copy / "megatron_rl", ignore=ignore)
@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def make(source: Path, hook: str, **environment: str) -> tuple[Path, str]:
-    """(the wheel that a build hook of PEP 517 makes, what it printed)."""
+    """Return the wheel of a build hook of PEP 517, and the output of the build."""
     out = source.parent / hook
     out.mkdir()
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
@@ -51,7 +51,8 @@ def make(source: Path, hook: str, **environment: str) -> tuple[Path, str]:
 
 
 def run(code: str, where: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {k: v for k, v in os.environ.items() if k != "MEGATRON_RL_KERNELS"}
+    chosen = ("MEGATRON_RL_KERNELS", "MEGATRON_RL_CPU_KERNEL")
+    variables = {k: v for k, v in os.environ.items() if k not in chosen}
     variables |= {"PYTHONPATH": str(where), "MEGATRON_RL_CACHE": str(where / "cache")}
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""torch.library's side: opcheck, torch.compile, schemas, the fallback's name in the log."""
+"""The operators: opcheck, torch.compile, schemas, the choice of library and CPU kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_rl.kernels import library
 from megatron_rl.kernels.fused import linear_loss
-from megatron_rl.kernels.lm_head import fp32_linear
+from megatron_rl.kernels.ops import fp32_linear
 from tests.kernels.cases import CAP, largest, linear_case, relative
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     leaf = (case.hidden_TH.requires_grad_(), case.weight_VH.requires_grad_())
     loss = case.loss
     cispo = (loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP)
-    kind = library.load().cpu_gemm or 1
+    kind = library.CPU_KERNELS[library.cpu_kernel(library.load())]
     rows = {
         "row_stats": (x.clone(), y, 0, V, 1.0),
         "row_grads_": (x.clone(), y, 0, V, 1.0, x.amax(1), torch.ones(C), adv, False),
@@ -38,26 +39,23 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "merge_rows": (torch.rand(2, 4, C) + 1.0, 1.0),
         "cispo_terms": (-torch.rand(C), gen, adv, w, CAP),
         "fp32_linear": (*leaf, "fp32", "auto"),
-        "linear_cispo": (
-            *(*leaf, y, *cispo, 1.0, V, "", "fp32", "auto", -1),
-            *(True, True),
-        ),
+        "linear_cispo": (*leaf, y, *cispo, True, True, 1.0, V, "", "fp32", "auto", None),
         "scaled": (torch.randn(9, 3), torch.tensor(0.5), torch.bfloat16),
         "fp32_linear_backward": (torch.randn(C, V), h, weight, "fp32", "auto"),
     }
-    if library.load().can_run(kind):
+    if kind:
         rows["bf16_logits_"] = (h, weight, torch.empty(C, V), kind)
         rows["bf16_hidden_grad_"] = (grads, weight, torch.empty(C, H), kind)
         rows["bf16_weight_grad_"] = (grads, h, torch.empty(V, H), False, kind)
     return rows
 
 
-def test_every_operator_passes_opcheck() -> None:
-    kernels, given = library.load(), arguments()
+def test_every_operator_passes_opcheck(cpu_kernel: str) -> None:
+    given = arguments()
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("megatron_rl::")}
     registered = {n.removeprefix("megatron_rl::") for n in names}
-    if not kernels.can_run(1):
-        registered -= set(library.GEMMS)  # this processor has no such instructions
+    if cpu_kernel == "generic":
+        registered -= set(library.GEMMS)  # not used, and not runnable on every processor
     assert set(given) == registered
     for name, args in given.items():
         torch.library.opcheck(getattr(torch.ops.megatron_rl, name).default, args)
@@ -71,7 +69,23 @@ def test_library_and_reference_have_the_same_schemas() -> None:
         assert str(op._schema) == str(parsed)
 
 
-def test_loss_and_head_compile_as_one_graph() -> None:
+def test_a_forced_cpu_kernel_is_used_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, name = library.load(), "MEGATRON_RL_CPU_KERNEL"
+    for kind in library.CPU_KERNELS:
+        monkeypatch.setenv(name, kind)
+        if kind in loaded.cpu_kernels:
+            assert library.cpu_kernel(loaded) == kind
+            continue
+        with pytest.raises(ValueError, match=f"{name} is '{kind}': this processor runs generic"):
+            library.cpu_kernel(loaded)
+    monkeypatch.setenv(name, "amx")
+    with pytest.raises(ValueError, match=r"'amx': the torch reference .* runs generic only"):
+        library.cpu_kernel(library.REFERENCE)
+    monkeypatch.setenv(name, "")
+    assert library.cpu_kernel(loaded) == loaded.cpu_kernel
+
+
+def test_loss_and_head_compile_as_one_graph(cpu_kernel: str) -> None:
     case = linear_case(23, 32, 67)
 
     def step(hidden_TH: Any, weight_VH: Any) -> Any:
@@ -122,16 +136,23 @@ build.INSTALLED = Path("nowhere")
 
 
 def start(code: str, **change: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **change}
+    chosen = ("MEGATRON_RL_KERNELS", "MEGATRON_RL_CPU_KERNEL")
+    own = {name: value for name, value in os.environ.items() if name not in chosen}
+    env = {**own, "PYTHONPATH": str(ROOT), **change}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
 
 
-def test_the_fallback_is_named_once_and_a_wrong_library_is_an_error(tmp_path: Path) -> None:
+def test_the_fallback_is_named_once_and_a_wrong_choice_is_an_error(tmp_path: Path) -> None:
     cache = {"MEGATRON_RL_CACHE": str(tmp_path)}
     load = "from megatron_rl.kernels.library import load; load()"
-    missing = start(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so"))
+    refused = {
+        "no.so": start(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so")),
+        "MEGATRON_RL_CPU_KERNEL is 'sse': the kinds are generic, avx512_bf16, amx": start(
+            load, MEGATRON_RL_CPU_KERNEL="sse"
+        ),
+    }
     fallbacks = {
         "no-such-compiler is not on PATH": start(
             NOT_INSTALLED + FALLBACK, CXX="no-such-compiler", **cache
@@ -145,6 +166,7 @@ def test_the_fallback_is_named_once_and_a_wrong_library_is_an_error(tmp_path: Pa
         lines = [line for line in err.splitlines() if line.startswith("LOG kernels run as")]
         assert len(lines) == 1
         assert named in lines[0]
-    _, err = missing.communicate(timeout=250)
-    assert missing.returncode != 0
-    assert "no.so" in err
+    for named, process in refused.items():
+        _, err = process.communicate(timeout=250)
+        assert process.returncode != 0
+        assert named in err

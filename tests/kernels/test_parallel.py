@@ -13,6 +13,7 @@ from tests.kernels.parallel_worker import RANKS
 from tests.workers import run_ranks
 
 
+@pytest.mark.usefixtures("cpu_kernel")
 @pytest.mark.timeout(600)
 def test_shards_of_4_and_2_ranks_equal_the_whole_head(tmp_path: Path) -> None:
     run_ranks("tests.kernels.parallel_worker", RANKS, tmp_path, 550)

@@ -1,4 +1,4 @@
-"""The row operators in plain torch: the fallback where no compiler is, and what tests compare with.
+"""The row operators in plain torch: the fallback without a compiler, and the reference of tests.
 
 Same schemas and results as `csrc`, on any device. Shape legend: C rows, V logits of this rank's
 vocabulary shard, R shards.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 NO_TOP = -3.0e38
-"""Largest logit of a row without any: finite, so that empty parts merge to 0 and not to NaN."""
+"""Largest logit of an empty row: finite, so that empty parts merge to 0 and not to NaN."""
 
 
 def _columns(logits_CV: Tensor, targets_C: Tensor, first: int, columns: int) -> tuple[Tensor, ...]:
@@ -22,7 +22,7 @@ def _columns(logits_CV: Tensor, targets_C: Tensor, first: int, columns: int) -> 
 def row_stats(
     logits_CV: Tensor, targets_C: Tensor, first: int, columns: int, scale: float
 ) -> Tensor:
-    """[4, C]: largest logit, sum of e^d, sum of d e^d with d = scale (x - top), target's logit."""
+    """Return [4, C]: top logit, sum of e^d, sum of d e^d, target's logit; d = scale (x - top)."""
     x_CV, column_C, here_C = _columns(logits_CV, targets_C, first, columns)
     stats_4C = logits_CV.new_empty(4, logits_CV.shape[0])
     stats_4C[0] = NO_TOP
@@ -40,7 +40,7 @@ def row_stats(
 
 
 def merge_rows(stats_R4C: Tensor, scale: float) -> Tensor:
-    """[4, C]: log-prob, entropy, largest logit and sum of e^d over all shards."""
+    """Return [4, C]: log-prob, entropy, largest logit and sum of e^d over all shards."""
     top_C = stats_R4C[:, 0].amax(0)
     d_RC = ((stats_R4C[:, 0] - top_C) * scale).clamp(min=-1e4)
     e_RC = d_RC.exp()
@@ -58,7 +58,7 @@ def cispo_terms(
     weights_C: Tensor,
     max_ratio: float,
 ) -> Tensor:
-    """[3, C]: ratio, coefficient dL/dlogp = -w A min(ratio, cap), loss term."""
+    """Return [3, C]: ratio, coefficient dL/dlogp = -w A min(ratio, cap), loss term."""
     ratio_C = (logprobs_C - generator_logprobs_C).exp()
     c_C = torch.where(weights_C == 0, 0.0, -weights_C * advantages_C * ratio_C.clamp(max=max_ratio))
     return torch.stack([ratio_C, c_C, torch.where(c_C == 0, 0.0, c_C * logprobs_C)])
@@ -75,7 +75,7 @@ def row_grads_(
     coefficients_C: Tensor,
     bf16: bool,
 ) -> None:
-    """Replaces logits by c scale (onehot - p); bf16 results take the front half of each row."""
+    """Replace logits by c scale (onehot - p); bf16 results take the front half of each row."""
     x_CV, column_C, here_C = _columns(logits_CV, targets_C, first, columns)
     if columns:
         k_C = coefficients_C * scale
@@ -101,7 +101,7 @@ def cispo_rows_(
     max_ratio: float,
     bf16: bool,
 ) -> Tensor:
-    """[5, C]: log-prob, entropy, ratio, coefficient, loss term; logits become their gradient."""
+    """Return [5, C]: log-prob, entropy, ratio, coefficient, loss; logits become their gradient."""
     stats_4C = row_stats(logits_CV, targets_C, first, columns, scale)
     logprobs_C, entropy_C, top_C, mass_C = merge_rows(stats_4C[None], scale)
     terms_3C = cispo_terms(logprobs_C, generator_logprobs_C, advantages_C, weights_C, max_ratio)

@@ -1,4 +1,4 @@
-"""What ptxas says of the CUDA kernels, as a table: `python -m megatron_rl.kernels.registers`."""
+"""Print ptxas's report on the CUDA kernels as a table: `python -m benchmarks.kernels_registers`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.kernels import build
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """What ptxas reports for one kernel on one architecture."""
+    """The report on one kernel for one architecture."""
 
     architecture: str
     kernel: str
@@ -20,7 +20,7 @@ class Registers:
 
 
 def registers() -> list[Registers]:
-    """Registers, spills and stack of every kernel on every architecture, as ptxas reported them.
+    """Return the registers, spills and stack of every kernel on every architecture.
 
     Raises:
         BuildError: no nvcc, or the source does not compile without warnings.
@@ -34,18 +34,19 @@ def registers() -> list[Registers]:
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
         re.DOTALL,
     )
-    found = []
+    reports = []
     for mangled, arch, stack, stores, loads, used in pattern.findall(text):
         kernel = re.search(r"\d+(\w+?_kernel)(?:ILb([01])E)?", mangled)
         assert kernel is not None, mangled
         name = re.sub(r"^.*?([a-z]+_kernel)$", r"\1", kernel[1])
         suffix = {"0": " fp32", "1": " bf16", None: ""}[kernel[2]]
         spills = int(stores) + int(loads)
-        found.append(Registers(arch, name + suffix, int(used), spills, int(stack)))
-    return found
+        reports.append(Registers(arch, name + suffix, int(used), spills, int(stack)))
+    return reports
 
 
 def main() -> None:
+    """Print the table."""
     print("| architecture | kernel | registers | spill bytes | stack bytes |")
     print("|---|---|--:|--:|--:|")
     for r in registers():
