@@ -12,6 +12,7 @@ entry of `megatron_workarounds`. Outside of Megatron only `Tensor.cuda`, `Module
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import runpy
 import sys
@@ -81,11 +82,9 @@ def _view(training: bool) -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    from megatron_rl import compat
-    from megatron_rl.compat import megatron_checkpoint
-
-    compat.install()
-    megatron_checkpoint.write_in_process()
+    # By name: this module is `__main__` here, and the package imports another copy of it.
+    importlib.import_module("megatron_rl.compat").install()
+    importlib.import_module("megatron_rl.compat.megatron_checkpoint").write_in_process()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,27 +1,24 @@
 """vLLM's AsyncLLM as a rollout engine: sampling, scoring and in-flight weight updates.
 
-What holds at any time:
-- No request is cut by an update: it pauses decoding, and every request goes on with its KV cache.
-- Every request is prefilled by the version that its `cache_salt` names, so it never reads prefix
-  blocks of older weights: an update waits until each submitted request has its first token, and
-  no request is submitted while one is under way.
-- Every token knows the version that made it (vLLM's weight-version labels are our versions).
+Invariants:
+- An update aborts no request: it pauses decoding, and every request continues on its KV cache.
+- Every request is prefilled by the version in its `cache_salt`, so it never reads prefix blocks of
+  older weights: an update waits until each submitted request has its first token, and no request is
+  submitted during one.
+- Every token has the version that made it (vLLM's weight-version labels are our versions).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
@@ -33,44 +30,35 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
+from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
-from megatron_rl.generator.request_experts import RequestRoutes
-from megatron_rl.generator.sampling import piece_of, sampling, scoring
 from megatron_rl.generator.vllm_args import (
-    SCORES_AT_ONCE,
+    CONCURRENT_SCORES,
     engine_args,
-    expected_tensors,
     interruption,
     read_architecture,
 )
+from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
 from megatron_rl.generator.weight_transfer import update_info
-from megatron_rl.messages import Manifest
+from megatron_rl.messages import Manifest, WeightsUpdated
 from megatron_rl.models.routed_experts import Routes, check_experts
 from megatron_rl.weights.manifest import WeightsError, check_tensors
+from megatron_rl.weights.number_format import WireFormat
 from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
 from megatron_rl.weights.transports import ReceiverInfo, check_manifest
 
 ENGINE_EXIT_SECONDS = 3.0
-"""How long the engine's processes may tidy up; they hold nothing that is needed later."""
+"""Time for the engine's processes to exit by themselves; they hold nothing that is needed later."""
 FIRST_TOKEN_SECONDS = 2.0
-"""How long an update waits for the first token of requests that were just submitted."""
+"""Longest wait of an update for the first tokens of requests that were just submitted."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
-"""First and longest pause between questions whether a version has arrived."""
+"""First and longest pause between polls of the workers that receive a version."""
 _GRACE_SECONDS = 5.0
-"""Workers end their own waits, and name what they waited for, before the engine does."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTimes:
-    """What one update took."""
-
-    pause_seconds: float
-    transfer_seconds: float
-    requests_in_flight: int
+"""Workers end their own waits, with the better message, before the engine does."""
 
 
 class Engine:
-    """One vLLM engine, in processes of its own; make and use it in one running event loop."""
+    """One vLLM engine in its own processes; make and use it in one running event loop."""
 
     def __init__(
         self,
@@ -82,15 +70,10 @@ class Engine:
     ) -> None:
         """Start the engine's processes; blocks until they are ready.
 
-        Args:
-            config: the run's configuration.
-            engine_index: number of this engine, from 0.
-            model_dir: Hugging Face directory of the weights `version`.
-            version: optimizer steps that made these weights.
-            rendezvous: the run's store; the transport `disk` needs none.
+        The arguments are those of `serve.run_generator`.
 
         Raises:
-            ValueError: the interruption phrase or the checkpoint does not fit; named.
+            ValueError: the interruption phrase or the checkpoint does not fit.
             RuntimeError: vLLM did not start (its own error is above in the log).
         """
         self.version = version
@@ -99,7 +82,7 @@ class Engine:
         self.architecture = read_architecture(model_dir)
         replay = config.algorithm.routing_replay
         check_experts(self.architecture, replay)
-        self._expected = expected_tensors(config, self.architecture)
+        self._expected = WireFormat.of(config).expected(self.architecture.shapes())
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
         interrupts = config.generation.interruption == "phrase"
         self.interruption = interruption(config, get_tokenizer(model_dir)) if interrupts else None
@@ -116,7 +99,7 @@ class Engine:
         self._submitting = asyncio.Event()
         self._submitting.set()
         self._one_version = asyncio.Lock()
-        self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
+        self._scores = asyncio.Semaphore(CONCURRENT_SCORES)
         self.in_flight = 0
 
     async def prepare(self) -> None:
@@ -148,13 +131,13 @@ class Engine:
         while wanted := completion.wanted:
             inputs = prompt + completion.token_ids
             outputs, routes = await self._request(inputs, sampling(wanted, temperature))
-            completion.add(piece_of(outputs, routes))
+            completion.add(sampled_tokens(outputs, routes))
         return completion
 
     async def score(
         self, prompts: Sequence[list[int]], completions: Sequence[list[int]]
     ) -> tuple[int, list[list[float]]]:
-        """Log-probs of given completions, all under one version, which is returned too.
+        """Return (version, log-probs of given completions under that one version).
 
         Prompt log-probs are never read from the prefix cache. vLLM computes them from the plain
         logits, hence at temperature 1 only.
@@ -165,7 +148,7 @@ class Engine:
         if self._config.generation.temperature != 1.0:
             raise ValueError(
                 f"generation.temperature is {self._config.generation.temperature}: scores are"
-                " computed at temperature 1 only; don't ask for scores in this run"
+                " computed at temperature 1 only; request none in this run"
             )
         async with self._one_version:
             pairs = zip(prompts, completions, strict=True)
@@ -183,11 +166,11 @@ class Engine:
         if list(flat.token_ids[start:]) != completion:
             raise RuntimeError(
                 f"vLLM returned log-probs of {len(flat.token_ids) - start} tokens for a completion"
-                f" of {len(completion)}; this version does not do what the generator relies on"
+                f" of {len(completion)}: unsupported behavior of this release"
             )
         return [float(x) for x in flat.logprobs[start:]]
 
-    async def update(self, manifest: Manifest) -> UpdateTimes:
+    async def update(self, manifest: Manifest) -> WeightsUpdated:
         """Swap to a version while requests are decoding.
 
         Everything that can be wrong with the version is checked before the engine is touched; an
@@ -195,20 +178,17 @@ class Engine:
 
         Raises:
             WeightsError: names, shapes, dtypes or bytes are not what they must be.
-            TimeoutError: `timeouts.transfer_seconds` went by, twice (to receive, and to load).
+            TimeoutError: `timeouts.transfer_seconds` passed, in receiving or in loading.
         """
         limit = self._config.timeouts.transfer_seconds
-        await asyncio.to_thread(self._check, manifest)
+        check_tensors(manifest.tensors, self._expected, manifest.version)
+        await asyncio.to_thread(check_manifest, self._config, manifest)
         await asyncio.wait_for(self._receive(manifest), limit + _GRACE_SECONDS)
         async with self._one_version:
             return await asyncio.wait_for(self._swap(manifest), limit)
 
-    def _check(self, manifest: Manifest) -> None:
-        check_tensors(manifest.tensors, self._expected, manifest.version)
-        check_manifest(self._config, manifest)
-
     async def _receive(self, manifest: Manifest) -> None:
-        """Have every worker receive and check the version while decoding goes on."""
+        """Have every worker receive and check the version while decoding continues."""
         await self._llm.collective_rpc("begin_weights", kwargs=update_info(manifest))
         pause = _POLL_SECONDS
         while True:
@@ -221,14 +201,21 @@ class Engine:
             if error:
                 raise WeightsError(f"refused by worker {number}: {error}")
 
-    async def _swap(self, manifest: Manifest) -> UpdateTimes:
+    async def _swap(self, manifest: Manifest) -> WeightsUpdated:
         self._submitting.clear()
-        await self._wait_for_first_tokens()
+        self._all_begun.clear()
+        if self._not_begun:
+            # Those that get none, because the KV cache is full, are withdrawn below.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_begun.wait(), FIRST_TOKEN_SECONDS)
         in_flight = self.in_flight
         start = time.perf_counter()
         # `pause_generation` is this call and 20 ms of sleep for tidier ordering.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await self._withdraw_not_begun()
+        if self._not_begun:
+            # They have sampled nothing, so nothing is lost: `_request` submits them again.
+            self._withdrawn |= self._not_begun
+            await self._llm.abort(list(self._not_begun))
         loading = time.perf_counter()
         await self._llm.start_weight_update()
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info(manifest)))
@@ -237,27 +224,17 @@ class Engine:
         await self._llm.resume_generation()
         self.version = manifest.version
         self._submitting.set()
-        return UpdateTimes(time.perf_counter() - start, loaded - loading, in_flight)
-
-    async def _wait_for_first_tokens(self) -> None:
-        self._all_begun.clear()
-        if not self._not_begun:
-            return
-        try:
-            await asyncio.wait_for(self._all_begun.wait(), FIRST_TOKEN_SECONDS)
-        except TimeoutError:
-            return  # No room for them in the KV cache: they are withdrawn.
-
-    async def _withdraw_not_begun(self) -> None:
-        # They have sampled nothing, so nothing is lost: `_request` submits them again.
-        if self._not_begun:
-            self._withdrawn |= self._not_begun
-            await self._llm.abort(list(self._not_begun))
+        return WeightsUpdated(
+            version=manifest.version,
+            pause_seconds=time.perf_counter() - start,
+            transfer_seconds=loaded - loading,
+            requests_in_flight=in_flight,
+        )
 
     async def _request(
         self, prompt: list[int], params: SamplingParams
     ) -> tuple[list[RequestOutput], Routes | None]:
-        """(outputs, experts of its tokens) of a request that is finished."""
+        """Return (outputs, experts of its tokens) of a request that is finished."""
         while True:
             await self._submitting.wait()
             request_id = str(next(self._ids))
@@ -290,15 +267,6 @@ class Engine:
         if not self._not_begun:
             self._all_begun.set()
 
-    async def held_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that the engine holds now, by Hugging Face name (tests and checks)."""
-        async with self._one_version:
-            (path, *_) = await self._llm.collective_rpc("save_held_weights")
-        with safe_open(path, "pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        Path(path).unlink()
-        return weights
-
     def stop(self) -> None:
         """End the engine's processes; returns when they are gone."""
         self._llm.shutdown(timeout=ENGINE_EXIT_SECONDS)
@@ -306,7 +274,7 @@ class Engine:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5.0)
-        del self._llm  # Its __del__ would run, and fail, while the interpreter is torn down.
+        del self._llm  # Its __del__ would run, and fail, while the interpreter exits.
 
 
 def _engine_processes(others: Sequence[Any]) -> list[psutil.Process]:

@@ -1,14 +1,15 @@
-"""Which experts each token took in an engine whose vLLM does not return them (its CPU build).
+"""The experts of each token: returned by vLLM itself or, in its CPU build, captured in its workers.
 
-Routers tell every choice to a function that is set on them. Rows are kept by request until they
-are taken, and by slot of the KV cache: a prefix that is found in the cache is not computed again,
-and its experts are those of the pass that filled the cache.
+The capture: routers pass every choice to a function that is set on them. Rows are kept by request
+until they are taken, and by slot of the KV cache: a prefix that is in the cache is not computed
+again, and its experts are those of the pass that filled the cache.
 
 Shape legend: N tokens, L layers with experts (ascending), K experts of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,22 +18,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.models.routed_experts import UNKNOWN
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.routed_experts import UNKNOWN, Routes, encode
+
+
+def returned_by_vllm() -> bool:
+    """Return True where `enable_return_routed_experts` works: vLLM's CPU build refuses it."""
+    return torch.cuda.is_available() is True
+
+
+class RequestRoutes:
+    """The experts of finished requests.
+
+    Args:
+        llm: the engine's AsyncLLM.
+        architecture: of the model that it serves.
+    """
+
+    def __init__(self, llm: Any, architecture: Architecture) -> None:
+        self._llm, self._architecture = llm, architecture
+        self._layers = sorted(architecture.moe_layers)
+
+    async def prepare(self) -> None:
+        """Start the capture, before the first request.
+
+        Raises:
+            RuntimeError: vLLM has experts in other layers.
+        """
+        if returned_by_vllm():
+            return
+        (layers, *_) = await self._llm.collective_rpc("capture_routes")
+        if layers != self._layers:
+            raise RuntimeError(
+                f"vLLM has experts in layers {layers}, the model's config.json in {self._layers}:"
+                " unsupported behavior of this release"
+            )
+
+    async def of(self, request_id: str, outputs: Sequence[Any]) -> Routes:
+        """Return [N, L, K] of a finished request: of its tokens except the last, never an input."""
+        k = self._architecture.experts_per_token
+        if returned_by_vllm():
+            experts = outputs[-1].outputs[0].routed_experts if outputs else None
+            if experts is None:
+                return np.empty((0, len(self._layers), k), dtype=np.int16)
+            return np.asarray(experts)[:, self._layers].astype(np.int16)
+        (rows, *_) = await self._llm.collective_rpc("take_routes", args=([request_id],))
+        return np.frombuffer(rows[0], dtype=np.int16).reshape(-1, len(self._layers), k)
+
+    def encoded(self, routes_NLK: Routes, tokens: int) -> bytes:
+        """Return `Sample.routes` of so many tokens of prompt and completion; pad with unknown."""
+        padding = np.full((tokens, *routes_NLK.shape[1:]), UNKNOWN, dtype=np.int16)
+        joined = np.concatenate([routes_NLK, padding])[:tokens]
+        return encode(joined, self._architecture.experts)
 
 
 class CapturedRoutes:
-    """Part of a generator's `worker_extension_cls`: what `collective_rpc` can call."""
+    """The part of a generator's worker extension that captures experts."""
 
     model_runner: Any
     _routes: _Recorder
 
     def capture_routes(self) -> list[int]:
-        """Record from now on; the layers with experts, from 0."""
+        """Record from now on; return the layers with experts, from 0."""
         self._routes = _Recorder(self.model_runner)
         return self._routes.layers
 
     def take_routes(self, request_ids: list[str]) -> list[bytes]:
-        """int16 [N, L, K] of finished requests: every token that was an input; none is kept."""
+        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
         return [self._routes.take(request) for request in request_ids]
 
 
@@ -47,7 +99,7 @@ class _Rows:
 
 
 class _Recorder:
-    """What the routers of one worker chose.
+    """The choices of the routers of one worker.
 
     Args:
         runner: vLLM's model runner, with its model and KV cache.
@@ -57,8 +109,8 @@ class _Recorder:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         self._runner = runner
-        found = {m.layer_id: m for m in runner.model.modules() if isinstance(m, MoERunner)}
-        self.layers = sorted(found)
+        moe = {m.layer_id: m for m in runner.model.modules() if isinstance(m, MoERunner)}
+        self.layers = sorted(moe)
         self._pass: list[Tensor] = []
         self._by_request: dict[str, _Rows] = {}
         self._group, self._block = _whole_group(runner.kv_cache_config)
@@ -66,18 +118,18 @@ class _Recorder:
         per_token = runner.model_config.get_num_experts_per_tok()
         shape = (slots, len(self.layers), per_token)
         self._by_slot = torch.full(shape, UNKNOWN, dtype=torch.int16)
-        for place, layer in enumerate(self.layers):
-            found[layer].router.set_capture_fn(partial(self._chosen, place))
+        for position, layer in enumerate(self.layers):
+            moe[layer].router.set_capture_fn(partial(self._on_choice, position))
 
-    def _chosen(self, place: int, experts_NK: Tensor) -> None:
-        if place == 0:
+    def _on_choice(self, position: int, experts_NK: Tensor) -> None:
+        if position == 0:
             self._pass.clear()
         self._pass.append(experts_NK.to("cpu", torch.int16))
         if len(self._pass) == len(self.layers):
-            self._passed(torch.stack(self._pass, dim=1))
+            self._on_pass(torch.stack(self._pass, dim=1))
 
-    def _passed(self, rows_NLK: Tensor) -> None:
-        """A forward pass of the requests in the runner's batch is through its last router."""
+    def _on_pass(self, rows_NLK: Tensor) -> None:
+        """Store the rows of a forward pass of the requests in the runner's batch."""
         batch, runner = self._runner.input_batch, self._runner
         starts = runner.query_start_loc.np
         blocks = batch.block_table[self._group].block_table.np
@@ -102,7 +154,7 @@ class _Recorder:
 
 
 def _whole_group(config: Any) -> tuple[int, int]:
-    """(number, tokens of a block) of a group of KV blocks that keeps all blocks of a request."""
+    """Return (number, tokens of a block) of a group of KV blocks with all blocks of a request."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for number, group in enumerate(config.kv_cache_groups):
@@ -110,10 +162,10 @@ def _whole_group(config: Any) -> tuple[int, int]:
             return number, int(group.kv_cache_spec.block_size)
     raise NotImplementedError(
         "algorithm.routing_replay: no layer of this model attends to its whole past, so vLLM keeps"
-        " no blocks by which a cached prefix could be known"
+        " no blocks that identify a cached prefix; set it to 'none'"
     )
 
 
 def _name(request: str) -> str:
-    # vLLM appends a suffix of its own to the name that a request was given.
+    # vLLM appends its own suffix to the id of a request.
     return request.rpartition("-")[0] or request

@@ -6,10 +6,10 @@ The rule, in tokens of the completion:
    interruption phrase (which ends with the marker) is appended: forced, not sampled.
 2. The answer, all that follows the end marker, has at most `answer_budget` tokens, whether
    thinking was interrupted or ended by itself.
-3. A completion that ends by itself (end-of-sequence) is `stop`; one that rule 2 cut is `length`.
+3. A completion that ends by itself (end-of-sequence) is `stop`, one truncated by rule 2 `length`.
 
 So a completion is never longer than thinking budget + phrase + answer budget. An end marker that
-is the budget's last token is a natural end. Each request asks for what the rule allows next, and
+is the budget's last token is a natural end. Each request may sample what the rule allows next, and
 its output is the prompt of the following one: an engine needs to know nothing but `max_tokens`.
 
 Without a phrase (`generation.interruption: none`) there is one budget for thinking and answer
@@ -25,41 +25,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megatron_rl.messages import VersionSpan
 from megatron_rl.models.routed_experts import Routes
 
+BLOCK = 64
+"""Tokens that are decoded at a time in the search for an end marker."""
+
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one engine request sampled."""
+class SampledTokens:
+    """The tokens that one engine request sampled."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log-prob of each token at sampling time."""
     spans: Sequence[VersionSpan]
-    """Versions that made the tokens; `[start, end)` within this piece, without gaps."""
+    """Versions that made the tokens; `[start, end)` within these tokens, without gaps."""
     finish_reason: str
     """`stop` or `length`."""
     routes_NLK: Routes | None = None
-    """Experts of the request's tokens, prompt included, but the last one (`models.routes`)."""
+    """Experts of all tokens of the request, prompt included, except the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """What ends thinking."""
+    """The end of thinking."""
 
     phrase: Sequence[int]
     """Token ids that are forced; they end with the end marker."""
     end: Callable[[Sequence[int]], int]
-    """Number of tokens up to the end of the first end marker among them, -1 if there is none."""
+    """Number of tokens up to the end of the first end marker among them, -1 without one."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """A completion under the interruption rule; `wanted` says how many tokens to sample next."""
+    """A completion under the interruption rule; `wanted` is the tokens to sample next."""
 
     thinking_budget: int
     answer_budget: int
@@ -89,40 +93,39 @@ class Completion:
             return self.thinking_budget - len(self.token_ids)
         return self._answer_start + self.answer_budget - len(self.token_ids)
 
-    def add(self, piece: Piece) -> None:
-        """Append what a request for `wanted` tokens sampled.
+    def add(self, sampled: SampledTokens) -> None:
+        """Append the tokens that a request for `wanted` tokens sampled.
 
         Raises:
             ValueError: lengths of ids, log-probs and version spans disagree, or more tokens than
                 wanted.
         """
-        count = len(piece.token_ids)
-        covered = [piece.spans[0].start, *(s.end for s in piece.spans)] if piece.spans else [0]
+        count, spans = len(sampled.token_ids), sampled.spans
+        ends = [0, *(s.end for s in spans)]
         if (
-            len(piece.logprobs) != count
-            or covered[0] != 0
-            or covered[-1] != count
-            or [s.start for s in piece.spans] != covered[:-1]
+            len(sampled.logprobs) != count
+            or ends[-1] != count
+            or [s.start for s in spans] != ends[:-1]
             or not 0 < count <= self.wanted
         ):
             raise ValueError(
                 f"the engine returned {count} tokens (wanted at most {self.wanted}) with"
-                f" {len(piece.logprobs)} log-probs and version spans {list(piece.spans)}; the"
-                " lengths must agree: this vLLM version does not do what the generator relies on"
+                f" {len(sampled.logprobs)} log-probs and version spans {list(spans)}; the lengths"
+                " must agree: unsupported behavior of this vLLM release"
             )
         offset = len(self.token_ids)
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        if piece.routes_NLK is not None:
-            held = piece.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
-            self.routes_NLK = np.concatenate([held, piece.routes_NLK[len(held) :]])
-        for span in piece.spans:
+        self.token_ids += sampled.token_ids
+        self.logprobs += sampled.logprobs
+        if sampled.routes_NLK is not None:
+            held = sampled.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
+            self.routes_NLK = np.concatenate([held, sampled.routes_NLK[len(held) :]])
+        for span in spans:
             self._extend_spans(span.version, offset + span.start, offset + span.end)
         if self.interruption is not None and self._answer_start < 0:
             self._answer_start = self.interruption.end(self.token_ids)
-            if self._answer_start < 0 and piece.finish_reason == "length":
+            if self._answer_start < 0 and sampled.finish_reason == "length":
                 self._force(self.interruption.phrase)
-        self._finish(piece.finish_reason)
+        self._finish(sampled.finish_reason)
 
     def _force(self, phrase: Sequence[int]) -> None:
         start = len(self.token_ids)
@@ -138,16 +141,16 @@ class Completion:
             return
         answer_end = self._answer_start + self.answer_budget
         if self._answer_start >= 0 and len(self.token_ids) > answer_end:
-            self._cut(answer_end)
+            self._truncate(answer_end)
             self.finish_reason = "length"
         elif reason == "stop":
             self.finish_reason = "stop"
         elif self._answer_start >= 0 and len(self.token_ids) == answer_end:
             self.finish_reason = "length"
 
-    def _cut(self, length: int) -> None:
-        # Cutting a sampled sequence at a fixed place leaves the distribution of what stays as it
-        # is: the same as never having asked for more.
+    def _truncate(self, length: int) -> None:
+        # Truncating a sampled sequence at a fixed position leaves the distribution of the rest as
+        # it is: the same as never having sampled more.
         del self.token_ids[length:]
         del self.logprobs[length:]
         self.spans = [
@@ -160,3 +163,45 @@ class Completion:
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, end))
+
+
+class EndMarker:
+    """The end-of-thinking marker under a tokenizer.
+
+    Vocabularies made for thinking have it as one token. In others it is several, and a model may
+    spell it in more than one way (Llama 3: `</`, `think`, `>`, but also `.</`, ...), so it is
+    searched in the text.
+
+    Args:
+        text: marker, such as `</think>`.
+        tokenizer: of Hugging Face's interface.
+    """
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        self.text, self._tokenizer = text, tokenizer
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        self._token = ids[0] if len(ids) == 1 else None
+
+    def end(self, token_ids: Sequence[int]) -> int:
+        r"""Return the number of tokens up to the end of the first marker; -1 without one.
+
+        Example: `</`, `think`, `>\n`, `4`: 3.
+        """
+        if self._token is not None:
+            return token_ids.index(self._token) + 1 if self._token in token_ids else -1
+        for start in range(0, len(token_ids), BLOCK):
+            # A marker that began before this block has at least a character in each token.
+            first, last = max(0, start - len(self.text)), min(start + BLOCK, len(token_ids))
+            if self.text in self._decode(token_ids[first:last]):
+                ends = range(start + 1, last + 1)
+                return next(n for n in ends if self.text in self._decode(token_ids[first:n]))
+        return -1
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Return True if the tokens end with the marker."""
+        if self._token is not None and token_ids[-1] != self._token:
+            return False
+        return self._decode(token_ids).endswith(self.text)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,44 +11,34 @@ from megatron_rl.compat import quiet
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER
 
-# torchrun's variables: with them, vLLM's workers would look for torchrun's store instead of
-# making their own process group.
-_TORCHRUN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+# With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
+# own process group.
+_TORCHRUN = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
 )
 
 
 def ignore_signals() -> None:
-    """Ctrl-C and torchrun's SIGTERM reach every rank; a generator ends by the message Stop."""
+    """Ignore Ctrl-C and torchrun's SIGTERM, which reach every rank: a generator ends by Stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def prepare_environment(config: RunConfig, model_dir: str) -> None:
-    """Set what vLLM reads from the environment; what the user has set stays."""
+    """Set the environment variables that vLLM reads; those that the user has set stay."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         _choose_gpus(config.roles.generator_tensor_parallel)
-    for name in [n for n in os.environ if n in _TORCHRUN or n.startswith("TORCHELASTIC_")]:
+    for name in [n for n in os.environ if _TORCHRUN.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
 
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # On CPU vLLM warns about a dozen things that are meant (eager, no Triton, no GPU).
+        # On CPU vLLM warns about a dozen things that are intended (eager, no Triton, no GPU).
         "VLLM_LOGGING_LEVEL": "WARNING" if on_gpu else "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.timeouts.startup_seconds)),
@@ -67,8 +58,8 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
             "OMP_NUM_THREADS": "1",
         }
         if config.roles.generator_tensor_parallel == 1:
-            # The worker lives in the engine's process: a third one would double the time to start
-            # and poll for work, also when there is none (0.3 cores idle, a third more per token).
+            # The worker runs in the engine's process: another one would double the start-up time
+            # and poll for work (0.3 cores when idle, a third more per token).
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     quiet.ignore_in_processes("ignore::FutureWarning")
     for name, value in defaults.items():
@@ -80,17 +71,14 @@ def _choose_gpus(tensor_parallel: int) -> None:
     local_rank = os.environ.get("LOCAL_RANK")
     if local_rank is None:
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = int(local_rank)
-    wanted = range(first, first + tensor_parallel)
-    if visible is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(i) for i in wanted)
-        return
-    devices = visible.split(",")
-    if first + tensor_parallel > len(devices):
+    end = first + tensor_parallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(end)] if visible is None else visible.split(",")
+    if end > len(devices):
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES is {visible!r}: local rank {first} with"
-            f" roles.generator_tensor_parallel = {tensor_parallel} needs"
-            f" {first + tensor_parallel} devices; show all of the node's GPUs to torchrun"
+            f" roles.generator_tensor_parallel = {tensor_parallel} needs {end} devices; make all of"
+            " the node's GPUs visible to torchrun"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[i] for i in wanted)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:end])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +11,13 @@ from megatron_rl.weights.rendezvous import Rendezvous
 
 
 def run_generator_rank(config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous) -> None:
-    """Generator rank: the first rank of an engine runs it, the others lend it their device.
+    """Run a generator rank: the first rank of an engine runs it, the others lend it their device.
 
     Raises:
-        DistStoreError: the trainer did not come up within `timeouts.startup_seconds`.
+        DistStoreError: the trainer did not start within `timeouts.startup_seconds`.
     """
+    from torch.distributed import DistStoreError
+
     from megatron_rl.generator.serve import run_generator
 
     width = config.roles.generator_tensor_parallel
@@ -22,7 +25,8 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any, rendezvous: Ren
     finished = f"engine-{engine}-finished"
     if member:
         while not store.check([finished]):
-            _wait(store, finished, seconds=60.0)
+            with contextlib.suppress(DistStoreError):
+                store.wait([finished], timedelta(seconds=60))
         return
     endpoint = store.get("orchestrator").decode()
     model_dir = store.get("model_dir").decode()
@@ -30,12 +34,3 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any, rendezvous: Ren
         run_generator(config, engine, rank, endpoint, model_dir, rendezvous=rendezvous)
     finally:
         store.set(finished, "1")
-
-
-def _wait(store: Any, key: str, seconds: float) -> None:
-    from torch.distributed import DistStoreError
-
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except DistStoreError:
-        return

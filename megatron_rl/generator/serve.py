@@ -1,9 +1,9 @@
-"""The generator's role: serves one orchestrator over ZeroMQ until it says Stop.
+"""The generator's role: serve one orchestrator over ZeroMQ until it sends Stop.
 
     orchestrator (ROUTER, bound)  <->  generator-<engine index> (DEALER, connected)
 
-Generate, UpdateWeights and ScoreRequest are worked on side by side; completions are admitted in
-the order of arrival, `generation.concurrent_completions` at a time. Any error ends the role: the
+`Generator.work` has one coroutine per message: they run concurrently, and completions are admitted
+in the order of arrival, `generation.concurrent_completions` at a time. Any error ends the role: the
 orchestrator gets `Failed`, and the process exits with the error.
 """
 
@@ -32,7 +32,6 @@ from megatron_rl.messages import (
     Scores,
     Stop,
     UpdateWeights,
-    WeightsUpdated,
     decode,
     encode,
 )
@@ -51,9 +50,9 @@ def run_generator(
     version: int = 0,
     rendezvous: Rendezvous = NOWHERE,
 ) -> None:
-    """Run one generator until the orchestrator says Stop; the engine's processes are gone then.
+    """Run one generator until the orchestrator sends Stop; the engine's processes are gone then.
 
-    To be called from the main thread (vLLM's processes end with the thread that started them).
+    Call it from the main thread: vLLM's processes end with the thread that started them.
 
     Args:
         config: the run's configuration.
@@ -65,24 +64,27 @@ def run_generator(
         rendezvous: the run's store; the transport `disk` needs none.
 
     Raises:
-        Exception: whatever ended the role, after it was reported as `Failed`.
+        UnsupportedVersionError: a release of vLLM that may have faults.
+        Exception: the error that ended the role, after it was reported as `Failed`.
     """
     upstream.check(vllm_fixes.FIXES)
     ignore_signals()
     prepare_environment(config, model_dir)
-    role = _Generator(config, engine_index, rank, endpoint, rendezvous)
-    asyncio.run(role.run(model_dir, version))
+    generator = Generator(config, engine_index, rank, endpoint, rendezvous)
+    asyncio.run(generator.run(model_dir, version))
 
 
 class OrchestratorGoneError(ConnectionError):
-    """Nobody is there to serve any more."""
+    """The connection to the orchestrator was lost for too long."""
 
 
 class _Stopped(Exception):
-    """The orchestrator said Stop."""
+    """The orchestrator sent Stop."""
 
 
-class _Generator:
+class Generator:
+    """One engine in the service of one orchestrator; the arguments are those of `run_generator`."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -92,17 +94,15 @@ class _Generator:
         rendezvous: Rendezvous = NOWHERE,
     ) -> None:
         self._config, self._rendezvous = config, rendezvous
-        self._index = engine_index
-        self._rank = rank
-        self._endpoint = endpoint
-        self._slots = asyncio.Semaphore(config.generation.concurrent_completions)
-        self._running = 0
-        self._tokens = 0
-        self._busy = _Stopwatch()
-        self._lost_since: float | None = time.monotonic()
+        self._index, self._rank, self._endpoint = engine_index, rank, endpoint
+        self._admission = asyncio.Semaphore(config.generation.concurrent_completions)
+        self._running = self._tokens = 0
+        self._busy_seconds, self._counted_at = 0.0, time.perf_counter()
+        self._disconnected_since: float | None = time.monotonic()
         self._stopping = False
 
     async def run(self, model_dir: str, version: int) -> None:
+        """Start the engine with these weights and serve until Stop; raises what ended the role."""
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
             self._socket = socket
             monitor = self._connect(socket)
@@ -119,7 +119,8 @@ class _Generator:
                 socket.setsockopt(zmq.LINGER, 0)
                 raise
             except Exception as e:
-                await self._report(e)
+                name = f"generator {self._index} (rank {self._rank})"
+                await self._send(Failed(error=f"{name}: {type(e).__name__}: {e}"))
                 raise
             finally:
                 if engine is not None:
@@ -132,7 +133,7 @@ class _Generator:
         socket.setsockopt(zmq.LINGER, int(1000 * self._config.timeouts.shutdown_seconds / 2))
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        # A host that vanished closes no connection; heartbeats find out.
+        # A host that vanished closes no connection; heartbeats detect it.
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -158,14 +159,20 @@ class _Generator:
                     if isinstance(message, Stop):
                         self._stopping = True
                         raise _Stopped
-                    for work in self._work(message):
-                        tasks.create_task(work)
+                    for coroutine in self.work(message):
+                        tasks.create_task(coroutine)
         except BaseExceptionGroup as group:
-            # What the engine says while it is being stopped is no error.
+            # Errors of an engine that is being stopped do not count.
             if not self._stopping:
                 raise _first(group) from None
 
-    def _work(self, message: Message) -> list[Coroutine[Any, Any, None]]:
+    def work(self, message: Message) -> list[Coroutine[Any, Any, None]]:
+        """Return the coroutines that answer a message.
+
+        Raises:
+            TypeError: a message that a generator does not answer.
+            ValueError: a temperature other than the run's.
+        """
         match message:
             case Generate():
                 self._check_temperature(message)
@@ -183,12 +190,12 @@ class _Generator:
         expected = self._config.generation.temperature
         if message.evaluation < 0 and message.temperature != expected:
             raise ValueError(
-                f"group {message.group} asks for temperature {message.temperature}, but log-probs"
-                f" are computed for generation.temperature = {expected}"
+                f"group {message.group} has temperature {message.temperature}, but log-probs are"
+                f" computed for generation.temperature = {expected}"
             )
 
     async def _generate(self, message: Generate, index: int) -> None:
-        async with self._slots:
+        async with self._admission:
             self._count_running(+1)
             try:
                 completion = await self._engine.complete(
@@ -220,15 +227,7 @@ class _Generator:
         )
 
     async def _update(self, message: UpdateWeights) -> None:
-        times = await self._engine.update(message.manifest)
-        await self._send(
-            WeightsUpdated(
-                version=message.manifest.version,
-                pause_seconds=times.pause_seconds,
-                transfer_seconds=times.transfer_seconds,
-                requests_in_flight=times.requests_in_flight,
-            )
-        )
+        await self._send(await self._engine.update(message.manifest))
 
     async def _score(self, message: ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
@@ -238,63 +237,43 @@ class _Generator:
         last = time.perf_counter()
         while True:
             await asyncio.sleep(STATS_SECONDS)
-            now = time.perf_counter()
+            self._count_running(0)
             stats = GeneratorStats(
-                seconds=now - last,
-                busy_seconds=self._busy.take(),
+                seconds=self._counted_at - last,
+                busy_seconds=self._busy_seconds,
                 running=self._running,
                 tokens=self._tokens,
                 aborted=self._engine.aborted,
             )
-            last, self._tokens = now, 0
+            last, self._busy_seconds, self._tokens = self._counted_at, 0.0, 0
             await self._send(stats)
 
     def _count_running(self, change: int) -> None:
-        self._running += change
-        self._busy.run(self._running > 0)
+        now = time.perf_counter()
+        if self._running:
+            self._busy_seconds += now - self._counted_at
+        self._running, self._counted_at = self._running + change, now
 
     async def _follow_connection(self, monitor: Any) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._lost_since = None if connected else time.monotonic()
+            self._disconnected_since = None if connected else time.monotonic()
 
     async def _watch_orchestrator(self) -> None:
         limit = self._config.timeouts.shutdown_seconds
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
-            if self._lost_since is not None and time.monotonic() - self._lost_since > limit:
+            since = self._disconnected_since
+            if since is not None and time.monotonic() - since > limit:
                 raise OrchestratorGoneError(
                     f"no orchestrator at {self._endpoint} for {limit:g} s"
-                    " (timeouts.shutdown_seconds): it ended without saying Stop; its own log has"
+                    " (timeouts.shutdown_seconds): it ended without sending Stop; its own log has"
                     " the cause"
                 )
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
-
-    async def _report(self, error: Exception) -> None:
-        where = f"generator {self._index} (rank {self._rank})"
-        await self._send(Failed(error=f"{where}: {type(error).__name__}: {error}"))
-
-
-class _Stopwatch:
-    """Seconds in which it ran, since they were last taken."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    def run(self, running: bool) -> None:
-        now = time.perf_counter()
-        if self._since is not None:
-            self._seconds += now - self._since
-        self._since = now if running else None
-
-    def take(self) -> float:
-        self.run(self._since is not None)
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

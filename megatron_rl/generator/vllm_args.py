@@ -1,4 +1,4 @@
-"""What a run's configuration and checkpoint mean for vLLM."""
+"""vLLM's arguments for a run's configuration and checkpoint."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from megatron_rl.config import RunConfig
-from megatron_rl.generator.interruption import Interruption
-from megatron_rl.generator.marker import EndMarker
-from megatron_rl.generator.request_experts import returned_by_vllm
+from megatron_rl.generator.expert_capture import returned_by_vllm
+from megatron_rl.generator.interruption import EndMarker, Interruption
 from megatron_rl.generator.vllm_plugin import WEIGHT_TRANSFER_BACKEND
-from megatron_rl.messages import TensorInfo
 from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
-from megatron_rl.weights.number_format import BLOCK, WireFormat, is_quantised
+from megatron_rl.weights.number_format import BLOCK, is_quantized
 
+WORKER_EXTENSION = "megatron_rl.generator.weight_transfer.WorkerExtension"
 BLOCK_TOKENS = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
-SCORES_AT_ONCE = 8
-"""Scored sequences in the engine beside the completions."""
+CONCURRENT_SCORES = 8
+"""Scored sequences in the engine, in addition to the completions."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
-    """vLLM's arguments for this run."""
+    """Return vLLM's arguments for one engine of a run."""
     generation, precision = config.generation, config.precision
     # One more than the longest sequence: scoring a whole one asks for one more token.
     blocks = config.sequence_tokens // BLOCK_TOKENS + 1
@@ -36,15 +35,15 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         "dtype": _DTYPES[config.generator_dtype],
         "seed": config.seed + engine_index,
         "max_model_len": blocks * BLOCK_TOKENS,
-        "max_num_seqs": generation.concurrent_completions + SCORES_AT_ONCE,
+        "max_num_seqs": generation.concurrent_completions + CONCURRENT_SCORES,
         "tensor_parallel_size": config.roles.generator_tensor_parallel,
-        # The trainer computes log-probs from logits / temperature. vLLM's "processed" are those
-        # too; "raw" are the same at temperature 1, and cheaper.
+        # The trainer computes log-probs from logits / temperature. So are vLLM's "processed" ones;
+        # "raw" are the same at temperature 1, and cheaper.
         "logprobs_mode": (
             "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
         ),
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_rl.generator.worker_extension.WorkerExtension",
+        "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -52,7 +51,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     if config.algorithm.routing_replay != "none" and returned_by_vllm():
         arguments["enable_return_routed_experts"] = True
     overrides: dict[str, Any] = {}
-    # TF32 concerns the trainer's backward products and fp32 operands: fp32 results here too.
+    # TF32 is for the trainer's backward products and fp32 operands: the results here are fp32 too.
     head = "bf16" if precision.logits == "bf16" else "fp32"
     if head != config.generator_dtype:
         overrides["head_dtype"] = _DTYPES[head]
@@ -64,11 +63,11 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     text_config = checkpoint.get("text_config", checkpoint)
     if config.weights.quantization == "fp8":
         overrides["quantization_config"] = _fp8(checkpoint, text_config)
-        # The start checkpoint has no scales: the first version that the trainer publishes brings
-        # them, before anything is generated.
+        # The start checkpoint has no scales: they come with the trainer's first version, before
+        # anything is generated.
         arguments["load_format"] = "dummy"
     if not any(Path(model_dir).glob("*.safetensors")):
-        # A plug-in's model: the first version that the trainer publishes brings the weights.
+        # A plug-in's model: the weights come with the trainer's first version.
         arguments["load_format"] = "dummy"
     if overrides:
         arguments["hf_overrides"] = overrides
@@ -88,10 +87,10 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
 
 
 def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
-    """What tells vLLM's `fp8` loader to expect the tensors of `weights.wire`.
+    """Return the configuration with which vLLM's `fp8` loader expects `weights.number_format`.
 
     Raises:
-        ValueError: a machine or a model that cannot take them.
+        ValueError: a machine or a model that cannot take these tensors.
     """
     model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
     cuda = torch.cuda.is_available()
@@ -110,7 +109,7 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
         raise ValueError(
             f"weights.quantization is 'fp8': a checkpoint of model_type"
             f" {checkpoint.get('model_type')!r} has parts that are not trained, and vLLM would"
-            " quantise them; take the text model alone, or set it to 'none'"
+            " quantize them; take the text model alone, or set it to 'none'"
         )
     if model_type == "llama4_text" and head_dim % BLOCK:
         # vLLM reorders the rows of Llama 4's queries and keys within each head.
@@ -123,15 +122,15 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        # Routers, which vLLM would quantise where it is not told; embedding and head.
+        # Routers, which vLLM would quantize by default; embedding and head.
         "modules_to_not_convert": [
-            name.removesuffix(".weight") for name in matrices if not is_quantised(name)
+            name.removesuffix(".weight") for name in matrices if not is_quantized(name)
         ],
     }
 
 
 def read_architecture(model_dir: str) -> Architecture:
-    """Of a Hugging Face directory.
+    """Return the architecture of a Hugging Face directory.
 
     Raises:
         ValueError: an architecture that is not implemented.
@@ -139,13 +138,8 @@ def read_architecture(model_dir: str) -> Architecture:
     return architecture(json.loads((Path(model_dir) / "config.json").read_text()))
 
 
-def expected_tensors(config: RunConfig, model: Architecture) -> dict[str, TensorInfo]:
-    """What every weight version of the run must hold, by name."""
-    return WireFormat.of(config).expected(model.shapes())
-
-
 def interruption(config: RunConfig, tokenizer: Any) -> Interruption:
-    """How thinking is interrupted, where it is.
+    """Return the interruption of a run that interrupts thinking.
 
     Raises:
         ValueError: as tokens, the phrase does not end with the end marker.

@@ -1,10 +1,10 @@
 """vLLM's end of every transport, in each worker process: receive and check, then load by layers.
 
-vLLM's weight-transfer API has init, start, update and finish. From start on, the layers are empty,
-so what can be refused must be refused before: `StagedWeights` adds two calls that come first.
+vLLM's weight-transfer API has init, start, update and finish. After start the layers are empty, so
+everything that can be refused must be refused before: `WorkerExtension` adds two earlier calls.
 
-    begin_weights     every worker starts to receive; the engine goes on decoding
-    weights_ready     polled: not yet, ready, or refused and why
+    begin_weights     every worker starts to receive; the engine continues to decode
+    weights_ready     polled: not yet, ready, or refused with the reason
     start_weight_update, update_weights, finish_weight_update      decoding is paused
 """
 
@@ -26,12 +26,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from megatron_rl.generator.expert_capture import CapturedRoutes
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.transports import ReceiverInfo, open_receiver
 from megatron_rl.weights.transports.base import Receiver
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     # Rotary tables are computed, not loaded; vLLM warns about them on every update.
     return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
 
@@ -51,20 +52,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 def update_info(manifest: Manifest) -> dict[str, str]:
-    """What `AsyncLLM.update_weights` and `begin_weights` carry to the workers."""
+    """Return the arguments of `AsyncLLM.update_weights` and `begin_weights`."""
     return {"manifest": json.dumps(msgspec.to_builtins(manifest))}
-
-
-def _manifest(text: str) -> Manifest:
-    return msgspec.json.decode(text, type=Manifest)
 
 
 class ReceivedWeights(WeightTransferEngine):
     """Loads a version that a receiver of any transport holds.
 
-    Names, shapes and dtypes of the whole version were compared with the model's by the generator
-    before any worker heard of it. An error raised from `receive_weights` on leaves the engine
-    between two versions: the generator reports it and ends, it never goes on decoding.
+    The generator compared names, shapes and dtypes of the whole version with the model's before it
+    called any worker. An error raised from `receive_weights` on leaves the engine between two
+    versions: the generator reports it and ends, it never continues to decode.
     """
 
     init_info_cls = InitInfo
@@ -72,14 +69,13 @@ class ReceivedWeights(WeightTransferEngine):
     receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open this worker's end; a second call puts another one in its place."""
-        if self.receiver is not None:
-            self.receiver.close()
+        """Open this worker's receiver; a second call replaces it."""
+        self.shutdown()
         info = ReceiverInfo(**init_info.receiver)
         self.receiver = open_receiver(info, self.parallel_config.rank)
         logger = logging.getLogger(initialize_layerwise_reload.__module__)
-        if _is_worth_a_line not in logger.filters:
-            logger.addFilter(_is_worth_a_line)
+        if _is_relevant not in logger.filters:
+            logger.addFilter(_is_relevant)
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
@@ -91,14 +87,15 @@ class ReceivedWeights(WeightTransferEngine):
         Raises:
             WeightsError: it cannot be loaded whole.
         """
-        self.open_receiver.load(_manifest(update_info.manifest), self.model.load_weights)
+        manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+        self.open_receiver.load(manifest, self.model.load_weights)
 
     def finish_weight_update(self) -> None:
-        """Process what waits for the last tensor (attention layers)."""
+        """Process the layers that wait for the last tensor (attention layers)."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Give up the receiver."""
+        """Close the receiver."""
         if self.receiver is not None:
             self.receiver.close()
 
@@ -114,18 +111,22 @@ class ReceivedWeights(WeightTransferEngine):
         return self.receiver
 
 
-class StagedWeights:
-    """Part of a generator's `worker_extension_cls`: calls that come before the update."""
+class WorkerExtension(CapturedRoutes):
+    """`worker_extension_cls` of a generator: calls in a worker beyond vLLM's own.
+
+    Its methods have names that no method of vLLM's worker has.
+    """
 
     weight_transfer_engine: ReceivedWeights
 
     def begin_weights(self, manifest: str) -> None:
         """Start to receive the version of this manifest (JSON); returns at once."""
-        self.weight_transfer_engine.open_receiver.begin(_manifest(manifest))
+        version = msgspec.json.decode(manifest, type=Manifest)
+        self.weight_transfer_engine.open_receiver.begin(version)
 
     def weights_ready(self) -> tuple[bool, str]:
-        """(whether the version can be loaded, why it was refused or "")."""
+        """Return (True if the version can be loaded, reason of a refusal or "")."""
         try:
             return self.weight_transfer_engine.open_receiver.poll(), ""
-        except RuntimeError as e:  # WeightsError, and what gloo, NCCL or the store raise
+        except RuntimeError as e:  # WeightsError, or an error of gloo, NCCL or the store
             return False, f"{e}"

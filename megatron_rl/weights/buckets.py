@@ -1,13 +1,13 @@
-"""Buckets: how a stream of tensors is cut by bytes, and one bucket as flat bytes.
+"""Buckets: a stream of tensors divided by bytes, and one bucket as flat bytes.
 
 Layout of flat bytes: the tensors' bytes in their order, each beginning at a multiple of
-`ALIGNMENT`, zeros between. Both ends compute the places from names, dtypes and shapes alone.
+`ALIGNMENT`, zeros between. Both ends compute the offsets from names, dtypes and shapes alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,25 +20,27 @@ ALIGNMENT = 16
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the module: `bfloat16`."""
+    """Return torch's name without the module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
-    """What a manifest says of a tensor."""
+    """Return a tensor's entry in a manifest."""
     return TensorInfo(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
 def tensor_bytes(info: TensorInfo) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(info.shape) * int(getattr(torch, info.dtype).itemsize)
 
 
-def each_once(stream: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    """The stream, with a name that comes a second time refused.
+def reject_doubled_names(
+    stream: Iterator[tuple[str, Tensor]], version: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stream as it is.
 
     Raises:
-        WeightsError: a doubled name.
+        WeightsError: a name that comes a second time.
     """
     seen: set[str] = set()
     for name, tensor in stream:
@@ -51,10 +53,10 @@ def each_once(stream: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tu
         yield name, tensor
 
 
-def cut(
+def into_buckets(
     stream: Iterator[tuple[str, Tensor]], bucket_bytes: int, version: int
 ) -> Iterator[dict[str, Tensor]]:
-    """CPU copies of the tensors, bucket by bucket.
+    """Yield CPU copies of the tensors, bucket by bucket.
 
     Args:
         stream: full tensors by name; a buffer may be reused for the next one.
@@ -66,7 +68,7 @@ def cut(
     """
     bucket: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in each_once(stream, version):
+    for name, tensor in reject_doubled_names(stream, version):
         if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = {}, 0
@@ -77,8 +79,8 @@ def cut(
         yield bucket
 
 
-def places(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
-    """First byte of each tensor in the flat bucket, and the bucket's size."""
+def offsets(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
+    """Return (first byte of each tensor in the flat bucket, the bucket's size)."""
     starts, end = [], 0
     for info in infos:
         starts.append(end)
@@ -86,26 +88,19 @@ def places(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
     return starts, end
 
 
-def flatten(
-    tensors: dict[str, Tensor], empty: Callable[[int], Tensor] | None = None
-) -> tuple[list[TensorInfo], Tensor]:
-    """The bucket as flat bytes [size] (uint8), and what is in it.
-
-    Args:
-        tensors: on CPU.
-        empty: allocates the bytes; default: zeros in pageable memory.
-    """
+def flatten(tensors: dict[str, Tensor]) -> tuple[list[TensorInfo], Tensor]:
+    """Return (entries of the tensors, the bucket as flat bytes [size] uint8); all on CPU."""
     infos = [tensor_info(name, tensor) for name, tensor in tensors.items()]
-    starts, size = places(infos)
-    flat = torch.zeros(size, dtype=torch.uint8) if empty is None else empty(size).zero_()
+    starts, size = offsets(infos)
+    flat = torch.zeros(size, dtype=torch.uint8)
     for tensor, start in zip(tensors.values(), starts, strict=True):
         flat[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
     return infos, flat
 
 
-def parts(infos: Sequence[TensorInfo], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a flat bucket, as views of it."""
-    starts, _ = places(infos)
+def unflatten(infos: Sequence[TensorInfo], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a flat bucket, as views of it."""
+    starts, _ = offsets(infos)
     for info, start in zip(infos, starts, strict=True):
         part = flat[start : start + tensor_bytes(info)]
         yield info.name, part.view(getattr(torch, info.dtype)).view(info.shape)

@@ -1,8 +1,8 @@
-"""A checksum of tensors that is computed where they are, CPU or GPU, at the speed of their memory.
+"""A checksum of tensors, computed on their own device at the speed of its memory.
 
 `sum_i w_i k_i` over the 64-bit words of a tensor, modulo 2^64, with odd multipliers `k_i` that look
-random: a change of one word always changes it, any other change with all but a chance of about
-2^-63. It guards against torn and misplaced bytes, not against an adversary.
+random: a change of one word always changes it, any other change except with a probability of about
+2^-63. It detects torn and misplaced bytes, not an adversary.
 
 Shape legend: W words, B blocks of `BLOCK_WORDS` words.
 """
@@ -29,7 +29,7 @@ _FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9)
 
 
 def _odd_multipliers(numbers: Tensor) -> Tensor:
-    """Scrambles int64 numbers; products wrap around."""
+    """Scramble int64 numbers; products wrap around."""
     mixed = (numbers + 1) * _FIRST
     mixed = (mixed ^ (mixed >> 29)) * _SECOND
     return (mixed ^ (mixed >> 32)) | 1
@@ -41,7 +41,7 @@ def _block_multipliers_W(device: torch.device) -> Tensor:
 
 
 def word_sum(tensor: Tensor) -> Tensor:
-    """The sum of one tensor: int64, on its device; bytes count, shape and dtype do not."""
+    """Return the sum over the bytes of one tensor, of any shape and dtype: int64, on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words_W = flat[:whole].view(torch.int64) if whole else flat.new_zeros(0, dtype=torch.int64)
@@ -56,11 +56,11 @@ def word_sum(tensor: Tensor) -> Tensor:
 
 
 def device_checksum(infos: Sequence[TensorInfo], sums: Sequence[int]) -> str:
-    """Hex checksum of a bucket: names, dtypes and shapes, and the `word_sum` of each tensor."""
+    """Return the hex checksum of a bucket: of names, dtypes, shapes and the tensors' `word_sum`."""
     described = [(i.name, i.dtype, tuple(i.shape), s) for i, s in zip(infos, sums, strict=True)]
     return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
 
 
 def checksum_of(infos: Sequence[TensorInfo], tensors: Sequence[Tensor]) -> str:
-    """`device_checksum` of tensors of one device; one transfer of a few bytes from it."""
+    """Return `device_checksum` of tensors of one device; transfers a few bytes from it, once."""
     return device_checksum(infos, torch.stack([word_sum(t) for t in tensors]).tolist())

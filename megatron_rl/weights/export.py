@@ -1,16 +1,16 @@
 """Megatron shards -> a stream of (Hugging Face name, tensor) on the ranks that publish it.
 
 Every trainer rank calls `export`; only rank 0's stream has entries or, spread, that of one rank per
-pipeline stage and expert group. The plan (which rank holds which shard, what travels together) is
-made once per model and kept, because it depends on the layout alone: tensor, pipeline, virtual
-pipeline, expert, expert-tensor and data parallel. Then each version costs one message per sending
-rank and bucket: a rank flattens its shards of the bucket into bytes, and the destination cuts them
-up, pastes the tensor-parallel shards together and renames. Replicas send nothing: of the ranks that
-hold a shard, the lowest does.
+pipeline stage and expert group. The plan (the rank that sends each shard, the shards of each
+bucket) is made once per model and kept, because it depends on the layout alone: tensor, pipeline,
+virtual pipeline, expert, expert-tensor and data parallel. Then each version costs one message per
+sending rank and bucket: a rank flattens its shards of the bucket into bytes, and the destination
+splits them, joins the tensor-parallel shards and renames. Of the ranks that hold a shard, the
+lowest sends it; its replicas send nothing.
 
 The names are exactly those of the checkpoint that the model was loaded from, at every version and
-bucket size: a Hugging Face tensor that several parameters make up (fused experts) never leaves its
-bucket.
+bucket size: a Hugging Face tensor that is made of several parameters (fused experts) is never split
+over buckets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_rl.weights.number_format import WireFormat
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One shard of one parameter and who sends it."""
+    """One shard of one parameter and the rank that sends it."""
 
     weight: int
     """Position in `Architecture.weights()`."""
     split_rank: int
-    """Which of the tensor-parallel shards it is."""
+    """Rank in the tensor-parallel group."""
     sender: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """What travels together to one rank."""
+    """Shards that travel together to one rank."""
 
     destination: int
     shards: list[_Shard]
@@ -57,7 +57,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What travels, bucket by bucket; the same on every rank."""
+    """Shards and destinations, bucket by bucket; the same on every rank."""
 
     weights: list[Weight]
     buckets: list[_Bucket]
@@ -69,20 +69,20 @@ class ExportPlan:
 
 
 PlanKey = tuple[int, torch.dtype | None, bool]
-"""(bucket bytes, number format, spread): what a plan depends on beside the model."""
+"""(bucket bytes, number format, spread): a plan depends on these and the model."""
 
 
 class ShardedModel(Protocol):
-    """What the export needs of a model; `megatron_rl.trainer.model.Policy` is one."""
+    """The parts of a model that the export uses; `megatron_rl.trainer.model.Policy` is one."""
 
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]
     """This rank's parameters by `Weight.megatron`."""
     export_plans: dict[PlanKey, ExportPlan]
-    """Filled here."""
+    """Filled by `export`."""
 
     def split_rank(self, weight: Weight) -> tuple[int, int]:
-        """(rank, size) of the tensor-parallel group that shards the weight."""
+        """Return (rank, size) in the tensor-parallel group that shards the weight."""
 
 
 def make_plan(
@@ -92,17 +92,17 @@ def make_plan(
     *,
     spread: bool = False,
 ) -> ExportPlan:
-    """Agrees on who sends what to whom; collective over the trainer ranks.
+    """Agree on sender and destination of every shard; collective over the trainer ranks.
 
     Args:
         policy: the sharded model.
-        bucket_bytes: a bucket holds this much at most, or one Hugging Face tensor.
+        bucket_bytes: largest bucket, unless one Hugging Face tensor is larger.
         dtype: number format to travel in; None: the parameters' own.
-        spread: a tensor is put together on the lowest rank that holds a part of it (one rank per
-            pipeline stage and expert group), instead of all on rank 0.
+        spread: join each tensor on the lowest rank that holds a part of it (one rank per pipeline
+            stage and expert group), instead of all on rank 0.
 
     Raises:
-        RuntimeError: a shard that no rank holds, or that has not the architecture's shape.
+        RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
     """
     weights = [w for w in policy.architecture.weights() if w.exported]
     held = {
@@ -123,21 +123,21 @@ def make_plan(
         for (i, part), (shape, kind, parts) in theirs.items():
             owners[i].setdefault(part, _Shard(i, part, rank, shape, kind))
             sizes[i] = parts if weights[i].split.sharded else 1
-    for weight, found, size in zip(weights, owners, sizes, strict=True):
-        _check(weight, found, size)
+    for weight, shards, size in zip(weights, owners, sizes, strict=True):
+        _check(weight, shards, size)
     units = [
         [owners[i][part] for i in unit for part in range(sizes[i])] for unit in _units(weights)
     ]
     return ExportPlan(weights, _fill(units, bucket_bytes, spread=spread))
 
 
-def _check(weight: Weight, found: dict[int, _Shard], size: int) -> None:
-    if sorted(found) != list(range(size)):
+def _check(weight: Weight, shards: dict[int, _Shard], size: int) -> None:
+    if sorted(shards) != list(range(size)):
         raise RuntimeError(
-            f"shards {sorted(found)} of {size} of {weight.megatron} are on trainer ranks: the"
+            f"shards {sorted(shards)} of {size} of {weight.megatron} are on trainer ranks: the"
             " export needs all of them"
         )
-    for shard in found.values():
+    for shard in shards.values():
         if shard.shape != weight.shard_shape(size):
             raise RuntimeError(
                 f"{weight.megatron} has shape {list(shard.shape)} on trainer rank {shard.sender}:"
@@ -146,7 +146,7 @@ def _check(weight: Weight, found: dict[int, _Shard], size: int) -> None:
 
 
 def _fill(units: list[list[_Shard]], bucket_bytes: int, *, spread: bool) -> list[_Bucket]:
-    """Buckets in the order of their first unit, each open until it is full."""
+    """Return the buckets in the order of their first unit, each open until it is full."""
     buckets: list[_Bucket] = []
     open_buckets: dict[int, tuple[_Bucket, int]] = {}
     for unit in units:
@@ -162,7 +162,7 @@ def _fill(units: list[list[_Shard]], bucket_bytes: int, *, spread: bool) -> list
 
 
 def _units(weights: list[Weight]) -> list[list[int]]:
-    """Weights that make up the same Hugging Face tensors, in order of their first one."""
+    """Return the weights of each group of Hugging Face tensors, in order of their first one."""
     units: dict[tuple[str, ...], list[int]] = {}
     for i, weight in enumerate(weights):
         units.setdefault(weight.hf, []).append(i)
@@ -177,7 +177,7 @@ def export(
     spread: bool = False,
     on_cpu: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The current weights under their Hugging Face names; collective over the trainer ranks.
+    """Return the current weights by Hugging Face name; collective over the trainer ranks.
 
     Args:
         policy: the sharded model; its plan is kept in `policy.export_plans`.
@@ -188,8 +188,8 @@ def export(
 
     Returns:
         On trainer rank 0 (with `spread`, on each of the plan's destinations) the stream of (name,
-        tensor of its own); it must be read to its end. On other ranks an exhausted one: they have
-        sent their shards when this returns.
+        new tensor); it must be read to its end. On other ranks an exhausted one: they have sent
+        their shards when this returns.
     """
     key = (bucket_bytes, dtype, spread)
     plan = policy.export_plans.get(key)
@@ -202,7 +202,7 @@ def export(
 
 
 def export_for_generators(config: RunConfig, policy: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """The current weights as they travel by the run's transport; collective as `export`."""
+    """Return the weights in the form of the run's transport; collective as `export`."""
     wire = WireFormat.of(config)
     return wire.stream(
         export(
@@ -216,7 +216,7 @@ def export_for_generators(config: RunConfig, policy: ShardedModel) -> Iterator[t
 
 
 def _exchange(policy: ShardedModel, plan: ExportPlan, on_cpu: bool) -> Iterator[tuple[str, Tensor]]:
-    # Every rank goes through the buckets in one order, so that no two wait for each other.
+    # All ranks take the buckets in one order, so that no two wait for each other.
     rank = dist.get_rank()
     for bucket in plan.buckets:
         if bucket.destination == rank:
@@ -239,7 +239,7 @@ def _receive(
     by_sender: dict[int, list[_Shard]] = {}
     for shard in shards:
         by_sender.setdefault(shard.sender, []).append(shard)
-    found: dict[tuple[int, int], Tensor] = {}
+    tensors: dict[tuple[int, int], Tensor] = {}
     for sender, sent in by_sender.items():
         sizes = [shard.num_bytes for shard in sent]
         if sender == rank:
@@ -251,16 +251,16 @@ def _receive(
         for shard, part in zip(sent, (flat.cpu() if on_cpu else flat).split(sizes), strict=True):
             # A copy, because the bytes of a slice need not be aligned to their dtype.
             tensor = part.clone().view(shard.dtype).view(shard.shape)
-            found[shard.weight, shard.split_rank] = tensor
-    yield from _renamed(plan, found)
+            tensors[shard.weight, shard.split_rank] = tensor
+    yield from _renamed(plan, tensors)
 
 
 def _renamed(
-    plan: ExportPlan, found: dict[tuple[int, int], Tensor]
+    plan: ExportPlan, shards: dict[tuple[int, int], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     parts_of: dict[int, list[Tensor]] = {}
-    for i, part in sorted(found):
-        parts_of.setdefault(i, []).append(found[i, part])
+    for i, part in sorted(shards):
+        parts_of.setdefault(i, []).append(shards[i, part])
     named: dict[str, list[Tensor]] = {}
     stacked: set[str] = set()
     for i, parts in parts_of.items():

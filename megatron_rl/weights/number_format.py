@@ -1,16 +1,16 @@
-"""What a version's tensors look like on their way: number format, experts, quantisation.
+"""The form in which a version's tensors travel: number format, experts, quantization.
 
 Names, shapes and values are those of the checkpoint, which every vLLM loads, with one exception:
-quantised weights.
+quantized weights.
 
 - Experts. vLLM 0.32 loads experts as the checkpoint has them: one tensor per expert (Qwen3-MoE) or
   all in one (Llama 4: `experts.gate_up_proj` [E, H, 2F] and `experts.down_proj` [E, F, H]). Block
-  scales belong to single matrices, so quantised experts always travel one by one, in the form
+  scales belong to single matrices, so quantized experts always travel one by one, in the form
   [out, in] of a linear layer: `experts.3.gate_proj.weight` and so on.
 - FP8. `X.weight` becomes `X.weight` (e4m3) and `X.weight_scale_inv` (fp32, one factor per block of
   128 x 128), for every `*_proj` of the layers. Norms, routers, embedding and head stay as they are.
 
-The same functions make the trainer's stream and what a generator expects of it, on `meta`.
+The same functions make the trainer's stream and, on `meta`, the tensors that a generator expects.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ SCALE_SUFFIX = "_scale_inv"
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-_QUANTISED = re.compile(r".*layers\.\d+\..*_proj\.weight")
+_QUANTIZED = re.compile(r".*layers\.\d+\..*_proj\.weight")
 
 Named = tuple[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How tensors travel.
+    """The form in which tensors travel.
 
     Example: `WireFormat(torch.bfloat16, fp8=True).tensors("model.layers.0.mlp.up_proj.weight", w)`
     yields the e4m3 weight and its block scales.
     """
 
     dtype: torch.dtype
-    """Of all that is not quantised."""
+    """Of all tensors that are not quantized."""
     fp8: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> WireFormat:
-        """The format of a run."""
+        """Return the format of a run."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.generator_dtype]
         return cls(dtype, fp8=config.weights.quantization == "fp8")
 
     def stream(self, stream: Iterator[Named]) -> Iterator[Named]:
-        """The checkpoint's tensors as they travel.
+        """Yield the checkpoint's tensors as they travel.
 
         Raises:
             WeightsError: a matrix that cannot be divided into blocks.
@@ -66,35 +66,31 @@ class WireFormat:
             yield from self.tensors(name, tensor)
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[Named]:
-        """What one tensor of the checkpoint becomes."""
+        """Yield the tensors that one tensor of the checkpoint becomes."""
         if not self.fp8:
             yield name, tensor.to(self.dtype)
             return
         for single, matrix in _experts_one_by_one(name, tensor):
-            if is_quantised(single):
-                weight, scale = quantise(single, matrix)
+            if is_quantized(single):
+                weight, scale = quantize(single, matrix)
                 yield single, weight
                 yield single + SCALE_SUFFIX, scale
             else:
                 yield single, matrix.to(self.dtype)
 
     def expected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-        """What a generator expects of every version, by name.
-
-        Args:
-            shapes: the checkpoint's trained tensors.
-        """
+        """Return the entries of every version, by name, from the shapes of the trained tensors."""
         empty = ((n, torch.empty(s, dtype=self.dtype, device="meta")) for n, s in shapes.items())
         return {name: tensor_info(name, tensor) for name, tensor in self.stream(empty)}
 
 
-def is_quantised(name: str) -> bool:
-    """Whether FP8 quantises the matrix of this name."""
-    return _QUANTISED.fullmatch(name) is not None
+def is_quantized(name: str) -> bool:
+    """Return True if FP8 quantizes the matrix of this name."""
+    return _QUANTIZED.fullmatch(name) is not None
 
 
-def quantise(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """modelopt's FP8 with a scale per block.
+def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix by modelopt's FP8 with a scale per block.
 
     Args:
         name: for the message.
@@ -116,7 +112,7 @@ def quantise(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.is_meta:
         blocks = (rows // BLOCK, columns // BLOCK)
         return weight.to(torch.float8_e4m3fn), torch.empty(blocks, device="meta")
-    # Here, because the import takes seconds.
+    # Imported here, because it takes seconds.
     from modelopt.torch.quantization.qtensor.fp8_tensor import FP8QTensor
     from modelopt.torch.quantization.utils import reduce_block_amax
 
@@ -125,22 +121,16 @@ def quantise(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     # A block of zeros has scale 0 in modelopt, and 0 / 0 is not a number.
     tiny = torch.finfo(torch.float32).tiny
     scale = (reduce_block_amax(full, sizes) / _LARGEST).clamp(min=tiny)
-    quantised, scale = FP8QTensor.quantize(full, scales=scale, block_sizes=sizes)
-    return quantised._quantized_data, scale
-
-
-def dequantise(weight: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 matrix [out, in] that `quantise` stored."""
-    full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return weight.float() * full
+    quantized, scale = FP8QTensor.quantize(full, scales=scale, block_sizes=sizes)
+    return quantized._quantized_data, scale
 
 
 def _experts_one_by_one(name: str, tensor: Tensor) -> Iterator[Named]:
-    found = _FUSED_EXPERTS.fullmatch(name)
-    if found is None:
+    match = _FUSED_EXPERTS.fullmatch(name)
+    if match is None:
         yield name, tensor
         return
-    experts, kind = found.groups()
+    experts, kind = match.groups()
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     for i, one in enumerate(tensor):
         for part, matrix in zip(parts, one.t().chunk(len(parts)), strict=True):

@@ -1,4 +1,4 @@
-"""Where trainer and generators of one run find each other: the key-value store of torchrun."""
+"""The meeting point of trainer and generators of one run: the key-value store of torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Address of a `TCPStore` that somebody else hosts, and a prefix of this run's own in it.
+    """Address of a `TCPStore` that another process hosts, and this run's own prefix in it.
 
     It travels to the generators' worker processes as a plain dict (`dataclasses.asdict`).
 
@@ -21,15 +21,15 @@ class Rendezvous:
     prefix: str
 
     def connect(self, seconds: float) -> Any:
-        """A new connection to the store, below the prefix.
+        """Return a new connection to the store, below the prefix.
 
-        One per thread: a wait on a connection holds up everything else on it.
+        One per thread: a wait on a connection blocks everything else on it.
 
         Args:
-            seconds: time-out of connecting and, where none is given, of every wait.
+            seconds: time-out of connecting and, by default, of every wait.
 
         Raises:
-            torch.distributed.DistNetworkError: nobody answers at the address.
+            torch.distributed.DistNetworkError: no answer from the address.
         """
         from torch.distributed import PrefixStore, TCPStore
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl import messages as m
 from megatron_rl.config import Algorithm
-from megatron_rl.generator.interruption import Completion, Interruption, Piece
+from megatron_rl.generator.interruption import Completion, Interruption, SampledTokens
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
@@ -47,7 +47,7 @@ def generated(tokens: list[int], thinking: int, answer: int, phrase: list[int]) 
         piece, left = left[:wanted], left[wanted:]
         reason = "stop" if piece[-1] == EOS and not left else "length"
         span = m.VersionSpan(0, 0, len(piece))
-        completion.add(Piece(piece, [LOGPROB] * len(piece), [span], reason))
+        completion.add(SampledTokens(piece, [LOGPROB] * len(piece), [span], reason))
     return completion
 
 
@@ -81,7 +81,6 @@ def sample(index: int, completion: Completion) -> m.Sample:
         logprobs=completion.logprobs,
         forced=completion.forced,
         spans=completion.spans,
-        started_version=0,
         finish_reason=completion.finish_reason,
     )
     decoded = m.decode(m.encode(message))

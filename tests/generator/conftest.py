@@ -39,7 +39,7 @@ def run_config(model_dir: Path, **generation: Any) -> RunConfig:
 
 @dataclass
 class Served:
-    """An engine, the models of the versions it was given, and the loop it lives in."""
+    """An engine, the models of its versions, and its loop."""
 
     engine: Any
     kind: str
@@ -52,7 +52,7 @@ class Served:
         return self.loop.run_until_complete(asyncio.wait_for(work(), 120))
 
     def publish(self, seed: int) -> Any:
-        """A new version with random weights of this seed; its manifest."""
+        """Publish a new version with random weights of this seed; return its manifest."""
         version = max(self.models) + 1
         self.models[version] = tiny_models.build(self.kind, seed)
         self.models[version].save_pretrained(self.folder)
@@ -66,12 +66,14 @@ class Served:
 
 @contextlib.contextmanager
 def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, Any]]:
-    """(engine, the loop it lives in), in an environment that is put back afterwards."""
+    """Yield (engine, its loop), in an environment that is restored afterwards."""
     environment = dict(os.environ)
     from megatron_rl.generator.process_environment import prepare_environment
 
     prepare_environment(config, str(model_dir))
+    from megatron_rl.generator import vllm_args
     from megatron_rl.generator.engine import Engine
+    from tests.generator.held_weights import EXTENSION
 
     loop = asyncio.new_event_loop()
 
@@ -80,7 +82,9 @@ def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, An
         await engine.prepare()
         return engine
 
-    engine = loop.run_until_complete(start())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_args, "WORKER_EXTENSION", EXTENSION)
+        engine = loop.run_until_complete(start())
     try:
         yield engine, loop
     finally:
@@ -103,7 +107,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Tells the trainer's process one command and returns its answer."""
+    """Yield a function that sends the trainer's process one command and returns its answer."""
     folder = tmp_path_factory.mktemp("trainer")
     with Listener(str(folder / "socket"), "AF_UNIX") as listener:
         log = (folder / "log.txt").open("w")

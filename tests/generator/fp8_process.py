@@ -1,4 +1,4 @@
-"""Quantises by modelopt, checks bounds, and writes versions for an engine.
+"""Quantizes by modelopt, checks bounds, and writes versions for an engine.
 
 `python -m tests.generator.fp8_process FOLDER`, in a process of its own: modelopt's import takes
 seconds and leaves hooks in other libraries.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import check_tensors
-from megatron_rl.weights.number_format import SCALE_SUFFIX, WireFormat, dequantise, quantise
+from megatron_rl.weights.number_format import SCALE_SUFFIX, WireFormat, quantize
 from megatron_rl.weights.transports.disk import DiskPublisher
 from tests.generator import tiny_models
-from tests.weights.test_wire import LLAMA4, E, F, L, checkpoint
+from tests.weights.test_wire import LLAMA4, E, F, L, checkpoint, dequantize
 
 SEEDS = (1, 2, 1)
 """Of the weights of each version."""
@@ -27,14 +27,14 @@ WIRE = WireFormat(torch.bfloat16, fp8=True)
 
 
 def check_bounds() -> None:
-    """A matrix with a block of zeros, an outlier and a tiny element."""
+    """Check a matrix with a block of zeros, an outlier and a tiny element."""
     w = torch.randn(384, 256, generator=torch.Generator().manual_seed(3))
     w[:128, :128] = 0
     w[0, 200], w[300, 10] = 1e4, 1e-30
-    stored, scale = quantise("w", w)
+    stored, scale = quantize("w", w)
     assert stored.dtype == torch.float8_e4m3fn
     assert (stored.shape, scale.shape, scale.dtype) == (w.shape, (3, 2), torch.float32)
-    back = dequantise(stored, scale)
+    back = dequantize(stored, scale)
     assert torch.isfinite(back).all()
     assert (back[:128, :128] == 0).all()
     full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -45,12 +45,12 @@ def check_bounds() -> None:
     blocks = (3, 128, 2, 128)
     largest = [t.view(blocks).abs().amax((1, 3)) for t in (back, w)]
     torch.testing.assert_close(*largest)  # a block's largest element is exact
-    again, _ = quantise("w", w)
+    again, _ = quantize("w", w)
     assert torch.equal(again.view(torch.uint8), stored.view(torch.uint8))
 
 
 def check_experts() -> None:
-    """Llama 4's fused experts come out one by one, as linear layers have them."""
+    """Check that Llama 4's fused experts travel one by one, as linear layers."""
     tensors = checkpoint()
     stream = dict(WIRE.stream(iter(tensors.items())))
     expected = WIRE.expected(LLAMA4)
@@ -61,22 +61,22 @@ def check_experts() -> None:
         down = tensors[f"{L}.feed_forward.experts.down_proj"][e]
         for part, matrix in (("gate", both[:, :F].T), ("up", both[:, F:].T), ("down", down.T)):
             name = f"{L}.feed_forward.experts.{e}.{part}_proj.weight"
-            found = dequantise(stream[name], stream[name + SCALE_SUFFIX])
-            assert found.shape == matrix.shape
-            assert (found - matrix).abs().max() <= matrix.abs().max() / 16
+            back = dequantize(stream[name], stream[name + SCALE_SUFFIX])
+            assert back.shape == matrix.shape
+            assert (back - matrix).abs().max() <= matrix.abs().max() / 16
 
 
-def dequantised(stream: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The matrices that an engine computes with, by the checkpoint's names, in fp32."""
+def dequantized(stream: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the matrices of an engine's computation, by the checkpoint's names, in fp32."""
     return {
-        n: dequantise(t, stream[n + SCALE_SUFFIX]) if n + SCALE_SUFFIX in stream else t.float()
+        n: dequantize(t, stream[n + SCALE_SUFFIX]) if n + SCALE_SUFFIX in stream else t.float()
         for n, t in stream.items()
         if not n.endswith(SCALE_SUFFIX)
     }
 
 
 def write_versions(folder: Path) -> None:
-    """Versions on disk, their manifests, and what transformers loads for reference."""
+    """Write versions, their manifests, and checkpoints that transformers loads for reference."""
     publisher = DiskPublisher(folder / "weights", keep=len(SEEDS))
     for version, seed in enumerate(SEEDS):
         model = tiny_models.build("qwen3_moe_fp8", seed)
@@ -86,7 +86,7 @@ def write_versions(folder: Path) -> None:
         manifest = publisher.publish(version, iter(stream.items()), 100_000)
         (folder / f"manifest{version}.json").write_bytes(msgspec.json.encode(manifest))
         model.save_pretrained(folder / f"rounded{version}")
-        rounded = {n: t.contiguous() for n, t in dequantised(stream).items()}
+        rounded = {n: t.contiguous() for n, t in dequantized(stream).items()}
         path = folder / f"rounded{version}" / "model.safetensors"
         save_file(rounded, path, metadata={"format": "pt"})
 
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     check_bounds()
     check_experts()
     write_versions(Path(sys.argv[1]))
-    print("QUANTISED")
+    print("QUANTIZED")

@@ -1,4 +1,4 @@
-"""The generator's role in a process of its own, as a rank of torchrun would run it."""
+"""The generator's role in its own process, as a rank of torchrun runs it."""
 
 import sys
 

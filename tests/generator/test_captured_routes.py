@@ -1,4 +1,4 @@
-"""The capture of experts by itself: whose rows they are, cached prefixes, preemption."""
+"""The capture of experts alone: rows of requests, cached prefixes, preemption."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 pytest.importorskip("vllm")
 
 from megatron_rl.generator import expert_capture
-from megatron_rl.generator.expert_capture import CapturedRoutes
-from megatron_rl.generator.request_experts import RequestRoutes
+from megatron_rl.generator.expert_capture import CapturedRoutes, RequestRoutes
 
 LAYERS, K, BLOCK = [1, 2], 2, 4
 
@@ -65,7 +64,7 @@ class Worker(CapturedRoutes):
             layer.router.chosen(100 * layer.layer_id + torch.cat([tokens, tokens + 1], 1))
 
     def take(self, request: str) -> list[int]:
-        """Number of each token, from the first expert of the first layer."""
+        """Return the number of each token, from the first expert of the first layer."""
         (data,) = self.take_routes([request])
         rows = np.frombuffer(data, dtype=np.int16).reshape(-1, len(LAYERS), K)
         assert (rows[:, 1] == rows[:, 0] + 100).all() and (rows[..., 1] == rows[..., 0] + 1).all()
@@ -105,7 +104,7 @@ def test_a_request_that_was_preempted_keeps_its_first_experts(worker: Worker) ->
 def test_vllms_own_return_is_read_by_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_rl.generator.request_experts.returned_by_vllm", lambda: True)
+    monkeypatch.setattr("megatron_rl.generator.expert_capture.returned_by_vllm", lambda: True)
     architecture: Any = SimpleNamespace(moe_layers={2, 0}, experts_per_token=K, experts=300)
     routes = RequestRoutes(None, architecture)
     asyncio.run(routes.prepare())

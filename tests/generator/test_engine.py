@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("vllm")
 
 from megatron_rl.generator import engine as engine_module
-from megatron_rl.generator import sampling
+from megatron_rl.generator import vllm_sampling as sampling
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_args import interruption
 from megatron_rl.messages import VersionSpan
 from megatron_rl.weights.manifest import WeightsError
 from tests.generator.conftest import run_config
+from tests.generator.held_weights import held_weights
 from tests.generator.tiny_models import END, reference_logprobs, tokenizer
 
 pytestmark = pytest.mark.e2e
@@ -68,7 +69,7 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
         for manifest in manifests:
             await asyncio.sleep(0.1)
             times.append(await engine.update(manifest))
-        return await asyncio.gather(*tasks), times, await engine.held_weights()
+        return await asyncio.gather(*tasks), times, await held_weights(engine)
 
     completions, times, held = served.run(work)
 
@@ -111,11 +112,11 @@ def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
     assert [o[-1].num_cached_tokens for o in before] == [0, 64]
     assert [o[-1].num_cached_tokens for o in after] == [0, 64]
     for outputs in after:
-        piece = sampling.piece_of(outputs)
+        sampled = sampling.sampled_tokens(outputs)
         expected = reference_logprobs(
-            served.models, long_prompt, piece.token_ids, [VersionSpan(engine.version, 0, 8)]
+            served.models, long_prompt, sampled.token_ids, [VersionSpan(engine.version, 0, 8)]
         )
-        assert (torch.tensor(piece.logprobs) - expected).abs().max() < TOLERANCE
+        assert (torch.tensor(sampled.logprobs) - expected).abs().max() < TOLERANCE
 
 
 def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_version_that_is_not_right_is_refused_and_the_engine_goes_on_with_the_
             await engine.update(manifest)
         with pytest.raises(WeightsError, match=r"1 unexpected \['model.other.weight'\]"):
             await engine.update(other_names)
-        return await engine.complete(prompt(1), 20, 5, 1.0), await engine.held_weights()
+        return await engine.complete(prompt(1), 20, 5, 1.0), await held_weights(engine)
 
     completion, held = served.run(work)
     assert engine.version == version == completion.spans[-1].version

@@ -1,4 +1,4 @@
-"""FP8 with block scales, from modelopt to vLLM: bounds, names, and what an engine makes of it."""
+"""FP8 with block scales, from modelopt to vLLM: bounds, names, and an engine's log-probs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `fp8_process` filled, after its own checks."""
+    """Return the folder that `fp8_process` filled, after its own checks."""
     if importlib.util.find_spec("modelopt") is None:
         pytest.skip("nvidia-modelopt is not installed")
     folder = tmp_path_factory.mktemp("fp8")
@@ -37,7 +37,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         timeout=500,
     )
-    assert "QUANTISED" in done.stdout, done.stderr[-4000:]
+    assert "QUANTIZED" in done.stdout, done.stderr[-4000:]
     return folder
 
 
@@ -48,7 +48,7 @@ def fp8_config(model_dir: Path) -> RunConfig:
 
 
 def logprobs(directory: Path, prompts: list[list[int]], completions: list[list[int]]) -> Any:
-    """Log-probs of all completion tokens by transformers in fp32."""
+    """Return the log-probs of all completion tokens by transformers in fp32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -87,13 +87,13 @@ def test_an_engine_computes_with_the_quantised_weights_of_each_version(versions)
             for kind in ("rounded", "whole")
         )
         print(
-            f"version {version}: mean error {rounded:.1e} to the quantised weights in fp32,"
+            f"version {version}: mean error {rounded:.1e} to the quantized weights in fp32,"
             f" {whole:.1e} to the whole ones"
         )
-        # What is left to the quantised weights is bf16's rounding of activations and routes.
+        # The rest of the error is bf16's rounding of activations and routes.
         assert rounded < whole / 3
-    # The same weights again: a layer that was not packed anew would tell. (Which sequences are
-    # computed together varies, and bf16's rounding with it.)
+    # The same weights again: a layer that was not packed again would show. (The batches of the
+    # engine vary, and bf16's rounding with them.)
     same, other = ((flat[0] - flat[i]).abs().mean() for i in (2, 1))
     print(f"the same version again: {same:.1e}, another one: {other:.1e}")
     assert same < other / 10

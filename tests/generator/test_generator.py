@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_rl.config import RunConfig
-from megatron_rl.generator.serve import _Generator
+from megatron_rl.generator.serve import Generator
 from megatron_rl.messages import (
     Failed,
     Generate,
@@ -91,7 +91,7 @@ def play(conversation, run_config: RunConfig):
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             role = asyncio.create_task(
-                _Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}").run("unused", 0)
+                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}").run("unused", 0)
             )
 
             async def receive(kind):

@@ -6,8 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megatron_rl.generator.interruption import Completion, Interruption, Piece
-from megatron_rl.generator.marker import BLOCK, EndMarker
+from megatron_rl.generator.interruption import (
+    BLOCK,
+    Completion,
+    EndMarker,
+    Interruption,
+    SampledTokens,
+)
 from megatron_rl.messages import VersionSpan
 
 EOS, END = 2, 5
@@ -41,7 +46,7 @@ BUDGET, ANSWER = 10, 4
 def generate(
     samples: Iterator[int], thinking: int = BUDGET, answer: int = ANSWER, version: int = 3
 ):
-    """A completion as an engine would make it that samples these tokens, one per step."""
+    """Return the completion of an engine that samples these tokens, one per step."""
     completion = Completion(thinking, answer, RULE)
     requests = 0
     while wanted := completion.wanted:
@@ -50,7 +55,7 @@ def generate(
             tokens.append(next(samples))
         span = VersionSpan(version, 0, len(tokens))
         reason = "stop" if tokens[-1] == EOS else "length"
-        completion.add(Piece(tokens, [-1.0] * len(tokens), [span], reason))
+        completion.add(SampledTokens(tokens, [-1.0] * len(tokens), [span], reason))
         requests += 1
         assert len(completion.token_ids) == len(completion.logprobs) == completion.spans[-1].end
     return completion, requests
@@ -110,7 +115,7 @@ def test_the_answer_after_a_natural_end_may_outlast_the_thinking_budget():
 
 
 def test_an_answer_longer_than_its_budget_is_cut_and_truncated():
-    # The engine may sample up to the thinking budget before anybody looks.
+    # The engine may sample up to the thinking budget in one request.
     completion, requests = generate(forever(20, END, *[21] * 6, EOS))
     assert completion.token_ids == [20, END, 21, 21, 21, 21]
     assert completion.spans == [VersionSpan(3, 0, 6)]
@@ -125,9 +130,9 @@ def test_a_completion_without_an_end_marker_can_stop_by_itself():
 def test_version_spans_are_joined_and_cover_forced_tokens():
     completion = Completion(4, 3, RULE)
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 4)]
-    completion.add(Piece([20] * 4, [-1.0] * 4, spans, "length"))
+    completion.add(SampledTokens([20] * 4, [-1.0] * 4, spans, "length"))
     completion.add(
-        Piece([21, EOS], [-1.0] * 2, [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop")
+        SampledTokens([21, EOS], [-1.0] * 2, [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop")
     )
     assert completion.spans == [VersionSpan(1, 0, 1), VersionSpan(2, 1, 8), VersionSpan(3, 8, 9)]
     assert completion.forced == (4, 7)
@@ -144,7 +149,7 @@ def test_version_spans_are_joined_and_cover_forced_tokens():
 )
 def test_lengths_that_disagree_are_refused(logprobs, spans):
     with pytest.raises(ValueError, match="lengths must agree"):
-        Completion(4, 3, RULE).add(Piece([20, 20], logprobs, spans, "length"))
+        Completion(4, 3, RULE).add(SampledTokens([20, 20], logprobs, spans, "length"))
 
 
 def generate_freely(samples: Iterator[int]) -> Completion:
@@ -155,7 +160,7 @@ def generate_freely(samples: Iterator[int]) -> Completion:
             tokens.append(next(samples))
         reason = "stop" if tokens[-1] == EOS else "length"
         completion.add(
-            Piece(tokens, [-1.0] * len(tokens), [VersionSpan(3, 0, len(tokens))], reason)
+            SampledTokens(tokens, [-1.0] * len(tokens), [VersionSpan(3, 0, len(tokens))], reason)
         )
     return completion
 
@@ -197,7 +202,7 @@ def test_the_rule_holds_for_a_marker_of_several_tokens():
         completion = Completion(5, 2, rule)
         for ids, reason in pieces:
             span = VersionSpan(0, 0, len(ids))
-            completion.add(Piece(ids, [-1.0] * len(ids), [span], reason))
+            completion.add(SampledTokens(ids, [-1.0] * len(ids), [span], reason))
         return completion
 
     natural = grown(([1, 8, 5, 7, 10], "length"))

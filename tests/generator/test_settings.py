@@ -1,4 +1,4 @@
-"""What a configuration means for vLLM, and what does not fit is refused before vLLM starts."""
+"""vLLM's arguments for a configuration; a misfit is refused before vLLM starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_rl.config import RunConfig
 from megatron_rl.generator.vllm_args import (
     BLOCK_TOKENS,
     engine_args,
-    expected_tensors,
     interruption,
     read_architecture,
 )
 from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.number_format import WireFormat
 from tests.generator import tiny_models
 from tests.generator.conftest import run_config
 
@@ -104,8 +104,8 @@ def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_pa
         if path.suffix != ".safetensors":
             (tmp_path / path.name).symlink_to(path)
     config = run_config(tmp_path)
-    found = expected_tensors(config, read_architecture(str(tmp_path)))
-    assert {name: tuple(info.shape) for name, info in found.items()} == expected
+    infos = WireFormat.of(config).expected(read_architecture(str(tmp_path)).shapes())
+    assert {name: tuple(info.shape) for name, info in infos.items()} == expected
     assert engine_args(config, 0, str(tmp_path)).load_format == "dummy"
     assert engine_args(run_config(model_dir), 0, str(model_dir)).load_format != "dummy"
 
@@ -139,11 +139,5 @@ def test_fp8_is_refused_where_the_engine_cannot_take_it(model_dir, tmp_path, mon
     directory = tiny_models.save("qwen3", 0, tmp_path)
     with pytest.raises(ValueError, match=r"weights.quantization is 'fp8': .* CPUs with AMX"):
         engine_args(with_fp8(directory), 0, str(directory))
-    small = expected_tensors_error(directory)
-    assert "layers.0.self_attn.q_proj.weight is 64 x 64: FP8 with block scales" in small
-
-
-def expected_tensors_error(directory: Path) -> str:
-    with pytest.raises(WeightsError) as caught:
-        expected_tensors(with_fp8(directory), read_architecture(str(directory)))
-    return str(caught.value)
+    with pytest.raises(WeightsError, match=r"q_proj.weight is 64 x 64: FP8 with block scales"):
+        WireFormat.of(with_fp8(directory)).expected(read_architecture(str(directory)).shapes())

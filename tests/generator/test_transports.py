@@ -1,6 +1,6 @@
 """Trainer and engine agree on every log-prob after in-flight updates, by every transport of a CPU.
 
-The trainer is a Megatron policy in a process of its own, the engine that of the folder's tests.
+The trainer is a Megatron policy in its own process, the engine that of the folder's tests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ pytest.importorskip("vllm")
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-from megatron_rl.generator.request_experts import RequestRoutes
+from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.messages import ints
 from megatron_rl.models import routed_experts
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports import ReceiverInfo
 from tests.generator.conftest import Ask
+from tests.generator.held_weights import held_weights
 from tests.generator.routed import batch_of
 
 pytestmark = pytest.mark.e2e
@@ -37,12 +38,12 @@ SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def store() -> dist.TCPStore:
-    """What torchrun's agent hosts."""
+    """Return a store as torchrun's agent hosts it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def switch(served: Any, trainer: Ask, store: Any, transport: str, folder: Path) -> None:
-    """Both ends use this transport from now on."""
+    """Have both ends use this transport from now on."""
     weights: dict[str, Any] = {"transport": transport, "bucket_bytes": 50_000}
     if transport == "disk":
         weights["directory"] = str(folder)
@@ -59,7 +60,7 @@ def switch(served: Any, trainer: Ask, store: Any, transport: str, folder: Path) 
 
 @pytest.fixture
 def started(served: Any, trainer: Ask) -> Iterator[Any]:
-    """The engine with the trainer's weights; it gets transformers' back for the other tests."""
+    """Yield the engine with the trainer's weights; restore transformers' for the other tests."""
     config, version = served.engine._config, max(served.models)
     trainer("start", str(served.folder.parent / "v0"), version)
     yield served
@@ -143,14 +144,14 @@ def test_log_probs_equal_the_trainers_after_three_in_flight_updates_by_each_tran
         )
         assert max(errors) < TOLERANCE
 
-        held, weights = started.run(engine.held_weights), trainer("weights")
+        held, weights = started.run(lambda: held_weights(engine)), trainer("weights")
         assert held.keys() == weights.keys()
         assert [n for n in weights if not held[n].equal(torch.from_numpy(weights[n]))] == []
 
 
 @pytest.fixture
 def routed(started: Any) -> Iterator[Any]:
-    """An engine with experts, which it names."""
+    """Yield an engine that returns its experts."""
     engine = started.engine
     if not engine.architecture.moe_layers:
         pytest.skip(f"{started.kind} has no experts")
@@ -198,7 +199,7 @@ def test_a_broken_update_by_gloo_leaves_the_engine_as_it_was_and_the_trainer_is_
     trainer("train")
     good = trainer("publish")
     started.run(lambda: engine.update(good))
-    before = started.run(engine.held_weights)
+    before = started.run(lambda: held_weights(engine))
     trainer("train")
     broken = trainer("publish")
     trainer("flip_a_bit")
@@ -208,7 +209,7 @@ def test_a_broken_update_by_gloo_leaves_the_engine_as_it_was_and_the_trainer_is_
         await asyncio.sleep(0.02)
         with pytest.raises(WeightsError, match=rf"version {broken.version}, bucket 00000: check"):
             await engine.update(broken)
-        return await running, await engine.held_weights()
+        return await running, await held_weights(engine)
 
     completion, held = started.run(work)
     assert engine.version == good.version == completion.spans[-1].version

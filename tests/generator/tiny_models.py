@@ -32,11 +32,11 @@ def tokenizer() -> Any:
 
 
 def build(kind: str, seed: int) -> Any:
-    """A random model in fp32 whose distributions are not flat.
+    """Return a random model in fp32 whose distributions are not flat.
 
     Args:
         kind: `llama` (tied embeddings), `llama4`, `qwen3` (tied), `qwen3_moe`, or `qwen3_moe_fp8`,
-            whose matrices can be cut into blocks of 128 x 128.
+            whose matrices can be divided into blocks of 128 x 128.
         seed: of the weights.
     """
     tied = kind in ("llama", "qwen3")

@@ -1,4 +1,4 @@
-"""A trainer of one rank in a process of its own, told what to do over a connection.
+"""A trainer of one rank in its own process, which takes commands over a connection.
 
 `python -m tests.generator.trainer_process ADDRESS`; every command is answered by one object, or by
 the text of a `WeightsError` after the word "refused".
@@ -62,7 +62,7 @@ class TrainerOfOne:
         self.version += 1
 
     def publish(self) -> Any:
-        """The manifest of the weights held now."""
+        """Publish the weights held now; return the manifest."""
         from megatron_rl.weights.export import export_for_generators
 
         stream = export_for_generators(self.config, self.policy)
@@ -73,7 +73,7 @@ class TrainerOfOne:
         self.publisher._held[self.version][0][100] ^= 1
 
     def failure(self, seconds: float) -> str:
-        """What the publisher reports within this time."""
+        """Return the publisher's failure within this time, or "nothing"."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             try:

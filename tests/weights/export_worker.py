@@ -95,7 +95,7 @@ EXPORTS: list[tuple[int, int, torch.dtype | None, bool]] = [
 
 
 def whole(weight: Weight, version: int) -> Tensor:
-    """The whole Megatron tensor, the same on every rank; padded rows are cut by `Split`."""
+    """Return the whole Megatron tensor, the same on every rank; `Split` removes padded rows."""
     seed = zlib.crc32(f"{weight.hf} {weight.megatron} {version}".encode())
     return torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
 
@@ -135,7 +135,7 @@ class Sharded:
 
 
 def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
-    """The checkpoint's tensors."""
+    """Return the checkpoint's tensors."""
     parts: dict[str, list[Tensor]] = {}
     for weight in kind.weights():
         if weight.exported:
@@ -148,7 +148,7 @@ def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
 
 
 def observe(policy: Sharded) -> dict[str, Any]:
-    """What is wrong with the exports, and which ranks send when they are spread."""
+    """Return the faults of the exports, and the ranks that send when they are spread."""
     wrong: list[str] = []
     senders: list[int] = []
     for version, bucket_bytes, dtype, spread in EXPORTS:

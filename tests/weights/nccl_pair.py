@@ -35,10 +35,12 @@ def _sends(port: int, named: Named, versions: int, bucket_bytes: int, pipe: Any)
 
 def _receives(port: int, named: Named, pipe: Any) -> None:
     from megatron_rl.weights.transports.nccl import NcclReceiver
-    from megatron_rl.weights.transports.requests import Place
+    from megatron_rl.weights.transports.requests import ReceivingWorker
 
     torch.cuda.set_device(1)
-    receiver = NcclReceiver(Place(Rendezvous("127.0.0.1", port, "pair"), 0, 0, 1, SECONDS))
+    receiver = NcclReceiver(
+        ReceivingWorker(Rendezvous("127.0.0.1", port, "pair"), 0, 0, 1, SECONDS)
+    )
     while (manifest := pipe.recv()) is not None:
         assert isinstance(manifest, Manifest)
         chunks: list[list[tuple[str, torch.Tensor]]] = []

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What four processes saw in all layouts."""
+    """Return the observations of four processes in all layouts."""
     folder = tmp_path_factory.mktemp("export")
     done = subprocess.run(
         [sys.executable, "-m", "tests.weights.export_worker", str(folder)],

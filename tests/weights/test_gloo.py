@@ -1,4 +1,4 @@
-"""The transport `gloo`, trainer and workers in one process: what arrives, what is refused, when."""
+"""The transport `gloo`, trainer and workers in one process: deliveries, refusals, time-outs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.gloo import GlooPublisher, GlooReceiver
-from megatron_rl.weights.transports.requests import Place
+from megatron_rl.weights.transports.requests import ReceivingWorker
 
 SECONDS = 20.0
 SHORT = 1.0
@@ -33,7 +33,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def host() -> dist.TCPStore:
-    """What torchrun's agent hosts."""
+    """Return a store as torchrun's agent hosts it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -43,7 +43,10 @@ def rendezvous(host: dist.TCPStore, request: pytest.FixtureRequest) -> Rendezvou
 
 
 def receivers(rendezvous: Rendezvous, engine: int = 0, workers: int = 1, seconds: float = SECONDS):
-    return [GlooReceiver(Place(rendezvous, engine, w, workers, seconds)) for w in range(workers)]
+    return [
+        GlooReceiver(ReceivingWorker(rendezvous, engine, w, workers, seconds))
+        for w in range(workers)
+    ]
 
 
 def wait(receiver: GlooReceiver, seconds: float = SECONDS) -> None:
@@ -60,7 +63,7 @@ def taken(receiver: GlooReceiver, manifest) -> dict[str, torch.Tensor]:
 
 
 def failure(publisher: GlooPublisher, seconds: float = SECONDS) -> str:
-    """What the trainer is told, at the latest after `seconds`."""
+    """Return the trainer's error, at the latest after `seconds`."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         try:
@@ -197,8 +200,8 @@ def die_at_the_third(group, flat):
 gloo._broadcast = die_at_the_third
 import msgspec
 from megatron_rl.messages import Manifest
-from megatron_rl.weights.transports.requests import Place
-receiver = gloo.GlooReceiver(Place(rendezvous, 0, 0, 1, 20.0))
+from megatron_rl.weights.transports.requests import ReceivingWorker
+receiver = gloo.GlooReceiver(ReceivingWorker(rendezvous, 0, 0, 1, 20.0))
 receiver.begin(msgspec.json.decode(sys.stdin.buffer.read(), type=Manifest))
 time.sleep(60)
 """

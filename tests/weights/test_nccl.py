@@ -121,7 +121,7 @@ def test_vllms_workers_come_after_the_sender_in_the_order_of_their_ranks(monkeyp
 
     from megatron_rl.weights.rendezvous import NOWHERE
     from megatron_rl.weights.transports.nccl import NcclReceiver
-    from megatron_rl.weights.transports.requests import Place
+    from megatron_rl.weights.transports.requests import ReceivingWorker
 
     seen = []
     monkeypatch.setattr(
@@ -135,8 +135,8 @@ def test_vllms_workers_come_after_the_sender_in_the_order_of_their_ranks(monkeyp
             nccl_unique_id_b64=base64.b64encode(bytes(128)).decode(),
         )
         layout = SimpleNamespace(data_parallel_index=0, world_size=4, rank=worker)
-        receiver = NcclReceiver(Place(NOWHERE, 0, worker, 4, 1.0))
-        seen.append((receiver._place.rank, receiver._place.ranks))
+        receiver = NcclReceiver(ReceivingWorker(NOWHERE, 0, worker, 4, 1.0))
+        seen.append((receiver._worker.rank, receiver._worker.ranks))
         assert nccl_common.worker_init_process_group(info, layout) == seen[-1]
     assert seen == [(1, 5), (2, 5), (3, 5), (4, 5)]
 

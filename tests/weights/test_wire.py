@@ -1,4 +1,4 @@
-"""What travels: number formats, experts, FP8 with block scales; and what a generator expects."""
+"""Tensors as they travel: number formats, experts, FP8 with block scales; a generator's checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import WeightsError, check_tensors
-from megatron_rl.weights.number_format import WireFormat, dequantise, quantise
+from megatron_rl.weights.number_format import BLOCK, WireFormat, quantize
 from megatron_rl.weights.transports import check_manifest, refuse_contradictions
 
 L, E, H, F = "model.layers.0", 2, 256, 128
@@ -25,13 +25,19 @@ LLAMA4 = {
 }
 
 
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 matrix [out, in] that `quantize` stored."""
+    full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return weight.float() * full
+
+
 def checkpoint(shapes=LLAMA4) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(7)
     return {n: torch.randn(s, generator=rng) * 0.02 for n, s in shapes.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_quantisation_names_and_shapes_are_the_checkpoints(dtype):
+def test_without_quantization_names_and_shapes_are_the_checkpoints(dtype):
     wire, tensors = WireFormat(dtype), checkpoint()
     stream = dict(wire.stream(iter(tensors.items())))
     assert list(stream) == list(LLAMA4)
@@ -59,14 +65,14 @@ def test_fp8_expects_one_matrix_per_expert_and_one_scale_per_block():
         for e in range(E)
         for p in ("gate", "up", "down")
     ]
-    quantised = {
+    quantized = {
         *experts,
         f"{L}.self_attn.q_proj.weight",
         f"{L}.feed_forward.shared_expert.up_proj.weight",
     }
-    assert {n for n, i in expected.items() if i.dtype == "float8_e4m3fn"} == quantised
+    assert {n for n, i in expected.items() if i.dtype == "float8_e4m3fn"} == quantized
     assert {n for n, i in expected.items() if i.dtype == "float32"} == {
-        n + "_scale_inv" for n in quantised
+        n + "_scale_inv" for n in quantized
     }
     assert expected[experts[0]].shape == (F, H)  # gate [out, in]
     assert expected[experts[2]].shape == (H, F)  # down
@@ -116,12 +122,12 @@ def test_a_version_of_another_transport_is_refused():
         check_manifest(RunConfig(), manifest)
 
 
-def test_dequantise_is_the_inverse_of_the_stored_form():
+def test_dequantize_is_the_inverse_of_the_stored_form():
     weight = torch.ones(256, 128).to(torch.float8_e4m3fn)
     scale = torch.tensor([[2.0], [3.0]])
-    full = dequantise(weight, scale)
+    full = dequantize(weight, scale)
     assert (full[:128] == 2).all()
     assert (full[128:] == 3).all()
-    quantised, scales = quantise("w", torch.empty(256, 128, device="meta"))
-    assert quantised.dtype == torch.float8_e4m3fn
+    quantized, scales = quantize("w", torch.empty(256, 128, device="meta"))
+    assert quantized.dtype == torch.float8_e4m3fn
     assert scales.shape == (2, 1)

@@ -1,4 +1,4 @@
-"""How the bytes of a weight version travel from the trainer to the generators: one file each.
+"""Transports of a weight version from the trainer to the generators: one file each.
 
 Both ends of `weights.transport` are chosen here, and nowhere else.
 """
@@ -14,15 +14,15 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.base import Publisher, Receiver
-from megatron_rl.weights.transports.requests import Place
+from megatron_rl.weights.transports.requests import ReceivingWorker
 
 
 def refuse_contradictions(config: RunConfig, *, cuda: bool) -> None:
-    """Refuse what this machine's devices cannot do.
+    """Refuse a transport that this machine's devices do not support.
 
     Args:
         config: the run.
-        cuda: whether torch finds a CUDA device.
+        cuda: True if torch finds a CUDA device.
 
     Raises:
         ConfigError: names the key and the remedy.
@@ -35,10 +35,10 @@ def refuse_contradictions(config: RunConfig, *, cuda: bool) -> None:
 
 
 def open_publisher(config: RunConfig, rank: int, rendezvous: Rendezvous) -> Publisher | None:
-    """This trainer rank's end of the run's transport; None on a rank that takes no part.
+    """Return this trainer rank's publisher; None on a rank that takes no part.
 
     Args:
-        config: `weights`, `roles` and `timeouts.transfer_seconds` count.
+        config: its `weights`, `roles` and `timeouts.transfer_seconds` are used.
         rank: trainer rank.
         rendezvous: the run's store.
 
@@ -70,7 +70,7 @@ def open_publisher(config: RunConfig, rank: int, rendezvous: Rendezvous) -> Publ
 
 @dataclass(frozen=True, slots=True)
 class ReceiverInfo:
-    """What a worker of an engine must know to open its end; travels as a dict."""
+    """Settings with which a worker of an engine opens its receiver; travel as a dict."""
 
     transport: str
     engine: int
@@ -85,7 +85,7 @@ class ReceiverInfo:
 
     @classmethod
     def of(cls, config: RunConfig, engine: int, rendezvous: Rendezvous) -> dict[str, Any]:
-        """The dict for the workers of an engine."""
+        """Return the dict for the workers of an engine."""
         info = cls(
             transport=config.weights.transport,
             engine=engine,
@@ -98,14 +98,14 @@ class ReceiverInfo:
         )
         return asdict(info)
 
-    def place(self, worker: int) -> Place:
-        """Of one of the engine's workers."""
+    def worker(self, number: int) -> ReceivingWorker:
+        """Return one of the engine's workers."""
         rendezvous = Rendezvous(self.host, self.port, self.prefix)
-        return Place(rendezvous, self.engine, worker, self.workers, self.seconds)
+        return ReceivingWorker(rendezvous, self.engine, number, self.workers, self.seconds)
 
 
 def open_receiver(info: ReceiverInfo, worker: int) -> Receiver:
-    """The end of worker `worker` of an engine.
+    """Return the receiver of worker `worker` of an engine.
 
     Raises:
         ValueError: a transport of another name; trainer and generator are of different versions.
@@ -118,16 +118,16 @@ def open_receiver(info: ReceiverInfo, worker: int) -> Receiver:
         case "gloo":
             from megatron_rl.weights.transports.gloo import GlooReceiver
 
-            return GlooReceiver(info.place(worker))
+            return GlooReceiver(info.worker(worker))
         case "nccl":
             from megatron_rl.weights.transports.nccl import NcclReceiver
 
-            return NcclReceiver(info.place(worker))
+            return NcclReceiver(info.worker(worker))
     raise ValueError(f"weights.transport {info.transport!r} is not one of disk, gloo, nccl")
 
 
 def check_manifest(config: RunConfig, manifest: Manifest) -> None:
-    """What an engine's leader checks by itself, before any worker is asked.
+    """Run the checks that need no worker.
 
     Raises:
         WeightsError: a version of another transport, or files that are missing or torn.

@@ -1,12 +1,12 @@
-"""What every weight transport offers: a publisher on the trainer, a receiver at each worker.
+"""The two ends of every weight transport: a publisher on the trainer, a receiver at each worker.
 
     trainer                                             generator
-    publish(v) -> manifest  --- orchestrator --->  begin(manifest)    decoding goes on
+    publish(v) -> manifest  --- orchestrator --->  begin(manifest)    decoding continues
                                                    poll() -> checked
                                                    load(manifest)     decoding is paused
 
-Whatever is wrong with a version is found before `load`, where the transport can hold a version
-beside the weights in use; `nccl` cannot, and checks each bucket before a tensor of it is loaded.
+A wrong version is refused before `load` by a transport that can hold a version next to the weights
+in use; `nccl` cannot, and checks each bucket before a tensor of it is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Publisher(Protocol):
         """Store a version, for generators to take; returns when it is complete.
 
         Returns:
-            The manifest; None on trainer ranks other than 0, where a transport has them take part.
+            The manifest; None on trainer ranks other than 0 of a transport that has them take part.
 
         Raises:
             WeightsError: a version that is not newer, or an earlier one did not reach a generator.
@@ -41,7 +41,7 @@ class Publisher(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """No generator needs `version` or an older one any more."""
+        """Allow the removal of `version` and older ones: no generator needs them any more."""
         ...
 
     def close(self) -> None:
@@ -57,10 +57,10 @@ class Receiver(Protocol):
         ...
 
     def poll(self) -> bool:
-        """Whether the version that was begun can be loaded now.
+        """Return True once the version can be loaded.
 
         Raises:
-            WeightsError: it was refused; the model's weights are as they were.
+            WeightsError: it was refused; the model's weights are unchanged.
         """
         ...
 
@@ -73,20 +73,20 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is held."""
+        """Free everything that is held."""
         ...
 
 
-class Shelf:
-    """Which published versions must stay.
+class VersionRetention:
+    """The published versions that must be kept.
 
-    The newest `keep` always do. Older ones stay until `release` says that no generator needs
+    The newest `keep` always are. Older ones are kept until `release` says that no generator needs
     them, so a slow generator never loses its version.
     """
 
     def __init__(self, keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}: at least the newest version must stay (keep >= 1)")
+            raise ValueError(f"keep is {keep}: at least the newest version is kept (keep >= 1)")
         self._keep = keep
         self._versions: list[int] = []
         self._released = -1
@@ -109,21 +109,21 @@ class Shelf:
             )
 
     def add(self, version: int) -> list[int]:
-        """A version was published; returns those that go."""
+        """Add a published version; return those to be removed."""
         self._versions.append(version)
         return self._unneeded()
 
     def release(self, version: int) -> list[int]:
-        """Nobody needs `version` or an older one; returns those that go."""
+        """Note that `version` and older ones are not needed; return those to be removed."""
         self._released = max(self._released, version)
         return self._unneeded()
 
     def clear(self) -> list[int]:
-        """Nothing is kept any more; returns what was."""
-        gone, self._versions = self._versions, []
-        return gone
+        """Keep nothing any more; return the versions that were kept."""
+        removed, self._versions = self._versions, []
+        return removed
 
     def _unneeded(self) -> list[int]:
-        gone = [v for v in self._versions[: -self._keep] if v <= self._released]
-        self._versions = [v for v in self._versions if v not in gone]
-        return gone
+        removed = [v for v in self._versions[: -self._keep] if v <= self._released]
+        self._versions = [v for v in self._versions if v not in removed]
+        return removed

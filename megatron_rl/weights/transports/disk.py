@@ -1,8 +1,8 @@
 """Transport `disk`: a version is a folder of safetensors buckets, best in shared memory.
 
-Layout and recovery rules: `megatron_rl.weights.manifest`. Publisher and readers need nothing but
-a file system that both see, so one publisher serves any number of generators and tensor-parallel
-ranks, and a reader that dies disturbs nobody.
+Layout and recovery rules: `megatron_rl.weights.manifest`. Publisher and readers need only a file
+system that both see, so one publisher serves any number of generators and tensor-parallel ranks,
+and a reader that dies affects no other.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from megatron_rl.messages import Manifest, TensorInfo
-from megatron_rl.weights.buckets import cut, dtype_name, tensor_bytes, tensor_info
+from megatron_rl.weights.buckets import dtype_name, into_buckets, tensor_bytes, tensor_info
 from megatron_rl.weights.manifest import (
     WeightsError,
     checksum,
     version_folder,
     write_manifest,
 )
-from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
+from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
 
 _HIDDEN = ".writing-"
 
 
 class DiskPublisher:
-    """Writes versions into `directory` and deletes those that nobody needs (`base.Shelf`).
+    """Writes versions into `directory` and deletes unneeded ones (`base.VersionRetention`).
 
     Example: `DiskPublisher(Path("/dev/shm/run"), keep=2).publish(21, stream, 256 * 2**20)`.
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        self._shelf = Shelf(keep)
+        self._retention = VersionRetention(keep)
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         for left_behind in directory.glob(f"{_HIDDEN}*"):
@@ -47,10 +47,10 @@ class DiskPublisher:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of this publisher that are on disk, oldest first."""
-        return self._shelf.versions
+        return self._retention.versions
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
-        """Write `version`; its folder appears when its last byte is in place.
+        """Write `version`; its folder appears when its last byte is written.
 
         Args:
             version: optimizer steps that made these weights; larger than all before.
@@ -60,7 +60,7 @@ class DiskPublisher:
         Raises:
             WeightsError: a version that is not newer, a doubled name, or a full disk.
         """
-        self._shelf.check_newer(version)
+        self._retention.check_newer(version)
         folder = version_folder(self.directory, version)
         hidden = self.directory / f"{_HIDDEN}{version:06d}"
         hidden.mkdir()
@@ -80,16 +80,16 @@ class DiskPublisher:
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        self._delete(self._shelf.add(version))
+        self._delete(self._retention.add(version))
         return manifest
 
     def release(self, version: int) -> None:
-        """No generator needs `version` or an older one any more."""
-        self._delete(self._shelf.release(version))
+        """Allow the removal of `version` and older ones: no generator needs them any more."""
+        self._delete(self._retention.release(version))
 
     def close(self) -> None:
         """Delete every version of this publisher, and the directory if nothing else is in it."""
-        self._delete(self._shelf.clear())
+        self._delete(self._retention.clear())
         if self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
@@ -99,13 +99,13 @@ class DiskPublisher:
 
 
 class DiskReceiver:
-    """Reads a version bucket by bucket; the generator compared all checksums before (`check`)."""
+    """Reads a version bucket by bucket; the generator compared all checksums before."""
 
     def begin(self, manifest: Manifest) -> None:
-        """Nothing travels: the files are there."""
+        """Do nothing: the files are complete."""
 
     def poll(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
@@ -113,7 +113,7 @@ class DiskReceiver:
         load_weights(read_buckets(manifest))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def _write(
@@ -123,7 +123,7 @@ def _write(
     checksums: list[str] = []
     counts: list[int] = []
     infos: list[TensorInfo] = []
-    for bucket in cut(stream, bucket_bytes, version):
+    for bucket in into_buckets(stream, bucket_bytes, version):
         data = save(bucket)
         buckets.append(f"{len(buckets):05d}.safetensors")
         checksums.append(checksum(data))
@@ -144,7 +144,7 @@ def _write(
 
 
 def check_buckets(manifest: Manifest) -> None:
-    """Compare every bucket's checksum, loading nothing.
+    """Compare every bucket's checksum, without loading it.
 
     Raises:
         WeightsError: a bucket is missing, unreadable or differs.
@@ -156,11 +156,11 @@ def check_buckets(manifest: Manifest) -> None:
 
 
 def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version in the order of the manifest; each bucket is checked first.
+    """Yield the tensors of a version in the order of the manifest; check each bucket first.
 
     Raises:
-        WeightsError: a bucket is missing or torn, or holds other tensors than announced; no
-            tensor of that bucket was yielded then.
+        WeightsError: a bucket is missing or torn, or holds other tensors than announced; then no
+            tensor of that bucket was yielded.
     """
     announced = {t.name: t for t in manifest.tensors}
     read = 0
@@ -171,13 +171,13 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             tensors = load(data)
         except SafetensorError as e:
-            raise WeightsError(f"{_where(manifest, path)}: not a safetensors file ({e})") from e
+            raise WeightsError(f"{_name(manifest, path)}: not a safetensors file ({e})") from e
         for tensor_name, tensor in tensors.items():
             info = announced.get(tensor_name)
             shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
             if info is None or (shape, dtype) != (tuple(info.shape), info.dtype):
                 raise WeightsError(
-                    f"{_where(manifest, path)}: {tensor_name} is {dtype}{list(shape)}, the"
+                    f"{_name(manifest, path)}: {tensor_name} is {dtype}{list(shape)}, the"
                     f" manifest says {info and f'{info.dtype}{list(info.shape)}'}; publish the"
                     " version again"
                 )
@@ -185,7 +185,7 @@ def read_buckets(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
         for info in manifest.tensors[read : read + len(tensors)]:
             if info.name not in tensors:
                 raise WeightsError(
-                    f"{_where(manifest, path)}: {info.name} is announced but not in it; publish"
+                    f"{_name(manifest, path)}: {info.name} is announced but not in it; publish"
                     " the version again"
                 )
             yield info.name, tensors[info.name]
@@ -201,19 +201,19 @@ def _bucket_path(manifest: Manifest, name: str) -> Path:
     path = Path(manifest.path) / name
     if not path.is_file() or os.path.getsize(path) == 0:
         raise WeightsError(
-            f"{_where(manifest, path)}: missing or empty; it was deleted before this generator"
+            f"{_name(manifest, path)}: missing or empty; it was deleted before this generator"
             " took it: publish again, and release a version only when every generator is past it"
         )
     return path
 
 
-def _compare(manifest: Manifest, path: Path, expected: str, found: str) -> None:
-    if found != expected:
+def _compare(manifest: Manifest, path: Path, expected: str, actual: str) -> None:
+    if actual != expected:
         raise WeightsError(
-            f"{_where(manifest, path)}: checksum {found}, the manifest says {expected}; the file"
+            f"{_name(manifest, path)}: checksum {actual}, the manifest says {expected}; the file"
             " is torn or was changed: publish the version again"
         )
 
 
-def _where(manifest: Manifest, path: Path) -> str:
+def _name(manifest: Manifest, path: Path) -> str:
     return f"weights version {manifest.version}, {path}"

@@ -1,10 +1,10 @@
 """Transport `gloo`: flat buckets in host memory, broadcast to an engine's workers on request.
 
-The trainer keeps the newest versions in memory (`base.Shelf`). Each transfer has a process group
-of its own (sender: rank 0, worker w: rank w + 1): a few milliseconds, and what is left of a failed
-one cannot reach the next. A worker receives into host memory and compares every checksum
-(blake2b-128 of the flat bucket) while its engine goes on decoding; only then is anything loaded.
-Memory of each worker: the whole version, besides the weights in use.
+The trainer keeps the newest versions in memory (`base.VersionRetention`). Each transfer has its own
+process group (sender: rank 0, worker w: rank w + 1), which costs a few milliseconds and keeps the
+remains of a failed one from the next. A worker receives into host memory and compares every
+checksum (blake2b-128 of the flat bucket) while its engine continues to decode; only then is
+anything loaded. Memory of each worker: the whole version, in addition to the weights in use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.messages import Manifest, TensorInfo
-from megatron_rl.weights.buckets import cut, flatten, parts, places, tensor_bytes
+from megatron_rl.weights.buckets import flatten, into_buckets, offsets, tensor_bytes, unflatten
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.rendezvous import Rendezvous
-from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
-from megatron_rl.weights.transports.requests import Background, Place, Request, Requests, Service
+from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
+from megatron_rl.weights.transports.requests import (
+    Background,
+    ReceivingWorker,
+    TransferClient,
+    TransferRequest,
+    TransferService,
+)
 
 SENDER = 0
 """Trainer rank that sends."""
@@ -46,36 +52,36 @@ class GlooPublisher:
         self, rendezvous: Rendezvous, engines: int, workers: int, seconds: float, keep: int = 2
     ) -> None:
         self._rendezvous, self._workers = rendezvous, workers
-        self._shelf = Shelf(keep)
+        self._retention = VersionRetention(keep)
         self._held: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
         self._services = [
-            Service(rendezvous, SENDER, engine, workers, seconds, self._offer, self._send)
+            TransferService(rendezvous, SENDER, engine, workers, seconds, self._offer, self._send)
             for engine in range(engines)
         ]
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions in memory, oldest first."""
-        return self._shelf.versions
+        return self._retention.versions
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
-        """Take the version into memory, ready to be asked for.
+        """Copy the version into memory, ready for requests.
 
         Raises:
             WeightsError: a version that is not newer, a doubled name, or an earlier version did
                 not reach an engine.
         """
         self.raise_if_failed()
-        self._shelf.check_newer(version)
+        self._retention.check_newer(version)
         flats: list[Tensor] = []
         infos: list[TensorInfo] = []
         counts: list[int] = []
-        for bucket in cut(stream, bucket_bytes, version):
-            found, flat = flatten(bucket)
+        for bucket in into_buckets(stream, bucket_bytes, version):
+            entries, flat = flatten(bucket)
             flats.append(flat)
-            infos += found
-            counts.append(len(found))
+            infos += entries
+            counts.append(len(entries))
         manifest = Manifest(
             version=version,
             path="",
@@ -88,11 +94,11 @@ class GlooPublisher:
         )
         with self._lock:
             self._held[version] = flats
-        self._drop(self._shelf.add(version))
+        self._drop(self._retention.add(version))
         return manifest
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in a transfer since the last call.
+        """Raise the first failure of a transfer since the last call.
 
         Raises:
             WeightsError: version, engine and cause.
@@ -101,14 +107,14 @@ class GlooPublisher:
             service.raise_if_failed()
 
     def release(self, version: int) -> None:
-        """No generator needs `version` or an older one any more."""
-        self._drop(self._shelf.release(version))
+        """Allow the removal of `version` and older ones: no generator needs them any more."""
+        self._drop(self._retention.release(version))
 
     def close(self) -> None:
         """End the service."""
         for service in self._services:
             service.close()
-        self._drop(self._shelf.clear())
+        self._drop(self._retention.clear())
 
     def _drop(self, versions: list[int]) -> None:
         with self._lock:
@@ -118,7 +124,7 @@ class GlooPublisher:
     def _offer(self, version: int) -> dict[str, Any]:
         return {"sizes": [flat.numel() for flat in self._flats(version)]}
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: TransferRequest) -> None:
         flats = self._flats(request.version)
         group = _join(request, self._rendezvous, 0, 1 + self._workers)
         for flat in flats:
@@ -126,27 +132,27 @@ class GlooPublisher:
 
     def _flats(self, version: int) -> list[Tensor]:
         with self._lock:
-            found = self._held.get(version)
-        if found is None:
+            flats = self._held.get(version)
+        if flats is None:
             raise WeightsError(f"only versions {list(self.versions)} are held")
-        return found
+        return flats
 
 
 class GlooReceiver:
     """A worker's end.
 
     Args:
-        place: of the worker.
+        worker: this worker.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._requests = Requests(place, SENDER)
+    def __init__(self, worker: ReceivingWorker) -> None:
+        self._worker = worker
+        self._client = TransferClient(worker, SENDER)
         self._work: Background | None = None
         self._checked: tuple[Manifest, list[Tensor]] | None = None
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask for the version and receive it in the background.
+        """Request the version and receive it in the background.
 
         Raises:
             WeightsError: an earlier one is still under way.
@@ -160,7 +166,7 @@ class GlooReceiver:
         self._work = Background(lambda: self._receive(manifest), f"weights {manifest.version}")
 
     def poll(self) -> bool:
-        """Whether every byte is here and checked.
+        """Return True once every byte is received and checked.
 
         Raises:
             WeightsError: the version was refused, or did not come in time.
@@ -181,11 +187,11 @@ class GlooReceiver:
         load_weights(_named(received, flats))
 
     def close(self) -> None:
-        """Give up what was received."""
+        """Free the version that was received."""
         self._checked = None
 
     def _receive(self, manifest: Manifest) -> None:
-        sizes = [places(infos)[1] for infos in _infos_by_bucket(manifest)]
+        sizes = [offsets(infos)[1] for infos in _infos_by_bucket(manifest)]
 
         def agree(answer: dict[str, Any]) -> None:
             if answer["sizes"] != sizes:
@@ -195,18 +201,18 @@ class GlooReceiver:
                     " publish the version again"
                 )
 
-        def receive(request: Request) -> None:
+        def receive(request: TransferRequest) -> None:
             flats = self._take(manifest.version, request, sizes)
             _compare(manifest, flats)
             self._checked = (manifest, flats)
 
-        self._requests.take(manifest.version, agree, receive)
+        self._client.take(manifest.version, agree, receive)
 
-    def _take(self, version: int, request: Request, sizes: list[int]) -> list[Tensor]:
+    def _take(self, version: int, request: TransferRequest, sizes: list[int]) -> list[Tensor]:
         flats: list[Tensor] = []
         try:
-            place = self._place
-            group = _join(request, place.rendezvous, place.rank, place.ranks)
+            worker = self._worker
+            group = _join(request, worker.rendezvous, worker.rank, worker.ranks)
             for size in sizes:
                 flat = torch.empty(size, dtype=torch.uint8)
                 _broadcast(group, flat)
@@ -221,10 +227,10 @@ class GlooReceiver:
 
 def _compare(manifest: Manifest, flats: list[Tensor]) -> None:
     for name, flat, expected in zip(manifest.buckets, flats, manifest.checksums, strict=True):
-        found = checksum(flat.numpy())
-        if found != expected:
+        actual = checksum(flat.numpy())
+        if actual != expected:
             raise WeightsError(
-                f"weights version {manifest.version}, bucket {name}: checksum {found}, the"
+                f"weights version {manifest.version}, bucket {name}: checksum {actual}, the"
                 f" manifest says {expected}; the bytes were changed on the way: publish the"
                 " version again"
             )
@@ -239,11 +245,11 @@ def _infos_by_bucket(manifest: Manifest) -> Iterator[tuple[TensorInfo, ...]]:
 
 def _named(manifest: Manifest, flats: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     for infos, flat in zip(_infos_by_bucket(manifest), flats, strict=True):
-        yield from parts(infos, flat)
+        yield from unflatten(infos, flat)
 
 
-def _join(request: Request, rendezvous: Rendezvous, rank: int, size: int) -> Any:
-    """The process group of one transfer; every collective of it has the request's time-out."""
+def _join(request: TransferRequest, rendezvous: Rendezvous, rank: int, size: int) -> Any:
+    """Return the process group of one transfer; its collectives have the request's time-out."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=request.seconds_left)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(rendezvous))]
@@ -252,14 +258,14 @@ def _join(request: Request, rendezvous: Rendezvous, rank: int, size: int) -> Any
 
 
 def _own_address(rendezvous: Rendezvous) -> str:
-    """The address by which this host reaches the store: the others reach it by that one."""
+    """Return the address by which this host reaches the store, and the others reach this host."""
     family, kind, _, _, address = socket.getaddrinfo(
         rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
-        found = probe.getsockname()[0]
-    return str(ipaddress.ip_address(found.partition("%")[0]))
+        probe.connect(address)  # a datagram socket: nothing is sent
+        own = probe.getsockname()[0]
+    return str(ipaddress.ip_address(own.partition("%")[0]))
 
 
 def _broadcast(group: Any, flat: Tensor) -> None:

@@ -1,16 +1,16 @@
 """Transport `nccl`: from GPU to GPU, by vLLM's packed broadcast.
 
-Senders: one trainer rank per pipeline stage and expert group, each with the tensors that it put
-together (`export(spread=True)`), so that no rank gathers the whole model. Each holds its part of
-the newest versions in pinned host memory and serves an engine on request (`requests`); training
-goes on. Sender and workers of an engine have a communicator of their own:
+Senders: one trainer rank per pipeline stage and expert group, each with the tensors that it joined
+(`export(spread=True)`), so that no rank gathers the whole model. Each holds its part of the newest
+versions in pinned host memory and serves an engine on request (`requests`), while training
+continues. Sender and workers of an engine have their own communicator:
 
     NCCL rank 0: the sender        NCCL rank 1 + w: worker w of the engine
 
-It is made at the first request, from an id that the sender mints. The bytes are packed by vLLM's
+It is made at the first request, from an id that the sender makes. The bytes are packed by vLLM's
 rule (`nccl_plan.chunk_counts`), so a bucket of the manifest is a chunk, and its checksum
 (`device_checksum`) is compared on the GPU before a tensor of it is loaded. A worker cannot hold a
-second copy of a large model, so a wrong bucket is found between two versions: the generator then
+second copy of a large model, so a wrong bucket is detected between two versions: the generator then
 ends with the error.
 NCCL has no time-outs: at the end of `timeouts.transfer_seconds` the communicator is aborted.
 """
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.messages import Manifest
-from megatron_rl.weights.buckets import each_once, tensor_bytes, tensor_info
+from megatron_rl.weights.buckets import reject_doubled_names, tensor_bytes, tensor_info
 from megatron_rl.weights.device_checksum import device_checksum, word_sum
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
-from megatron_rl.weights.transports.base import LoadWeights, Shelf, WeightStream
+from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
 from megatron_rl.weights.transports.nccl_communicator import bounded, connect, new_unique_id
 from megatron_rl.weights.transports.nccl_plan import (
     CheckedLoad,
@@ -39,10 +39,15 @@ from megatron_rl.weights.transports.nccl_plan import (
     join_parts,
     split_parts,
 )
-from megatron_rl.weights.transports.requests import Place, Request, Requests, Service
+from megatron_rl.weights.transports.requests import (
+    ReceivingWorker,
+    TransferClient,
+    TransferRequest,
+    TransferService,
+)
 
 BUFFERS = 2
-"""Chunks under way at once, on streams of their own."""
+"""Chunks in transit at once, each on its own stream."""
 
 
 class NcclPublisher:
@@ -54,7 +59,7 @@ class NcclPublisher:
         engines: number of engines.
         workers: worker processes of one engine.
         seconds: time-out of one transfer, `timeouts.transfer_seconds`.
-        keep: newest versions that stay in host memory in any case.
+        keep: newest versions that always stay in host memory.
     """
 
     def __init__(
@@ -68,13 +73,14 @@ class NcclPublisher:
     ) -> None:
         self._rendezvous, self._rank, self._engines = rendezvous, rank, engines
         self._workers, self._seconds = workers, seconds
-        self._shelf = Shelf(keep)
+        self._retention = VersionRetention(keep)
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
         self._lock = threading.Lock()
         self._links: list[_SenderLink] = []
-        self._services: list[Service] = []
+        self._services: list[TransferService] = []
         self._released = -1
-        self._bucket_bytes = 0
+        self.bucket_bytes = 0
+        """A chunk ends with the tensor that takes it over this size."""
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest | None:
         """Copy this rank's tensors into pinned memory; returns the manifest on rank 0.
@@ -85,25 +91,25 @@ class NcclPublisher:
         """
         for service in self._services:
             service.raise_if_failed()
-        self._shelf.check_newer(version)
-        self._bucket_bytes = bucket_bytes
+        self._retention.check_newer(version)
+        self.bucket_bytes = bucket_bytes
         held: list[tuple[str, Tensor]] = []
         sums: list[Tensor] = []
-        for name, tensor in each_once(stream, version):
+        for name, tensor in reject_doubled_names(stream, version):
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             held.append((name, pinned.copy_(tensor.detach())))
             sums.append(word_sum(tensor))
         part = self._part(held, sums, bucket_bytes)
         with self._lock:
             self._held[version] = held
-        self._drop(self._shelf.add(version))
+        self._drop(self._retention.add(version))
         if held and not self._services:
             self._serve()
         parts = self._gather(part)
         return None if parts is None else join_parts(version, [p for p in parts if p.tensors])
 
     def release(self, version: int) -> None:
-        """No generator needs `version` or an older one; the other ranks hear it on publishing."""
+        """Allow the removal of `version` and older ones; the other ranks learn it at `publish`."""
         self._released = max(self._released, version)
 
     def close(self) -> None:
@@ -112,7 +118,7 @@ class NcclPublisher:
             service.close()
         for link in self._links:
             link.abort()
-        self._drop(self._shelf.clear())
+        self._drop(self._retention.clear())
 
     def _part(self, held: list[tuple[str, Tensor]], sums: list[Tensor], bucket_bytes: int) -> Part:
         infos = tuple(tensor_info(name, tensor) for name, tensor in held)
@@ -126,10 +132,10 @@ class NcclPublisher:
         return Part(self._rank, infos, tuple(counts), tuple(checksums))
 
     def _gather(self, part: Part) -> list[Part] | None:
-        """All parts on rank 0; the others hear from it what nobody needs any more."""
-        said = [self._released]
-        dist.broadcast_object_list(said, src=0)
-        self._drop(self._shelf.release(said[0]))
+        """Return all parts on rank 0, after it told the other ranks the released version."""
+        released = [self._released]
+        dist.broadcast_object_list(released, src=0)
+        self._drop(self._retention.release(released[0]))
         parts: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(part, parts, dst=0)
         return parts
@@ -140,7 +146,7 @@ class NcclPublisher:
             link = _SenderLink(self, 1 + self._workers, device)
             self._links.append(link)
             self._services.append(
-                Service(
+                TransferService(
                     self._rendezvous,
                     self._rank,
                     engine,
@@ -152,21 +158,16 @@ class NcclPublisher:
             )
 
     def tensors(self, version: int) -> list[tuple[str, Tensor]]:
-        """This rank's tensors of a version.
+        """Return this rank's tensors of a version.
 
         Raises:
             WeightsError: it is not held any more.
         """
         with self._lock:
-            found = self._held.get(version)
-        if found is None:
-            raise WeightsError(f"only versions {list(self._shelf.versions)} are held")
-        return found
-
-    @property
-    def bucket_bytes(self) -> int:
-        """A chunk ends with the tensor that takes it over this."""
-        return self._bucket_bytes
+            held = self._held.get(version)
+        if held is None:
+            raise WeightsError(f"only versions {list(self._retention.versions)} are held")
+        return held
 
     def _drop(self, versions: list[int]) -> None:
         with self._lock:
@@ -183,7 +184,7 @@ class _SenderLink:
         self._communicator: Any = None
 
     def offer(self, version: int) -> dict[str, Any]:
-        """The answer to a request; a new id tells the workers to make a new communicator."""
+        """Return the answer to a request; a new id makes the workers make a new communicator."""
         tensors = self._publisher.tensors(version)
         if self._unique_id is None:
             self._unique_id = new_unique_id()
@@ -194,7 +195,7 @@ class _SenderLink:
             "bucket_bytes": self._publisher.bucket_bytes,
         }
 
-    def send(self, request: Request) -> None:
+    def send(self, request: TransferRequest) -> None:
         """Send the version to all workers."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -220,7 +221,7 @@ class _SenderLink:
             raise
 
     def abort(self) -> None:
-        """Give the communicator up; the next request makes another."""
+        """Destroy the communicator; the next request makes another."""
         if self._communicator is not None:
             self._communicator.destroy()
         self._communicator = self._unique_id = None
@@ -230,33 +231,32 @@ class NcclReceiver:
     """A worker's end.
 
     Args:
-        place: of the worker.
+        worker: this worker.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._requests: dict[int, Requests] = {}
+    def __init__(self, worker: ReceivingWorker) -> None:
+        self._worker = worker
+        self._clients: dict[int, TransferClient] = {}
         self._communicators: dict[int, tuple[bytes, Any]] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Nothing is received ahead: there is no room for it."""
+        """Do nothing: there is no memory for a second version."""
 
     def poll(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
         """Receive from one sender after the other; each chunk is checked, then loaded.
 
         Raises:
-            WeightsError: a sender refused, a chunk is wrong, or `timeouts.transfer_seconds` went
-                by.
+            WeightsError: a sender refused, a chunk is wrong, or `timeouts.transfer_seconds` passed.
         """
         for part in split_parts(manifest):
             self._load_part(manifest.version, part, load_weights)
 
     def close(self) -> None:
-        """Give the communicators up."""
+        """Destroy the communicators."""
         for _, communicator in self._communicators.values():
             communicator.destroy()
         self._communicators.clear()
@@ -276,7 +276,7 @@ class NcclReceiver:
                 )
             answers.append(answer)
 
-        def receive(request: Request) -> None:
+        def receive(request: TransferRequest) -> None:
             from vllm.distributed.weight_transfer.packed_tensor import (
                 packed_nccl_broadcast_consumer,
             )
@@ -296,17 +296,16 @@ class NcclReceiver:
                     device=f"cuda:{torch.cuda.current_device()}",
                 )
 
-        requests = self._requests.get(part.sender)
-        if requests is None:
-            requests = self._requests[part.sender] = Requests(self._place, part.sender)
-        requests.take(version, agree, receive)
+        if part.sender not in self._clients:
+            self._clients[part.sender] = TransferClient(self._worker, part.sender)
+        self._clients[part.sender].take(version, agree, receive)
 
-    def _communicator(self, sender: int, unique_id: str, request: Request) -> Any:
+    def _communicator(self, sender: int, unique_id: str, request: TransferRequest) -> Any:
         wanted = base64.b64decode(unique_id)
         held, communicator = self._communicators.get(sender, (b"", None))
         if held != wanted:
             if communicator is not None:
                 communicator.destroy()
-            communicator = connect(wanted, self._place.rank, self._place.ranks, request)
+            communicator = connect(wanted, self._worker.rank, self._worker.ranks, request)
             self._communicators[sender] = (wanted, communicator)
         return communicator

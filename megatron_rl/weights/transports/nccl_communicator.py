@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from megatron_rl.weights.manifest import WeightsError
-from megatron_rl.weights.transports.requests import Background, Request
+from megatron_rl.weights.transports.requests import Background, TransferRequest
 
 
 def new_unique_id() -> bytes:
-    """The id of a communicator that is going to be made."""
+    """Return an id for a new communicator."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     return bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
 
-def connect(unique_id: bytes, rank: int, size: int, request: Request) -> Any:
-    """The communicator of this id, which every member makes at the same time.
+def connect(unique_id: bytes, rank: int, size: int, request: TransferRequest) -> Any:
+    """Return the communicator of this id, which all members make at the same time.
 
     Raises:
-        WeightsError: a member did not come until the request's deadline.
+        WeightsError: a member was missing at the request's deadline.
     """
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
@@ -46,11 +46,11 @@ def connect(unique_id: bytes, rank: int, size: int, request: Request) -> Any:
 
 
 @contextmanager
-def bounded(communicator: Any, request: Request) -> Iterator[None]:
-    """What is done inside is aborted at the request's deadline.
+def bounded(communicator: Any, request: TransferRequest) -> Iterator[None]:
+    """Abort the body of the `with` statement at the request's deadline.
 
     Raises:
-        WeightsError: it was.
+        WeightsError: it was aborted.
     """
     late = threading.Event()
 

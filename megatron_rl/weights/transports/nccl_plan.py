@@ -1,7 +1,4 @@
-"""What the senders of the transport `nccl` send, in which chunks, and how a chunk is checked.
-
-Nothing here needs a GPU: the transport (`nccl`) is built of it.
-"""
+"""The chunks that the senders of the transport `nccl` send, and their checks; needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megatron_rl.weights.transports.base import LoadWeights
 
 
 def chunk_counts(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
-    """Tensors of each chunk, for tensors of these sizes in bytes."""
+    """Return the number of tensors of each chunk, for tensors of these sizes in bytes."""
     counts, count, filled = [], 0, 0
     for size in sizes:
         count, filled = count + 1, filled + size
@@ -30,7 +27,7 @@ def chunk_counts(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one sender has of a version, without the bytes."""
+    """One sender's share of a version, without the bytes."""
 
     sender: int
     """Trainer rank."""
@@ -41,7 +38,7 @@ class Part:
     """Of each chunk."""
 
     def chunks(self) -> Iterator[tuple[tuple[TensorInfo, ...], str]]:
-        """(tensors, checksum) of each chunk."""
+        """Yield (tensors, checksum) of each chunk."""
         start = 0
         for count, checksum in zip(self.counts, self.checksums, strict=True):
             yield self.tensors[start : start + count], checksum
@@ -49,7 +46,7 @@ class Part:
 
 
 def join_parts(version: int, parts: Iterable[Part]) -> Manifest:
-    """The manifest of a version that several ranks send."""
+    """Return the manifest of a version that several ranks send."""
     ordered = sorted(parts, key=lambda part: part.sender)
     tensors = tuple(info for part in ordered for info in part.tensors)
     return Manifest(
@@ -66,14 +63,14 @@ def join_parts(version: int, parts: Iterable[Part]) -> Manifest:
 
 
 def split_parts(manifest: Manifest) -> list[Part]:
-    """The parts that `join_parts` joined."""
-    found: dict[int, list[tuple[tuple[TensorInfo, ...], int, str]]] = {}
+    """Return the parts that `join_parts` joined."""
+    by_sender: dict[int, list[tuple[tuple[TensorInfo, ...], int, str]]] = {}
     start = 0
     for sender, count, checksum in zip(
         manifest.senders, manifest.bucket_tensors, manifest.checksums, strict=True
     ):
         chunk = (manifest.tensors[start : start + count], count, checksum)
-        found.setdefault(sender, []).append(chunk)
+        by_sender.setdefault(sender, []).append(chunk)
         start += count
     return [
         Part(
@@ -82,7 +79,7 @@ def split_parts(manifest: Manifest) -> list[Part]:
             tuple(count for _, count, _ in chunks),
             tuple(checksum for _, _, checksum in chunks),
         )
-        for sender, chunks in sorted(found.items())
+        for sender, chunks in sorted(by_sender.items())
     ]
 
 
@@ -94,17 +91,17 @@ class CheckedLoad:
         self._chunks = enumerate(part.chunks())
 
     def __call__(self, named: list[tuple[str, Tensor]]) -> None:
-        """One chunk.
+        """Check and load one chunk.
 
         Raises:
             WeightsError: other bytes than the manifest announces.
         """
         number, (infos, expected) = next(self._chunks)
-        found = checksum_of(infos, [tensor for _, tensor in named])
-        if found != expected:
+        actual = checksum_of(infos, [tensor for _, tensor in named])
+        if actual != expected:
             raise WeightsError(
                 f"weights version {self._version}, bucket {self._sender}/{number:05d}: checksum"
-                f" {found}, the manifest says {expected}; the bytes were changed on the way: the"
+                f" {actual}, the manifest says {expected}; the bytes were changed on the way: the"
                 " engine is between two versions, start the generator again"
             )
         self._load(named)

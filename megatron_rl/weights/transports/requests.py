@@ -1,19 +1,19 @@
-"""Versions on request: how a generator's workers and a sender of the trainer agree on a transfer.
+"""Transfers on request: how an engine's workers and a sender of the trainer agree on one.
 
 Below the run's prefix in torchrun's store, for sender `s` and engine `e`; `n` counts the engine's
 requests from 0, and every value is JSON:
 
     s/e/request/n       worker 0 of the engine: {"version": 21}; {} ends the sender's service
-    s/e/answer/n        sender: what the workers must know of what it is going to send
+    s/e/answer/n        sender: the facts that the workers need about the bytes to come
     s/e/ready/n/w       worker w: {}, once it has agreed to that
     s/e/go/n            sender: {}: every worker is ready, the bytes travel now
     s/e/verdict/n/w     worker w: {}, once it has checked every byte
 
-From `answer` on, {"error": "..."} may stand in the place of each: a transfer ends for all at once.
+From `answer` on, each value may be {"error": "..."} instead: a transfer ends for all at once.
 
 One thread of the sender serves one engine, so engines do not wait for each other, and the trainer
-waits for none of them. A sender holds what it offers in memory of its own: training goes on.
-Every wait ends after `timeouts.transfer_seconds`.
+waits for none of them. A sender holds the versions that it offers in its own memory, so training
+continues. Every wait ends after `timeouts.transfer_seconds`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
 
 CLOSE_SECONDS = 10.0
-"""How long the end of a service waits for a transfer that is under way."""
+"""Longest wait of a closing service for a transfer that is still running."""
 _ONE_YEAR = 365 * 24 * 3600.0
 
 
 @dataclass(slots=True)
-class Request:
-    """One request for a version, seen from either side."""
+class TransferRequest:
+    """One request for a version, as either side sees it."""
 
     store: Any
     base: str
@@ -49,37 +49,37 @@ class Request:
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline; a millisecond at least."""
+        """Seconds until the deadline; a millisecond at least."""
         return max(self.deadline - time.monotonic(), 0.001)
 
-    def put(self, what: str, value: dict[str, Any]) -> None:
-        """Say something under `what`."""
-        self.store.set(f"{self.base}{what}", json.dumps(value))
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        """Write a value under `base` + `key`."""
+        self.store.set(f"{self.base}{key}", json.dumps(value))
 
-    def get(self, what: str, who: str) -> dict[str, Any]:
-        """What was said under `what`.
+    def get(self, key: str, writer: str) -> dict[str, Any]:
+        """Wait for the value under `base` + `key` and return it.
 
         Raises:
-            WeightsError: nothing until the deadline, or an error; `who` is named.
+            WeightsError: nothing until the deadline, or an error; `writer` is named.
         """
         from torch.distributed import DistStoreError
 
-        key = f"{self.base}{what}"
+        full = f"{self.base}{key}"
         try:
-            self.store.wait([key], timedelta(seconds=self.seconds_left))
+            self.store.wait([full], timedelta(seconds=self.seconds_left))
         except DistStoreError:
             raise WeightsError(
-                f"weights version {self.version}: {who} said nothing within"
+                f"weights version {self.version}: {writer} said nothing within"
                 " timeouts.transfer_seconds; its log may say why"
             ) from None
-        found: dict[str, Any] = json.loads(self.store.get(key))
-        if "error" in found:
-            raise WeightsError(f"weights version {self.version}, {who}: {found['error']}")
-        return found
+        value: dict[str, Any] = json.loads(self.store.get(full))
+        if "error" in value:
+            raise WeightsError(f"weights version {self.version}, {writer}: {value['error']}")
+        return value
 
 
 class Background:
-    """A function at work in a thread that never keeps the process from ending."""
+    """A function that runs in a thread, which never keeps the process from ending."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
@@ -95,11 +95,11 @@ class Background:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once it has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def done(self) -> bool:
-        """Whether it has ended; raises what it ended with."""
+        """Return True once it has ended; raises its error."""
         if not self.ended:
             return False
         if self._error is not None:
@@ -111,7 +111,7 @@ class Background:
         self._thread.join(seconds)
 
 
-class Service:
+class TransferService:
     """A sender's side of the requests of one engine.
 
     Args:
@@ -132,7 +132,7 @@ class Service:
         workers: int,
         seconds: float,
         offer: Callable[[int], dict[str, Any]],
-        send: Callable[[Request], None],
+        send: Callable[[TransferRequest], None],
     ) -> None:
         self._rendezvous, self._engine, self._workers = rendezvous, engine, workers
         self._base = f"{sender}/{engine}/"
@@ -153,7 +153,7 @@ class Service:
             raise failure
 
     def close(self) -> None:
-        """End the service; where the store is gone, it has ended with it."""
+        """End the service; if the store is gone, it has ended already."""
         if self._thread.ended:
             return
         store = self._rendezvous.connect(CLOSE_SECONDS)
@@ -165,11 +165,11 @@ class Service:
         while True:
             key = f"{self._base}request/{self._number}"
             store.wait([key], timedelta(seconds=_ONE_YEAR))
-            asked = json.loads(store.get(key))
-            if not asked:
+            value = json.loads(store.get(key))
+            if not value:
                 return
             deadline = time.monotonic() + self._seconds
-            request = Request(store, self._base, self._number, asked["version"], deadline)
+            request = TransferRequest(store, self._base, self._number, value["version"], deadline)
             self._number += 1
             try:
                 self._answer(request)
@@ -181,34 +181,36 @@ class Service:
                     )
                 )
 
-    def _answer(self, request: Request) -> None:
-        n, said = request.number, f"answer/{request.number}"
+    def _answer(self, request: TransferRequest) -> None:
+        n, next_key = request.number, f"answer/{request.number}"
         try:
-            request.put(said, self._offer(request.version))
-            said = f"go/{n}"
-            self._hear(request, "ready")
+            request.put(next_key, self._offer(request.version))
+            next_key = f"go/{n}"
+            self._await_workers(request, "ready")
         except WeightsError as e:
-            request.put(said, {"error": str(e)})
+            request.put(next_key, {"error": str(e)})
             raise
-        request.put(said, {})
+        request.put(next_key, {})
         try:
             self._send(request)
         except RuntimeError as e:
             # A worker that refuses leaves at once; its reason says more than a closed connection.
-            self._hear(request, "verdict", only_said=True)
+            self._await_workers(request, "verdict", only_present=True)
             raise WeightsError(f"the transfer broke off: {e}") from e
-        self._hear(request, "verdict")
+        self._await_workers(request, "verdict")
 
-    def _hear(self, request: Request, what: str, *, only_said: bool = False) -> None:
+    def _await_workers(
+        self, request: TransferRequest, kind: str, *, only_present: bool = False
+    ) -> None:
         for worker in range(self._workers):
-            key = f"{what}/{request.number}/{worker}"
-            if not only_said or request.store.check([f"{request.base}{key}"]):
+            key = f"{kind}/{request.number}/{worker}"
+            if not only_present or request.store.check([f"{request.base}{key}"]):
                 request.get(key, f"worker {worker}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a version is received: one worker of one engine."""
+class ReceivingWorker:
+    """One worker of one engine, as a receiver of versions."""
 
     rendezvous: Rendezvous
     """The run's store."""
@@ -222,26 +224,26 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """In the group of a transfer, where the sender is rank 0."""
+        """Rank in the group of a transfer, whose rank 0 is the sender."""
         return 1 + self.worker
 
     @property
     def ranks(self) -> int:
-        """Of that group."""
+        """Size of that group."""
         return 1 + self.workers
 
 
-class Requests:
+class TransferClient:
     """A worker's side of its engine's requests to one sender.
 
     Args:
-        place: of the worker.
+        worker: this worker.
         sender: trainer rank that sends.
     """
 
-    def __init__(self, place: Place, sender: int) -> None:
-        self._place = place
-        self._base, self._who = f"{sender}/{place.engine}/", f"trainer rank {sender}"
+    def __init__(self, worker: ReceivingWorker, sender: int) -> None:
+        self._worker = worker
+        self._base, self._sender = f"{sender}/{worker.engine}/", f"trainer rank {sender}"
         self._store: Any = None
         self._number = 0
 
@@ -249,35 +251,35 @@ class Requests:
         self,
         version: int,
         agree: Callable[[dict[str, Any]], None],
-        receive: Callable[[Request], None],
+        receive: Callable[[TransferRequest], None],
     ) -> None:
-        """One transfer, as one of the engine's workers, which all call this.
+        """Run one transfer; all of the engine's workers call this.
 
         Args:
-            version: what is asked for.
-            agree: looks at the sender's answer; raises `WeightsError` to refuse it.
+            version: the version to receive.
+            agree: checks the sender's answer; raises `WeightsError` to refuse it.
             receive: receives and checks the bytes.
 
         Raises:
-            WeightsError: either side refused, or was not heard of in time.
+            WeightsError: either side refused, or did not answer in time.
         """
         if self._store is None:
-            self._store = self._place.rendezvous.connect(self._place.seconds)
-        deadline = time.monotonic() + self._place.seconds
-        request = Request(self._store, self._base, self._number, version, deadline)
+            self._store = self._worker.rendezvous.connect(self._worker.seconds)
+        deadline = time.monotonic() + self._worker.seconds
+        request = TransferRequest(self._store, self._base, self._number, version, deadline)
         self._number += 1
-        if self._place.worker == 0:
+        if self._worker.worker == 0:
             request.put(f"request/{request.number}", {"version": version})
-        answer = request.get(f"answer/{request.number}", self._who)
-        with self._telling(request, "ready"):
+        answer = request.get(f"answer/{request.number}", self._sender)
+        with self._reporting(request, "ready"):
             agree(answer)
-        request.get(f"go/{request.number}", self._who)
-        with self._telling(request, "verdict"):
+        request.get(f"go/{request.number}", self._sender)
+        with self._reporting(request, "verdict"):
             receive(request)
 
     @contextmanager
-    def _telling(self, request: Request, what: str) -> Iterator[None]:
-        key = f"{what}/{request.number}/{self._place.worker}"
+    def _reporting(self, request: TransferRequest, kind: str) -> Iterator[None]:
+        key = f"{kind}/{request.number}/{self._worker.worker}"
         try:
             yield
         except RuntimeError as e:

@@ -1,13 +1,13 @@
-"""Tokens per second of the generator, and what updates, interruption and thread binding cost.
+"""Tokens per second of the generator, and the cost of updates, interruption and thread binding.
 
 One engine with the miniature Scout (random weights, fp32) serves rounds of completions in one
-process tree; each figure is a median of interleaved rounds, because the machine's load moves, and
-the ratios are to the first row of the same engine. What is left out: prompts longer than a block,
+process tree. Each figure is a median of interleaved rounds, because the machine's load varies, and
+the ratios are to the first row of the same engine. Not measured: prompts longer than a block,
 several engines, GPUs.
 
-    python benchmarks/rollout/throughput.py                        # quiet machine
-    python benchmarks/rollout/throughput.py --busy 2               # beside two busy processes
-    VLLM_CPU_OMP_THREADS_BIND=auto python benchmarks/rollout/throughput.py --busy 2
+    python benchmarks/generator/throughput.py                        # quiet machine
+    python benchmarks/generator/throughput.py --busy 2               # next to two busy processes
+    VLLM_CPU_OMP_THREADS_BIND=auto python benchmarks/generator/throughput.py --busy 2
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THINKING, ANSWER = 28, 6
 
 
 def busy() -> None:
-    """What a trainer does to a core: small matrix products without end."""
+    """Load a core as a trainer does: small matrix products without end."""
     import torch
 
     torch.set_num_threads(1)
@@ -41,12 +41,12 @@ def busy() -> None:
 
 
 async def one_round(engine, concurrency: int, thinking: int, answer: int, every: float, publish):
-    """Tokens per second and per CPU second, share of forced, update times."""
-    slots = asyncio.Semaphore(concurrency)
+    """Return (tokens per second, per CPU second, share of interrupted completions, updates)."""
+    admission = asyncio.Semaphore(concurrency)
     updates = []
 
     async def one(i: int):
-        async with slots:
+        async with admission:
             return await engine.complete(
                 [1, 8 + i % 9, 18, 9, 20, 10, 24, 4], thinking, answer, 1.0
             )
@@ -68,7 +68,7 @@ async def one_round(engine, concurrency: int, thinking: int, answer: int, every:
 
 
 def cpu_seconds(engine) -> float:
-    """Processor time of this process and the engine's: what is taken from the trainers."""
+    """Return the processor time of this process and the engine's, which trainers lack."""
     times = [p.cpu_times() for p in [psutil.Process(), *engine._processes]]
     return sum(t.user + t.system for t in times)
 

@@ -1,4 +1,4 @@
-"""The weights that an engine holds now, by Hugging Face name: what tests compare with an export.
+"""The weights that an engine holds now, by Hugging Face name, to be compared with an export.
 
 vLLM's CPU build keeps no plain copy: linear weights are packed into oneDNN's or SGL's layout and
 expert weights into that of its grouped GEMM, query/key/value and gate/up projections are fused,
@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.generator.weight_transfer import WorkerExtension
+
+EXTENSION = f"{__name__}.ReadableWorker"
+"""`vllm_args.WORKER_EXTENSION` of engines whose weights are read back."""
 
 _KINDS = (
     "LlamaForCausalLM",
@@ -26,8 +32,17 @@ _KINDS = (
 """vLLM's classes whose weights can be read back."""
 
 
-class HeldWeights:
-    """Part of a generator's `worker_extension_cls`: what `collective_rpc` can call."""
+async def held_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the weights that an engine with `EXTENSION` holds now, by Hugging Face name."""
+    async with engine._one_version:
+        (path, *_) = await engine._llm.collective_rpc("save_held_weights")
+    weights = load_file(path)
+    Path(path).unlink()
+    return weights
+
+
+class ReadableWorker(WorkerExtension):
+    """The shipped extension, and a call that reads the weights back."""
 
     model_runner: Any
     vllm_config: Any
@@ -41,7 +56,7 @@ class HeldWeights:
         model = self.model_runner.model
         _refuse_unknown(model, self.vllm_config.parallel_config.tensor_parallel_size)
         with torch.no_grad():
-            weights = {name: tensor.contiguous() for name, tensor in held_weights(model)}
+            weights = {name: tensor.contiguous() for name, tensor in weights_of(model)}
         with tempfile.NamedTemporaryFile(
             prefix="held_weights_", suffix=".safetensors", delete=False
         ) as file:
@@ -49,8 +64,8 @@ class HeldWeights:
         return file.name
 
 
-def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every weight of a vLLM model on CPU; its class is one of `_KINDS`."""
+def weights_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of every weight of a vLLM model on CPU, whose class is in `_KINDS`."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import (
