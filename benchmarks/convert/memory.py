@@ -2,10 +2,10 @@
 
     python benchmarks/convert/memory.py [--gb 2] [--folder DIR] [--real-scout]
 
-Writes a Llama-4-like bf16 checkpoint of random bytes piece by piece, converts it with
-`megatron-rl convert` in processes of their own, compares the bytes, and writes
-benchmarks/results/convert_memory.md. `--real-scout` takes the parameter sizes of Llama-4 Scout
-(one layer, two experts, the whole vocabulary: 4.9 GB), which bound the memory of a real conversion.
+Writes a Llama-4-like bf16 checkpoint of random bytes, converts it with `megatron-rl convert` in
+separate processes, compares the bytes, and writes benchmarks/results/convert_memory.md.
+`--real-scout` uses the parameter sizes of Llama-4 Scout (one layer, all experts, the whole
+vocabulary: 8.7 GB), which bound the memory of a real conversion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import filecmp
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,21 +21,37 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.commands.convert.safetensor import COPY_BYTES, INDEX, Writer, shard_names  # noqa: E402
+from megatron_rl.commands.convert.safetensors_directory import INDEX  # noqa: E402
 from megatron_rl.models import architecture, named_config  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/convert_memory.md"
-SAID = re.compile(r"peak memory of this process (\d+) MiB, of which (\d+) MiB")
+MEASURE = """
+import sys
+from pathlib import Path
+from megatron_rl.cli import main
+from megatron_rl.commands.convert import to_huggingface, to_megatron
+def peak_mib():  # `ru_maxrss` would start with the peak of the parent process
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+before = peak_mib()
+try:
+    main(sys.argv[1:])
+finally:
+    print("PEAK", peak_mib(), before)
+"""
 
 
 def config(gigabytes: float, real: bool) -> dict[str, object]:
-    """A Llama-4 text model of about this size in bf16."""
+    """Return the configuration of a Llama-4 text model of about this size in bf16."""
     scout = dict(named_config("llama-4-scout-17b-16e"))
     text = dict(scout.get("text_config", scout)) | {"model_type": "llama4_text"}
-    layers, experts = (1, 2) if real else (max(1, round(gigabytes * 4)), 16)
+    layers, experts = (1, 16) if real else (max(1, round(gigabytes * 4)), 16)
     changes: dict[str, object] = {
         "num_hidden_layers": layers,
         "num_local_experts": experts,
@@ -57,47 +72,40 @@ def config(gigabytes: float, real: bool) -> dict[str, object]:
 
 
 def write(folder: Path, hf: dict[str, object]) -> int:
-    """Writes the model with random bytes; its size."""
+    """Write the model with random bytes; return its size."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf))
-    shapes = architecture(hf).shapes()
-    sizes = {name: 2 * _elements(shape) for name, shape in shapes.items()}
-    files = shard_names(sizes, 10**9)
-    for file, names in files.items():
-        with Writer(folder / file, {n: ("BF16", shapes[n]) for n in names}) as writer:
-            for name in names:
-                for offset in range(0, sizes[name], COPY_BYTES):
-                    size = min(COPY_BYTES, sizes[name] - offset)
-                    writer.write(name, bytearray(os.urandom(size)), offset)
-    weight_map = {n: file for file, names in files.items() for n in names}
-    if len(files) > 1:
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return sum(sizes.values())
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product
+    meta = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in architecture(hf).shapes().items()
+    }
+    split = split_torch_state_dict_into_shards(meta, max_shard_size=10**9)
+    for file, names in split.filename_to_tensors.items():
+        tensors = {}
+        for name in names:
+            data = bytearray(os.urandom(meta[name].nbytes))
+            tensors[name] = torch.frombuffer(data, dtype=torch.bfloat16).view(meta[name].shape)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    (folder / INDEX).write_text(json.dumps(index))
+    return sum(tensor.nbytes for tensor in meta.values())
 
 
 def convert(*arguments: object) -> tuple[int, int, float]:
-    """(peak MiB, MiB after the imports, seconds) of one conversion in a process of its own."""
+    """Return (peak MiB, MiB after the imports, seconds) of one conversion in a new process."""
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), *map(str, arguments)],
-        capture_output=True, text=True, timeout=3600, check=True,
+        [sys.executable, "-c", MEASURE, "convert", *map(str, arguments)],
+        capture_output=True, text=True, timeout=3600, check=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    found = SAID.search(done.stdout)
-    assert found is not None, done.stdout
-    return int(found[1]), int(found[2]), time.monotonic() - begin
+    peak, imports = map(float, done.stdout.rpartition("PEAK ")[2].split())
+    return round(peak), round(imports), time.monotonic() - begin
 
 
 def measure(folder: Path, gigabytes: float, real: bool) -> list[str]:
-    """Rows of the table: one model there and back."""
-    what = "Scout's parameter sizes, 1 layer, 2 experts" if real else "16 experts, hidden 2048"
+    """Convert one model there and back; return rows of the table."""
+    what = "Scout's parameter sizes, 1 layer" if real else "16 experts, hidden 2048"
     source, there, back = (folder / name for name in ("hf", "megatron", "back"))
     size = write(source, config(gigabytes, real))
     rows = []
@@ -131,8 +139,8 @@ def main() -> None:
     head = (
         "# Memory of a conversion\n\n"
         "`python benchmarks/convert/memory.py --real-scout`: bf16 checkpoints of random bytes, one"
-        " process, files of 1 GB.\nPeak resident memory of the whole process (`ru_maxrss`), and"
-        " what of it came after the imports. Every byte came back.\n\n"
+        " worker, files of 1 GB.\nPeak resident memory of the whole process (`VmHWM`), and"
+        " the part of it beyond the imports. The result was compared byte by byte.\n\n"
         "| model | size | direction | peak | beyond imports | time | rate |\n"
         "|---|---|---|---|---|---|---|\n"
     )

@@ -3,14 +3,13 @@
     <target>/
         latest_checkpointed_iteration.txt   "release": `--load <target> --finetune` of Megatron
         release/            .metadata, metadata.json, common.pt, __0_0.distcp ...
-        huggingface/        what is no trained weight: config.json, tokenizer, ...;
-                            untouched-*.safetensors has the tensors that Megatron does not hold
+        huggingface/        everything but trained weights: config.json, tokenizer, ...;
+                            untouched*.safetensors has the tensors that Megatron does not hold
         SHA256SUMS
 
-The tensors are whole in it (in pieces of rows, see `pieces`), so that any tensor,
-pipeline and expert parallel layout reads its own bytes. Where the local spec and Transformer
-Engine's differ in a name, both names are there for the same bytes: either spec loads it.
-Optimizer state is not part of it.
+Tensors are stored unsharded, as ranges of rows, so that any tensor, pipeline and expert parallel
+layout reads its own bytes. If the local spec and Transformer Engine's name a tensor differently,
+both names point to the same bytes. There is no optimizer state.
 """
 
 from __future__ import annotations
@@ -18,172 +17,189 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
-import shutil
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter, planner
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
+
+from megatron_rl.commands.convert.distributed import BACKEND, RELEASE, TRACKER
+from megatron_rl.commands.convert.keys import (
+    StoredParameter,
+    extra_states,
+    layers_are_stacked,
+    stored_parameter,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    WriteItem,
-    WriteItemType,
+from megatron_rl.commands.convert.resumable import ConvertError, Output
+from megatron_rl.commands.convert.safetensors_directory import (
+    SafetensorsDirectory,
+    copy_other_files,
+    read_config,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from megatron_rl.models import architecture
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.mapping import Same, Weight
 
-from megatron_rl.commands.convert import job
-from megatron_rl.commands.convert.distributed import RELEASE, TRACKER
-from megatron_rl.commands.convert.pieces import Job, Piece, Plan, make_plan
-from megatron_rl.commands.convert.release import release
-from megatron_rl.commands.convert.safetensor import INDEX, Writer
-
-EXTRA_STATES = "extra_states"
-"""Item of the first part that all `_extra_state` objects point to."""
+CHUNK_BYTES = 32 * 2**20
+"""Largest chunk of a parameter that is one Hugging Face tensor; others are one chunk."""
 
 
-def convert(
-    source: Path, target: Path, part_bytes: int, workers: int, say: Callable[[str], None]
-) -> Path:
-    """Converts a Hugging Face directory.
-
-    Args:
-        source: with config.json and safetensors.
-        target: made; must not exist.
-        part_bytes: about the size of a file of the checkpoint.
-        workers: processes.
-        say: is told about progress.
+def convert(source: Path, output: Output) -> Path:
+    """Convert a Hugging Face directory.
 
     Raises:
-        ConvertError: a source that is incomplete or of another model than its config.json.
+        ConvertError: the source is incomplete or does not match its config.json.
     """
-    made = Job(source.resolve(), target.absolute(), part_bytes)
-    make_plan.cache_clear()
-    plan = make_plan(made)
-    about = {
-        "direction": "huggingface to megatron",
-        "source": job.fingerprint([made.source / "config.json", *plan.source.files]),
-        "part_bytes": part_bytes,
-    }
-    with job.started(made.target, about) as work:
-        count = len(plan.parts) + len(plan.untouched)
-        done = job.run_parts(work, count, functools.partial(_part, made), workers, say)
-        _finish(made, plan, work, done)
-        return job.complete(work, done)
+    source = source.resolve()
+    arch, reader = architecture(read_config(source)), SafetensorsDirectory(source)
+    untouched = {name: reader.tensors[name] for name in arch.passthrough(reader.tensors)}
+    expected = arch.shapes()
+    actual = {n: tuple(t.shape) for n, t in reader.tensors.items() if n not in untouched}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - actual)]
+    problems += [f"{name} is unknown" for name in sorted(actual.keys() - expected)]
+    problems += [
+        f"{name} is {list(actual[name])}, but config.json makes it {list(shape)}"
+        for name, shape in expected.items()
+        if actual.get(name, shape) != shape
+    ]
+    if problems:
+        text = "; ".join(problems[:5])
+        raise ConvertError(f"{source} does not hold the tensors of its config.json: {text}")
+    plan = CheckpointPlan(reader, arch, output.file_bytes)
+    files = [
+        functools.partial(_write_part, plan, number, items)
+        for number, items in enumerate(plan.parts)
+    ]
+    split = split_torch_state_dict_into_shards(
+        untouched,
+        max_shard_size=output.file_bytes,
+        filename_pattern="huggingface/untouched{suffix}.safetensors",
+    )
+    for file, names in split.filename_to_tensors.items():
+        files.append(functools.partial(_write_untouched, reader, file, names))
+    sources = [source / "config.json", *reader.files]
+    settings = {"direction": "huggingface to megatron"}
+    return output.write(settings, sources, files, functools.partial(_finish, source, plan))
 
 
-class _Lazy(DefaultSavePlanner):
-    """Makes the data of an item when it is written."""
+class CheckpointPlan(DefaultSavePlanner):
+    """Tensors, objects and chunks of the checkpoint; reads a chunk only when it is written.
 
-    def __init__(self, make: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
+    Raises:
+        ConvertError: tensors of one parameter have several dtypes.
+    """
+
+    def __init__(self, source: SafetensorsDirectory, arch: Architecture, part_bytes: int) -> None:
         super().__init__()
-        self._make = make
-        self._written: Tensor | None = None
+        self.source, self.part_bytes, self._filled = source, part_bytes, 0
+        self.contents: dict[str, Any] = {}
+        """Tensors and objects by key."""
+        self.state = dcp.MetadataIndex("extra_states")
+        """The one object; all `_extra_state` objects are copies of it."""
+        self.parts = [[planner.WriteItem(self.state, planner.WriteItemType.BYTE_IO)]]
+        """Items of each file."""
+        self.copies: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
+        """Other index of written data -> the index that it is written under."""
+        self._weights: dict[dcp.MetadataIndex, Weight] = {}
+        stacked = layers_are_stacked(arch)
+        for weight in arch.weights():
+            if weight.exported:  # tied: Megatron stores the embedding once
+                stored = stored_parameter(arch, weight, stacked)
+                self._add(weight, stored)
+                for name in extra_states(stored):
+                    self.contents[name] = dcp.BytesStorageMetadata()
+                    self.copies[dcp.MetadataIndex(name)] = self.state
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if self._written is not None:
-            # The writer keeps the last tensor of every name until the file is complete.
-            self._written.untyped_storage().resize_(0)
-        release()
-        made = self._make[write_item.index]()
-        self._written = made if isinstance(made, Tensor) else None
-        return made
+    def _add(self, weight: Weight, stored: StoredParameter) -> None:
+        key, dtypes = stored.keys[0], {self.source.tensors[name].dtype for name in weight.hf}
+        if key in self.contents:
+            dtypes.add(self.contents[key].properties.dtype)
+        if len(dtypes) > 1:
+            raise ConvertError(
+                f"{self.source.directory}: {', '.join(weight.hf)} have dtypes"
+                f" {', '.join(sorted(map(str, dtypes)))}, those of the same parameter in other"
+                " layers included: Megatron stores them as one tensor, so they must agree"
+            )
+        dtype, size = dtypes.pop(), torch.Size((*stored.stack, *weight.shape))
+        for name in stored.keys:
+            tensor = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, [])
+            self.contents.setdefault(name, tensor)
+        rows, *rest = weight.shape
+        row_bytes = weight.elements * dtype.itemsize // rows
+        step = max(1, CHUNK_BYTES // row_bytes) if isinstance(weight.pack, Same) else rows
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            offsets = torch.Size((*stored.index, begin, *(0 for _ in rest)))
+            sizes = torch.Size((*(1 for _ in stored.index), count, *rest))
+            chunk = dcp.ChunkStorageMetadata(offsets, sizes)
+            index, *others = (dcp.MetadataIndex(name, offsets) for name in stored.keys)
+            for name in stored.keys:
+                self.contents[name].chunks.append(chunk)
+            self.copies |= dict.fromkeys(others, index)
+            self._weights[index] = weight
+            data = planner.TensorWriteData(chunk, self.contents[key].properties, size)
+            if self._filled and self._filled + count * row_bytes > self.part_bytes:
+                self.parts.append([])
+                self._filled = 0
+            self.parts[-1].append(
+                planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
+            )
+            self._filled += count * row_bytes
+
+    def resolve_data(self, write_item: planner.WriteItem) -> Tensor | io.BytesIO:
+        """Return the data of an item."""
+        if write_item.index == self.state:  # as Megatron saves that of a linear layer
+            stream = io.BytesIO()
+            torch.save([None], stream)
+            return stream
+        weight, chunk = self._weights[write_item.index], write_item.tensor_data.chunk
+        tensors = [self.source.read(name) for name in weight.hf]
+        if weight.index is not None:
+            tensors = [tensor[weight.index] for tensor in tensors]
+        axis = -len(weight.shape)
+        begin = chunk.offsets[axis]
+        rows = weight.pack.join(tensors)[begin : begin + chunk.sizes[axis]]
+        return rows.contiguous().view(chunk.sizes)
 
 
-def _part(made: Job, part: int) -> job.Done:
-    """Writes one file: pieces of parameters, or untouched tensors."""
-    plan, work = make_plan(made), job.Work(made.target)
-    if part >= len(plan.parts):
-        name, tensors = list(plan.untouched.items())[part - len(plan.parts)]
-        return _untouched(plan, work, name, tensors)
-    make: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]] = {}
-    items = [piece.item for piece in plan.parts[part]]
-    make = {p.item.index: functools.partial(_tensor, plan, p) for p in plan.parts[part]}
-    if part == 0:
-        items.append(WriteItem(MetadataIndex(EXTRA_STATES), WriteItemType.BYTE_IO))
-        make[items[-1].index] = _no_state
-    writer = _writer(work)
-    empty = [SavePlan([]) for _ in range(part)]
-    plans = writer.prepare_global_plan([*empty, writer.prepare_local_plan(SavePlan(items))])
-    results = writer.write_data(plans[part], _Lazy(make)).wait()
-    file = {r.storage_data.relative_path for r in results}.pop()
-    name = f"{RELEASE}/{file}"
-    return job.Done({name: job.file_sum(work.tree / name)}, results)
+def _write_part(
+    plan: CheckpointPlan, number: int, items: list[planner.WriteItem], tree: Path
+) -> tuple[str, Any]:
+    writer = FileSystemWriter(tree / RELEASE)
+    part = writer.prepare_local_plan(planner.SavePlan(items))
+    # The position of a plan is the number in the name of its file.
+    parts = writer.prepare_global_plan([*(planner.SavePlan([]) for _ in range(number)), part])
+    results = writer.write_data(parts[number], plan).wait()
+    return f"{RELEASE}/{results[0].storage_data.relative_path}", results
 
 
-def _writer(work: job.Work) -> FileSystemWriter:
-    return FileSystemWriter(work.tree / RELEASE, sync_files=True, thread_count=1)
+def _write_untouched(
+    source: SafetensorsDirectory, file: str, names: list[str], tree: Path
+) -> tuple[str, Any]:
+    (tree / file).parent.mkdir(exist_ok=True)
+    save_file({n: source.read(n) for n in names}, tree / file, metadata={"format": "pt"})
+    return file, []
 
 
-def _tensor(plan: Plan, piece: Piece) -> Tensor:
-    weight = piece.weight
-    assert piece.item.tensor_data is not None
-    rows = piece.rows if piece.rows != (0, weight.shape[0]) else None
-    full = weight.pack.join([plan.source.read(name, weight.index, rows) for name in weight.hf])
-    if len(weight.hf) == 1:  # as it was read, or a view of that: memory that cannot be given back
-        full = full.clone(memory_format=torch.contiguous_format)
-    return full.view(piece.item.tensor_data.chunk.sizes)
-
-
-def _no_state() -> io.BytesIO:
-    """An `_extra_state` without content, as Megatron saves the one of a linear layer."""
-    stream = io.BytesIO()
-    torch.save([None], stream)
-    return stream
-
-
-def _untouched(plan: Plan, work: job.Work, file: str, names: list[str]) -> job.Done:
-    path = work.tree / "huggingface" / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = plan.source.entries
-    with Writer(path, {n: (entries[n].dtype, entries[n].shape) for n in names}) as writer:
-        for name in names:
-            for offset, block in plan.source.blocks(name):
-                writer.write(name, block, offset)
-    return job.Done({f"huggingface/{file}": job.file_sum(path)})
-
-
-def _finish(made: Job, plan: Plan, work: job.Work, done: list[job.Done]) -> None:
-    """The metadata of the whole, and the files that are no weights."""
-    results: dict[MetadataIndex, WriteResult] = {
-        r.index: r for d in done[: len(plan.parts)] for r in d.content
-    }
-    state = results.pop(MetadataIndex(EXTRA_STATES))
-    for alias, key in plan.aliases.items():
-        for chunk in plan.metadata.state_dict_metadata[key].chunks:
-            stored = results[MetadataIndex(key, chunk.offsets)]
-            index = MetadataIndex(alias, chunk.offsets)
-            results[index] = replace(stored, index=index)
-    for name in plan.objects:
-        results[MetadataIndex(name)] = replace(state, index=MetadataIndex(name))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a killed run may have left a .metadata: it is replaced
-        writer = _writer(work)
-    writer.finish(plan.metadata, [list(results.values())])
-    release = work.tree / RELEASE
-    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (release / "metadata.json").write_text(json.dumps(backend))
-    # What Megatron's pretraining script expects of a checkpoint that has weights alone.
+def _finish(source: Path, plan: CheckpointPlan, tree: Path, written: list[Any]) -> None:
+    """Write the metadata of the checkpoint, and the files without weights."""
+    results = {result.index: result for part in written for result in part}
+    for index, original in plan.copies.items():
+        results[index] = replace(results[original], index=index)
+    del results[plan.state]
+    folder = tree / RELEASE
+    FileSystemWriter(folder).finish(dcp.Metadata(plan.contents), [list(results.values())])
+    backend = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
+    # Megatron's pretraining script expects this of a checkpoint that has weights only.
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
-    torch.save(common, release / "common.pt")
-    (work.tree / TRACKER).write_text(RELEASE)
-    copy_other_files(made.source, work.tree / "huggingface")
-
-
-def copy_other_files(source: Path, target: Path) -> None:
-    """Copies what is beside the weights: config.json, tokenizer files, licence, code."""
-    target.mkdir(parents=True, exist_ok=True)
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-    for path in sorted(source.iterdir()):
-        skipped = path.name.startswith(".") or path.name in (INDEX, job.SUMS)
-        if path.is_file() and not skipped and not path.name.endswith((*weights, ".index.json")):
-            shutil.copyfile(path, target / path.name)
-            os.chmod(target / path.name, 0o644)
+    torch.save(common, folder / "common.pt")
+    (tree / TRACKER).write_text(RELEASE)
+    copy_other_files(source, tree / "huggingface")

@@ -1,9 +1,9 @@
 """One of two gloo processes that load converted checkpoints into parallel layouts, and save them.
 
-Run by `test_layouts.py` as `python -m tests.commands.convert.layout_worker RANK FOLDER`. In FOLDER are the
-models (`<name>`), models of the same shapes with other weights (`<name>.other`), and converted ones
-(`<name>.megatron`). Rank 0 writes `found.pt`: by layout, whether the loaded weights equal the
-model's, and where the checkpoint that this layout saved is.
+`test_layouts.py` runs it as `python -m tests.commands.convert.layout_worker RANK FOLDER`. FOLDER
+contains the models (`<name>`), models of the same shapes with other weights (`<name>.other`), and
+the converted ones (`<name>.megatron`). Rank 0 writes `results.pt`: for each layout, whether the
+loaded weights equal the model's, and the path of the checkpoint that this layout saved.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def loaded(config: Any, folder: Path, name: str) -> dict[str, Any]:
-    """What a layout makes of a converted checkpoint; complete on rank 0."""
+def load_and_save(config: Any, folder: Path, name: str) -> dict[str, Any]:
+    """Load a converted checkpoint into a layout and save it; return the result on rank 0."""
     from safetensors.torch import load_file
 
     from megatron_rl.trainer import checkpoint
@@ -47,14 +47,15 @@ def loaded(config: Any, folder: Path, name: str) -> dict[str, Any]:
     checkpoint.load_weights(policy, folder / f"{name}.megatron" / "release")
     weights = dict(export(policy))
     saved = checkpoint.save(config, policy, 1)
-    # The optimizer's own copy of the parameters must be the loaded one, too.
+    # The optimizer's own copy of the parameters must be the loaded one as well.
     policy.apply(0.0)
     after = dict(export(policy))
     if dist.get_rank():
         return {}
-    wanted = load_file(folder / name / "model.safetensors")
-    equal = weights.keys() == wanted.keys() and all(
-        torch.equal(weights[n], wanted[n]) and torch.equal(after[n], wanted[n]) for n in wanted
+    expected = load_file(folder / name / "model.safetensors")
+    equal = weights.keys() == expected.keys() and all(
+        torch.equal(weights[n], expected[n]) and torch.equal(after[n], expected[n])
+        for n in expected
     )
     return {"equal": equal, "saved": str(saved)}
 
@@ -63,14 +64,14 @@ def main(rank: int, folder: Path) -> None:
     from megatron_rl.trainer.world import destroy_world, init_world
 
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
         config = run_config(folder / name, 2, output_dir=folder / "out" / str(i), **options)
         init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
-        found[layout] = loaded(config, folder, name)
+        results[layout] = load_and_save(config, folder, name)
         destroy_world()
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(results, folder / "results.pt")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.commands.convert.safetensor import INDEX, shard_names
+from megatron_rl.commands.convert.safetensors_directory import INDEX
 from megatron_rl.models import architecture, tiny
 
 MULTIMODAL = "tiny_scout_multimodal"
@@ -23,7 +24,7 @@ NAMES = ("tiny_dense", "tiny_scout", "tiny_qwen3", "tiny_qwen3_moe", MULTIMODAL)
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    """The config.json of a small model; the multimodal one holds `tiny_scout`."""
+    """Return the config.json of a small model; the multimodal one contains `tiny_scout`."""
     if name == MULTIMODAL:
         text = {**tiny.CONFIGS["tiny_scout"], **changes}
         return {"model_type": "llama4", "text_config": text, "dtype": "float32"}
@@ -37,13 +38,13 @@ def write(
     files: int = 1,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Writes a checkpoint with random values and returns them.
+    """Write a checkpoint with random values and return them.
 
     Args:
-        directory: made.
+        directory: created.
         name: one of `NAMES`.
         dtype: of the trained tensors; those of the vision tower are fp16.
-        files: safetensors files, about.
+        files: number of safetensors files, about.
         changes: keys of the (text) configuration.
     """
     directory.mkdir(parents=True)
@@ -55,11 +56,11 @@ def write(
     if name == MULTIMODAL:
         shapes |= {n: (s, torch.float16) for n, s in VISION.items()}
     tensors = {n: torch.randn(s, generator=rng).to(d) for n, (s, d) in shapes.items()}
-    sizes = {n: t.numel() * t.element_size() for n, t in tensors.items()}
-    shards = shard_names(sizes, -(-sum(sizes.values()) // files))
-    for file, names in shards.items():
+    total = sum(t.nbytes for t in tensors.values())
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=-(-total // files))
+    for file, names in split.filename_to_tensors.items():
         save_file({n: tensors[n] for n in names}, directory / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {n: file for file, names in shards.items() for n in names}
-        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index))
     return tensors

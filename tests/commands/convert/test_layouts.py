@@ -1,4 +1,4 @@
-"""Converted checkpoints load into every layout, and what any layout saved converts back exactly."""
+"""Converted checkpoints load into every layout, and checkpoints of every layout convert back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.commands.convert import to_huggingface, to_megatron
+from megatron_rl.commands.convert.resumable import Output
 from tests.commands.convert.layout_worker import LAYOUTS
 from tests.trainer.cases import write_model
 
@@ -28,7 +29,7 @@ def bf16(source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, their conversions, and what two processes made of those in all layouts."""
+    """Models, their conversions, and the results of two processes in all layouts."""
     folder = tmp_path_factory.mktemp("convert")
     for name in {name.removesuffix("_bf16") for name, _ in LAYOUTS.values()}:
         write_model(folder / name, name)
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bf16(folder / name, folder / f"{name}_bf16")
         bf16(folder / f"{name}.other", folder / f"{name}_bf16.other")
     for name in {name for name, _ in LAYOUTS.values()}:
-        to_megatron.convert(folder / name, folder / f"{name}.megatron", 10**5, 1, print)
+        to_megatron.convert(folder / name, Output(folder / f"{name}.megatron", 10**5))
     command = [sys.executable, "-m", "tests.commands.convert.layout_worker"]
     logs = [folder / f"rank{rank}.log" for rank in range(2)]
     workers = []
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with log.open("w") as output:
             worker = subprocess.Popen(
                 [*command, str(rank), str(folder)],
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -65,22 +66,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Any:
-    return torch.load(folder / "found.pt")
+def results(folder: Path) -> Any:
+    return torch.load(folder / "results.pt")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_loads_the_converted_weights_bit_for_bit(found: Any, layout: str) -> None:
-    assert found[layout]["equal"]
+def test_every_layout_loads_the_converted_weights_bit_for_bit(results: Any) -> None:
+    assert [layout for layout in LAYOUTS if not results[layout]["equal"]] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layout_saved_converts_back_byte_for_byte(
-    folder: Path, found: Any, layout: str, tmp_path: Path
+def test_a_checkpoint_of_every_layout_converts_back_byte_for_byte(
+    folder: Path, results: Any, tmp_path: Path
 ) -> None:
-    source = folder / LAYOUTS[layout][0]
-    back = to_huggingface.convert(
-        Path(found[layout]["saved"]), tmp_path / "back", source, 10**10, None, 1, print
-    )
-    name = "model.safetensors"
-    assert (back / name).read_bytes() == (source / name).read_bytes()
+    differ, name = [], "model.safetensors"
+    for i, (layout, (model, _)) in enumerate(LAYOUTS.items()):
+        saved, source = Path(results[layout]["saved"]), folder / model
+        back = to_huggingface.convert(saved, Output(tmp_path / str(i), 10**10), source)
+        if (back / name).read_bytes() != (source / name).read_bytes():
+            differ.append(layout)
+    assert differ == []

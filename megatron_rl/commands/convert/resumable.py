@@ -1,0 +1,178 @@
+"""A directory whose files are written once each, so that a killed conversion can be resumed.
+
+Until it is complete, everything is in a hidden folder next to the target:
+
+    .<target>.converting/
+        settings.json       source files and options; a restart with others is rejected
+        lock                held by the running process
+        00003.pickle        file 3 is on disk: its path, SHA-256 and result
+        tree/               the files of the target; renamed to the target at the very end
+
+`SHA256SUMS` in the target lists every other file in the format of `sha256sum`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUMS = "SHA256SUMS"
+
+WriteFile = Callable[[Path], tuple[str, Any]]
+"""Writes one file below a folder; returns its path there and a result for the last step."""
+
+
+class ConvertError(ValueError):
+    """A checkpoint that cannot be converted; names the file or tensor, and the remedy."""
+
+
+def _print_now(line: str) -> None:
+    print(line, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A directory to make and the way to write it."""
+
+    target: Path
+    """Must not exist."""
+    file_bytes: int
+    """Size of a file."""
+    workers: int = 1
+    """Number of files written at once."""
+    report: Callable[[str], None] = _print_now
+    """Prints a line about progress."""
+
+    def write(
+        self,
+        settings: dict[str, Any],
+        sources: Sequence[Path],
+        files: Sequence[WriteFile],
+        finish: Callable[[Path, list[Any]], None],
+    ) -> Path:
+        """Write the files that are not recorded yet, finish, and rename the result to the target.
+
+        Args:
+            settings: options of the conversion; JSON.
+            sources: files that it reads.
+            files: all files of some size.
+            finish: writes the rest, given the folder and the results of `files`.
+
+        Raises:
+            ConvertError: the target exists, another process is writing it, or a killed conversion
+                to it had other settings or sources.
+        """
+        read = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sources}
+        settings = {**settings, "source": read, "file_bytes": self.file_bytes}
+        with _work_folder(self.target, settings) as folder:
+            tree = folder / "tree"
+            written = self._write_missing(folder, files)
+            finish(tree, [result for _, _, result in written])
+            sums = {name: digest for name, digest, _ in written}
+            for name in _files_below(tree) - sums.keys():
+                sums[name] = file_sum(tree / name)
+            lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
+            _write_atomically(tree / SUMS, "".join(lines).encode())
+            tree.rename(self.target)
+            shutil.rmtree(folder)
+        return self.target
+
+    def _write_missing(self, folder: Path, files: Sequence[WriteFile]) -> list[Any]:
+        """Return path, SHA-256 and result of every file."""
+        begin, tree = time.monotonic(), folder / "tree"
+        records = [folder / f"{number:05d}.pickle" for number in range(len(files))]
+
+        def write(number: int) -> str:
+            name, result = files[number](tree)
+            record = (name, file_sum(tree / name), result)
+            _write_atomically(records[number], pickle.dumps(record))
+            return f"{name}: {(tree / name).stat().st_size / 1e6:.0f} MB"
+
+        missing = [number for number, record in enumerate(records) if not record.is_file()]
+        if len(missing) < len(files):
+            self.report(f"resuming: {len(files) - len(missing)} of {len(files)} files are complete")
+        with ThreadPoolExecutor(self.workers) as pool:
+            for count, line in enumerate(pool.map(write, missing), start=1):
+                seconds = time.monotonic() - begin
+                self.report(f"{line} ({count} of {len(missing)} files in {seconds:.0f} s)")
+        return [pickle.loads(record.read_bytes()) for record in records]
+
+
+@contextmanager
+def _work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Make and lock the work folder of a target, or take over that of a killed conversion."""
+    if target.exists():
+        raise ConvertError(f"{target} exists: remove it, or name another target")
+    folder = target.parent / f".{target.name}.converting"
+    (folder / "tree").mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConvertError(
+                f"{target} is being converted by another process: wait for it, or end it"
+            ) from None
+        path = folder / "settings.json"
+        if not path.is_file():
+            _write_atomically(path, json.dumps(settings, indent=1).encode())
+        before = json.loads(path.read_text())
+        differ = [key for key in settings if before.get(key) != settings[key]]
+        if differ:
+            raise ConvertError(
+                f"{folder} holds an unfinished conversion with another {', '.join(differ)}: start"
+                " it with the same settings to resume it, or remove the folder"
+            )
+        yield folder
+
+
+def verify(directory: Path) -> int:
+    """Compare a converted directory with its `SHA256SUMS`; return the number of files.
+
+    Raises:
+        ConvertError: no such list, or files that are missing, broken or not listed.
+    """
+    sums = directory / SUMS
+    if not sums.is_file():
+        raise ConvertError(f"{sums}: missing: the directory was not made by a conversion")
+    lines = [line.partition("  ") for line in sums.read_text().splitlines()]
+    listed = {name: digest for digest, _, name in lines}
+    present = _files_below(directory) - {SUMS}
+    missing, extra = sorted(listed.keys() - present), sorted(present - listed.keys())
+    broken = [n for n in sorted(listed.keys() & present) if file_sum(directory / n) != listed[n]]
+    if missing or extra or broken:
+        raise ConvertError(
+            f"{directory} differs from its {SUMS}: broken {broken}, missing {missing}, not listed"
+            f" {extra}; convert it again"
+        )
+    return len(listed)
+
+
+def file_sum(path: Path) -> str:
+    """Flush a file to disk and return its SHA-256 in hex."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files_below(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    work = path.with_name(path.name + ".tmp")
+    with work.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
