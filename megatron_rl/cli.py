@@ -12,11 +12,11 @@ import typer
 from megatron_rl.commands.ablate.cli import app as ablate_app
 from megatron_rl.commands.convert.cli import app as convert_app
 from megatron_rl.commands.doctor.cli import app as doctor_app
-from megatron_rl.commands.evaluate.cli import app as evaluation_app
+from megatron_rl.commands.evaluate.cli import app as evaluate_app
 from megatron_rl.commands.plan.cli import app as plan_app
 from megatron_rl.commands.prepare.cli import app as data_app
 from megatron_rl.commands.recipes import app as recipes_app
-from megatron_rl.commands.verify import app as rewards_app
+from megatron_rl.commands.verify import app as verify_app
 from megatron_rl.compat.quiet import silence_notices
 from megatron_rl.scaling.cli import app as scaling_app
 
@@ -26,14 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning of large language models at scale on Megatron-Core.",
 )
-app.add_typer(scaling_app)
-app.add_typer(rewards_app)
+for sub in (scaling_app, verify_app, ablate_app, convert_app, plan_app, doctor_app, evaluate_app):
+    app.add_typer(sub)
 app.add_typer(recipes_app, name="recipes")
-app.add_typer(ablate_app)
-app.add_typer(convert_app)
-app.add_typer(plan_app)
-app.add_typer(doctor_app)
-app.add_typer(evaluation_app)
 app.add_typer(data_app, name="data")
 
 # At import: the processes that vLLM spawns import the main module before they import vLLM.
@@ -44,43 +39,42 @@ OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="YAML file of the run; omit for the defaults.")
 ]
+PlanOption = Annotated[
+    bool, typer.Option("--plan", help="Print the resolved plan and start nothing.")
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print configuration, roles, paths, memory and launch lines; start nothing.",
+    ),
+]
 
 
 @app.command(context_settings=OVERRIDES)
 def train(
     context: typer.Context,
     config: ConfigOption = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the resolved plan and start nothing.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Print configuration, roles, paths, memory and launch lines; start nothing.",
-        ),
-    ] = False,
+    plan: PlanOption = False,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.
 
-    Any key of the configuration can follow as a dotted option. Outside torchrun, or under a
-    torchrun with one rank, the command starts itself anew with the ranks that the configuration
-    needs.
+    Any key of the configuration can follow as a dotted option. Without torchrun, or under a
+    torchrun with one rank, the command restarts itself under torchrun with all ranks.
     """
-    if plan:
-        from megatron_rl.config import load_config
-        from megatron_rl.orchestrator.run_plan import print_plan
-
-        print_plan(load_config(config, context.args))
-        return
-    if dry_run:
-        from megatron_rl.commands.plan.dry_run import dry_run as show
+    if plan or dry_run:
         from megatron_rl.config import load_config
 
         settings = load_config(config, context.args)
-        # Under torchrun all ranks would say the same.
-        if os.environ.get("RANK", "0") == "0":
-            raise typer.Exit(show(settings, config, context.args))
+        if plan:
+            from megatron_rl.orchestrator.run_plan import print_plan
+
+            print_plan(settings)
+        elif os.environ.get("RANK", "0") == "0":  # one report, not one per rank
+            from megatron_rl.commands.plan.dry_run import dry_run as print_dry_run
+
+            raise typer.Exit(print_dry_run(settings, config, context.args))
         return
     from megatron_rl.train import run
 
@@ -110,7 +104,7 @@ def show_config() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry of the console script and of the examples; what cannot run exits with 2."""
+    """Run the command; errors of the configuration or the installation exit with status 2."""
     from megatron_rl.compat.upstream import UnsupportedVersionError
     from megatron_rl.config import ConfigError
 

@@ -1,4 +1,4 @@
-"""What every part of the configuration tree is made of; imports nothing of this package."""
+"""Base class of the sections of the configuration; imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """One mapping of the tree: typed, documented fields; unknown keys are refused.
+    """One mapping of the tree: typed, documented fields; unknown keys are errors.
 
-    A section with a field `kind` is one of several alternatives (a discriminated union): the field
-    names which, and the others are its parameters.
+    A section with a field `kind` is one of several alternatives (a discriminated union); its other
+    fields are the parameters of that kind.
     """
 
     model_config = ConfigDict(
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections that a field may hold: one, several alternatives, or () for a plain value."""
+    """Return the sections of a field: one, several alternatives, or () for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     if get_origin(annotation) is Annotated:
@@ -39,14 +39,14 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def entries_of(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections that the entries of a mapping may hold; () for anything else."""
+    """Return the alternatives for the entries of a mapping, or () for any other field."""
     if get_origin(annotation) is dict:
         return sections_of(get_args(annotation)[1])
     return ()
 
 
 def with_kind(value: Any, default: str) -> Any:
-    """A choice given by its name alone, or without its name, as a full mapping."""
+    """Complete a choice that is given by its kind alone, or without its kind."""
     if isinstance(value, str):
         return {"kind": value}
     if isinstance(value, dict) and "kind" not in value:
@@ -55,5 +55,5 @@ def with_kind(value: Any, default: str) -> Any:
 
 
 def kind_of(section: type[Section]) -> Any:
-    """Name of a section that is one of a choice."""
+    """Return the kind of a section that is one of several alternatives."""
     return section.model_fields["kind"].default

@@ -1,14 +1,14 @@
 """Recipes: values of the configuration under a name, from YAML files in this folder.
 
-    summary: one line                     what it is
-    source: paper, section                where the values are from
-    notes: text                           what is inferred, or differs from the paper (optional)
-    base: scalerl                         recipe whose values these go on top of (optional)
+    summary: one line
+    source: paper, section                origin of the values
+    notes: text                           inferred values, differences from the paper (optional)
+    base: scalerl                         recipe that these values override (optional)
     values: {algorithm: {...}, ...}       as in a configuration file
     variants:                             derived recipes, named <file>-<variant>
       loo-fp32: {summary: ..., values: {...}}
 
-A file `my_run.yaml` with `recipe: dapo`, or `--recipe dapo`, takes a recipe's values as its base.
+`recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ VARIANT_KEYS = {"summary", "values", "notes", "source"}
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe with everything that its bases give it."""
+    """A recipe, with the values of its bases."""
 
     name: str
     summary: str
     source: str
     notes: str
     base: str
-    """Recipe that it is derived from; empty for none."""
+    """Recipe that it is based on, or empty."""
     values: dict[str, Any]
-    """Nested values of the configuration, bases included."""
+    """Nested values of the configuration."""
 
 
 def names() -> list[str]:
-    """All recipes: each file, followed by its variants."""
+    """List all recipes: each file, followed by its variants."""
     return list(_entries())
 
 
 def load(name: str) -> Recipe:
-    """The recipe of this name.
+    """Load the recipe of this name.
 
     Raises:
-        ConfigError: no such recipe, or a file that is not one.
+        ConfigError: no such recipe, or a malformed file.
     """
     entries = _entries()
     if name not in entries:
@@ -68,45 +68,45 @@ def load(name: str) -> Recipe:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, mapping by mapping.
+    """Merge `over` into `base`, mapping by mapping.
 
-    A choice (a mapping with `kind`) of another kind replaces the one below it: parameters belong to
-    the kind that they were given for.
+    A choice (a mapping with `kind`) of another kind replaces the one in `base`, because parameters
+    belong to their kind.
 
     Example: `{loss: {kind: cispo, max_ratio: 4}}` under `{loss: {kind: gspo}}` is
     `{loss: {kind: gspo}}`, and under `{loss: {max_ratio: 8}}` is `{loss: {kind: cispo,
     max_ratio: 8}}`.
     """
-    out = dict(base)
+    merged = dict(base)
     for key, value in over.items():
-        below = out.get(key)
-        if isinstance(value, str) and isinstance(below, dict) and "kind" in below:
+        old = merged.get(key)
+        if isinstance(value, str) and isinstance(old, dict) and "kind" in old:
             value = {"kind": value}
-        if isinstance(value, dict) and isinstance(below, dict):
-            other = "kind" in value and value["kind"] != below.get("kind", value["kind"])
-            out[key] = value if other else merge(below, value)
+        if isinstance(value, dict) and isinstance(old, dict):
+            same_kind = value.get("kind", old.get("kind")) == old.get("kind", value.get("kind"))
+            merged[key] = merge(old, value) if same_kind else value
         else:
-            out[key] = value
-    return out
+            merged[key] = value
+    return merged
 
 
 @cache
 def _entries() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for path in sorted(FOLDER.glob("*.yaml"), key=lambda p: (p.stem != "scalerl", p.stem)):
         entry = yaml.safe_load(path.read_text())
         _check(path.name, entry, KEYS, {"summary", "source", "values"})
-        found[path.stem] = entry
+        entries[path.stem] = entry
         for variant, derived in (entry.get("variants") or {}).items():
             _check(f"{path.name}, variant {variant}", derived, VARIANT_KEYS, {"summary", "values"})
-            found[f"{path.stem}-{variant}"] = {**derived, "base": path.stem}
-    return found
+            entries[f"{path.stem}-{variant}"] = {**derived, "base": path.stem}
+    return entries
 
 
-def _check(where: str, entry: Any, known: set[str], needed: set[str]) -> None:
+def _check(name: str, entry: Any, allowed: set[str], required: set[str]) -> None:
     given = set(entry) if isinstance(entry, dict) else set()
-    if given - known or needed - given:
+    if given - allowed or required - given:
         raise ConfigError(
-            f"recipe {where}: keys {sorted(given)}; needed are {sorted(needed)}, known are"
-            f" {sorted(known)}"
+            f"recipe {name}: keys {sorted(given)}; required are {sorted(required)}, allowed are"
+            f" {sorted(allowed)}"
         )

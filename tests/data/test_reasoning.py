@@ -7,10 +7,11 @@ import json
 import pytest
 
 from megatron_rl.data.question import DataError, fingerprint
-from megatron_rl.data.reasoning import CHOSEN, make_reasoning
+from megatron_rl.data.reasoning import make_reasoning
+from tests.data.reasoning_tasks import REASONING_TASKS
 
 
-@pytest.mark.parametrize("task", CHOSEN)
+@pytest.mark.parametrize("task", REASONING_TASKS)
 def test_questions_are_distinct_reproducible_and_json(task: str) -> None:
     count = 5 if task == "tower_of_hanoi" else 20
     questions = make_reasoning(task, count=count, seed=1)
@@ -39,7 +40,8 @@ def test_options_go_over_the_level() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "nothing"}, "'nothing' is unknown; try basic_arithmetic"),
+        ({"task": "chain_sums"}, "'chain_sums' is unknown; try chain_sum,"),
+        ({"task": "xyzzy"}, "'xyzzy' is unknown; try chain_sum, or see docs"),
         ({"task": "codeio"}, "is unknown"),
         ({"task": "chain_sum", "level": 99}, "has levels 0 to"),
         ({"task": "chain_sum", "options": {"no_such": 1}}, "no_such"),

@@ -1,4 +1,4 @@
-"""The recipes: each of the paper's is there, resolves, and says where it is from."""
+"""The recipes: all of the paper exist, resolve, and name their source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ import pytest
 import yaml
 
 from megatron_rl import recipes
-from megatron_rl.commands.recipes import differences, of_recipe, resolved
+from megatron_rl.commands.recipes import RECIPE_SECTIONS, differences, resolved
 from megatron_rl.config import ConfigError, RunConfig, load_config
 
 PAPER = {
-    *("scalerl", "minimax", "magistral", "dapo", "grpo", "gspo", "ppo_off_policy_8"),
-    *("dr_grpo", "lite_ppo", "prorl", "mini_rl", "dppo"),
+    "scalerl",
+    "minimax",
+    "magistral",
+    "dapo",
+    "grpo",
+    "gspo",
+    "ppo_off_policy_8",
+    "dr_grpo",
+    "lite_ppo",
+    "prorl",
+    "mini_rl",
+    "dppo",
 }
 LEAVE_ONE_OUT = {
     "scalerl-loo-fp32": {"precision.logits"},
@@ -24,15 +34,21 @@ LEAVE_ONE_OUT = {
     "scalerl-loo-zero-variance": {"algorithm.zero_variance_filter"},
     "scalerl-loo-sample-mean": {"algorithm.aggregation"},
     "scalerl-loo-ppo-off-policy-8": {
-        *("schedule.mode", "schedule.max_lag_steps", "schedule.updates_per_phase"),
+        "schedule.mode",
+        "schedule.max_lag_steps",
+        "schedule.updates_per_phase",
     },
     "scalerl-loo-dapo-loss": {
-        *("algorithm.loss.kind", "algorithm.loss.max_ratio", "algorithm.loss.min_ratio"),
+        "algorithm.loss.kind",
+        "algorithm.loss.max_ratio",
+        "algorithm.loss.min_ratio",
         "algorithm.loss.dual_clip_ratio",
     },
     "scalerl-loo-length-penalty": {
-        *("algorithm.length_penalty", "algorithm.length_max_tokens"),
-        *("algorithm.length_cache_tokens", "generation.interruption"),
+        "algorithm.length_penalty",
+        "algorithm.length_max_tokens",
+        "algorithm.length_cache_tokens",
+        "generation.interruption",
         "generation.thinking_budget_tokens",
     },
 }
@@ -48,34 +64,30 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
-def test_every_recipe_of_the_paper_is_there() -> None:
+def test_every_recipe_of_the_paper_exists() -> None:
     assert set(recipes.names()) >= PAPER | set(LEAVE_ONE_OUT)
 
 
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_recipe_resolves_to_a_run_and_says_where_it_is_from(name: str) -> None:
-    recipe = recipes.load(name)
-    assert recipe.summary
-    assert "arXiv" in recipe.source
-    config = load_config(None, ["--recipe", name])
-    assert config.recipe == name
-    # What is resolved is a configuration of its own, the same one.
-    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_recipe_fits_the_sizes_of_the_example(name: str) -> None:
+def test_every_recipe_resolves_fits_the_example_and_names_its_source() -> None:
     example = Path(__file__).parents[2] / "examples" / "scalerl_tiny.yaml"
-    config = load_config(example, ["--recipe", name])
-    assert (config.schedule.prompts_per_step, config.model) == (16, "tiny_scout")
-    assert config.algorithm.loss == load_config(None, ["--recipe", name]).algorithm.loss
+    for name in recipes.names():
+        recipe = recipes.load(name)
+        assert recipe.summary, name
+        assert "arXiv" in recipe.source, name
+        config = load_config(None, ["--recipe", name])
+        assert config.recipe == name
+        # The resolved values are a configuration of their own, the same one.
+        assert RunConfig.model_validate(config.model_dump(mode="json")) == config, name
+        small = load_config(example, ["--recipe", name])
+        assert (small.schedule.prompts_per_step, small.model) == (16, "tiny_scout"), name
+        assert small.algorithm.loss == config.algorithm.loss, name
 
 
-@pytest.mark.parametrize("name", LEAVE_ONE_OUT)
-def test_a_leave_one_out_variant_differs_in_its_one_choice(name: str) -> None:
-    found = differences(resolved("scalerl"), resolved(name))
-    assert {key for key, *_ in found} == LEAVE_ONE_OUT[name]
-    assert recipes.load(name).base == "scalerl"
+def test_a_leave_one_out_variant_differs_in_its_one_choice() -> None:
+    scalerl = resolved("scalerl")
+    changes = {n: {key for key, *_ in differences(scalerl, resolved(n))} for n in LEAVE_ONE_OUT}
+    assert changes == LEAVE_ONE_OUT
+    assert {recipes.load(name).base for name in LEAVE_ONE_OUT} == {"scalerl"}
 
 
 def test_scalerl_has_the_values_of_the_paper() -> None:
@@ -91,29 +103,29 @@ def test_scalerl_has_the_values_of_the_paper() -> None:
 
 
 def test_the_papers_comparison_has_its_values() -> None:
-    found = {
+    configs = {
         n: load_config(None, ["--recipe", n]) for n in ("grpo", "dapo", "magistral", "minimax")
     }
-    clips = {n: c.algorithm.loss.model_dump() for n, c in found.items()}
+    clips = {n: c.algorithm.loss.model_dump() for n, c in configs.items()}
     assert clips["grpo"] == {**clips["grpo"], "min_ratio": 0.8, "max_ratio": 1.2}
     assert clips["dapo"] == {**clips["dapo"], "min_ratio": 0.8, "max_ratio": 1.26}
     assert clips["magistral"] == clips["dapo"]
     assert clips["minimax"]["kind"] == "cispo"
-    assert {n: c.schedule.summary() for n, c in found.items()} == {
+    assert {n: c.schedule.summary() for n, c in configs.items()} == {
         "grpo": "PPO-off-policy-8",
         "dapo": "PPO-off-policy-8",
         "magistral": "PipelineRL-8",
         "minimax": "PPO-off-policy-8",
     }
-    assert {n: c.algorithm.aggregation for n, c in found.items()} == {
+    assert {n: c.algorithm.aggregation for n, c in configs.items()} == {
         **dict.fromkeys(("dapo", "magistral", "minimax"), "prompt"),
         "grpo": "sample",
     }
-    assert {n: c.precision.logits for n, c in found.items() if c.precision.logits == "fp32"} == {
+    assert {n: c.precision.logits for n, c in configs.items() if c.precision.logits == "fp32"} == {
         "minimax": "fp32"
     }
     for name in ("dapo", "magistral", "minimax"):  # 1,280 completions
-        assert found[name].schedule.prompts_per_step == 80
+        assert configs[name].schedule.prompts_per_step == 80
 
 
 def test_recipe_then_file_then_command_line(tmp_path: Path) -> None:
@@ -126,7 +138,7 @@ def test_recipe_then_file_then_command_line(tmp_path: Path) -> None:
     assert load_config(path, ["--recipe", "gspo"]).algorithm.loss.kind == "gspo"
 
 
-def test_an_unknown_recipe_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+def test_an_unknown_recipe_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("recipe: scale_rl\n")
     with pytest.raises(
@@ -167,15 +179,17 @@ def test_the_command_lists_shows_and_compares() -> None:
     listed = command("recipes")
     assert all(name in listed for name in PAPER)
     shown = command("recipes", "show", "scalerl-loo-fp32")
-    assert "# on top of: scalerl" in shown
-    assert yaml.safe_load(shown) == of_recipe(resolved("scalerl-loo-fp32"))
+    assert "# based on: scalerl" in shown
+    assert yaml.safe_load(shown) == {
+        key: resolved("scalerl-loo-fp32")[key] for key in RECIPE_SECTIONS
+    }
     compared = command("recipes", "diff", "dapo", "magistral")
     assert "schedule.mode" in compared
     assert "ppo_off_policy" in compared
     assert "algorithm" not in compared
 
 
-def test_what_show_prints_is_a_configuration_file(tmp_path: Path) -> None:
+def test_the_output_of_show_is_a_configuration_file(tmp_path: Path) -> None:
     path = tmp_path / "shown.yaml"
     path.write_text(command("recipes", "show", "grpo"))
     config = load_config(path)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.reasoning import CHOSEN, make_reasoning
+from megatron_rl.data.reasoning import make_reasoning
 from megatron_rl.rewards.base import Outcome, VerifierDown
 from megatron_rl.rewards.reasoning_verifier import is_safe, make_reasoning_verifier, score_function
 from megatron_rl.rewards.verifier_settings import VerifierSettings
+from tests.data.reasoning_tasks import REASONING_TASKS
 
 verify = make_reasoning_verifier(VerifierSettings())
 GATED = (
@@ -28,7 +29,7 @@ def count_of(task: str) -> int:
     return 5 if task == "tower_of_hanoi" else 10
 
 
-@pytest.mark.parametrize("task", [*CHOSEN, *GATED])
+@pytest.mark.parametrize("task", [*REASONING_TASKS, *GATED])
 def test_the_right_answer_passes_and_rubbish_does_not(task: str) -> None:
     for question in make_reasoning(task, count=count_of(task), seed=3):
         right = verify(f"</think>\\boxed{{{question.gold}}}", question.gold, question.meta)

@@ -1,0 +1,28 @@
+"""Tasks of reasoning-gym with short answers that are cheap to score (docs/data.md)."""
+
+REASONING_TASKS = (
+    "basic_arithmetic",
+    "chain_sum",
+    "countdown",
+    "gcd",
+    "lcm",
+    "prime_factorization",
+    "simple_equations",
+    "fraction_simplification",
+    "base_conversion",
+    "number_sorting",
+    "spell_backward",
+    "letter_counting",
+    "leg_counting",
+    "calendar_arithmetic",
+    "family_relationships",
+    "knights_knaves",
+    "syllogism",
+    "zebra_puzzles",
+    "largest_island",
+    "shortest_path",
+    "maze",
+    "mini_sudoku",
+    "tower_of_hanoi",
+    "string_manipulation",
+)
