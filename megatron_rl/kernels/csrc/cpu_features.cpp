@@ -1,4 +1,4 @@
-// Which GEMM this processor runs. Compiled without special flags.
+// Detects the GEMM kinds that this processor runs. Compiled without special flags.
 #include <cstdint>
 
 #include "gemm_bf16.h"

@@ -1,5 +1,5 @@
-// Blocking of the bf16 -> fp32 GEMMs. Compiled with AVX-512 and AMX flags of its own, so nothing in
-// this file may be reached before gemm_can_run said yes.
+// Blocking of the bf16 -> fp32 GEMMs. Compiled with AVX-512 and AMX flags: call nothing in this
+// file unless gemm_can_run returned true.
 #include "gemm_bf16.h"
 
 #include "gemm_tiles.h"
@@ -28,7 +28,7 @@ void gemm_logits(int kind, const uint16_t* h, int64_t h_stride, const uint16_t* 
 void gemm_hidden_grad(int kind, const uint16_t* d, int64_t d_stride, const uint16_t* w,
                       int64_t w_stride, float* o, int64_t o_stride, int64_t C, int64_t H, int64_t V,
                       int64_t begin, int64_t end) {
-  constexpr int64_t kDepth = 512;  // of V at a time: all panels of w and this part of d stay in L2
+  constexpr int64_t kDepth = 512;  // of V at a time: all panels of w and this part of d fit in L2
   const bool amx = kind == kGemmAmx;
   const Tiles tiles(amx);
   const int64_t most = words(kDepth);

@@ -1,5 +1,5 @@
-// bf16 x bf16 -> fp32 GEMMs of the LM head on x86, free of torch. bf16 numbers are uint16_t, all
-// sizes are free, every sum has a fixed order that does not depend on the number of threads.
+// bf16 x bf16 -> fp32 GEMMs of the LM head on x86, without torch. bf16 numbers are uint16_t, sizes
+// are arbitrary, and every sum has a fixed order that does not depend on the number of threads.
 //
 //   logits       x[C, V]  = h[C, H] w[V, H]^T      work items: panels of 64 columns of x
 //   hidden grad  o[C, H]  = d[C, V] w[V, H]        work items: panels of 64 columns of o
@@ -9,8 +9,9 @@
 
 namespace mrl {
 
+// The numbers of library.CPU_KERNELS.
 enum GemmKind : int {
-  kGemmNone = 0,    // the caller multiplies exact upcasts instead
+  kGemmNone = 0,    // generic: torch multiplies fp32 upcasts
   kGemmAvx512 = 1,  // vdpbf16ps
   kGemmAmx = 2,     // tdpbf16ps
 };
@@ -18,9 +19,9 @@ enum GemmKind : int {
 constexpr int64_t kPanel = 64;
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// The best kind that this processor has and that beats fp32 on it; asks the kernel for AMX once.
+// Returns the fastest kind; kGemmNone where fp32 products are faster.
 int gemm_best_kind();
-// Whether this processor can run a kind at all.
+// Returns true if this processor runs a kind; the first call requests AMX from the system.
 bool gemm_can_run(int kind);
 
 void gemm_logits(int kind, const uint16_t* h, int64_t h_stride, const uint16_t* w, int64_t w_stride,

@@ -1,7 +1,7 @@
 // Inner loops and packing of gemm_bf16.cpp. A "word" holds the bf16 numbers k (low) and k + 1.
 //
 //   left   rows of words, [m][k2] at any stride: the operand whose rows are rows of the result
-//   right  [k2][64] words, contiguous: 64 columns of the result, zero where the matrix ends
+//   right  [k2][64] words, contiguous: 64 columns of the result, zero beyond the matrix
 //
 // k2 is a multiple of 16 (one AMX step of 32 numbers).
 #pragma once
@@ -18,7 +18,7 @@ constexpr int64_t kStep = 16;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t words(int64_t k) { return (k + 31) / 32 * kStep; }
 
-struct Words {  // 64-byte aligned memory of one task
+struct Words {  // 64-byte aligned memory
   uint32_t* p;
   explicit Words(int64_t n)
       : p(static_cast<uint32_t*>(std::aligned_alloc(64, static_cast<size_t>((n + 15) / 16 * 64)))) {
@@ -62,7 +62,7 @@ inline void transpose16(const uint32_t* in, int64_t in_stride, uint32_t* out, in
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * out_stride, r[i]);
 }
 
-// Rows of K numbers, padded to k2 words with zeros: copies only what needs it.
+// Copies rows of K numbers and pads them with zeros to k2 words.
 inline void copy_rows(const uint16_t* in, int64_t stride, int64_t rows, int64_t K, uint32_t* out,
                       int64_t k2) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -72,7 +72,7 @@ inline void copy_rows(const uint16_t* in, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-// right panel of `columns` <= 64 rows of w (K numbers each): a transposition in words.
+// Packs `columns` <= 64 rows of w (K numbers each) into a right panel: a transposition of words.
 inline void pack_transposed(const uint16_t* w, int64_t stride, int64_t columns, int64_t K,
                             uint32_t* scratch, uint32_t* out) {
   const int64_t k2 = words(K);
@@ -92,7 +92,7 @@ inline __mmask16 mask_of(int64_t n) {  // the first n of 16
   return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1u);
 }
 
-// right panel of `columns` <= 64 columns of K rows: pairs of rows, interleaved.
+// Packs `columns` <= 64 columns of K rows into a right panel: pairs of rows, interleaved.
 inline void pack_pairs(const uint16_t* in, int64_t stride, int64_t K, int64_t columns,
                        uint32_t* out) {
   const int64_t k2 = words(K);
@@ -107,7 +107,7 @@ inline void pack_pairs(const uint16_t* in, int64_t stride, int64_t K, int64_t co
     }
 }
 
-// left rows [64][k2] of the transposed d: 64 columns of d become rows of words.
+// Packs 64 columns of d into left rows [64][k2], those of the transposed d.
 inline void pack_columns(const uint16_t* d, int64_t stride, int64_t K, int64_t columns,
                          uint32_t* scratch, uint32_t* out) {
   const int64_t k2 = words(K);
@@ -169,7 +169,7 @@ inline void avx512_product(const Product& p) {
   }
 }
 
-// 32 x 32 results in four AMX tiles; what sticks out of the matrix goes through buffers.
+// 32 x 32 results in four AMX tiles; blocks that extend beyond the matrix go through buffers.
 inline void amx_block(const Product& p, int64_t m, int64_t n, uint32_t* left_buffer) {
   const int64_t rows = least(32, p.rows - m), columns = least(32, p.columns - n);
   const uint32_t* left = p.left + m * p.left_stride;
@@ -229,7 +229,7 @@ struct alignas(64) TileConfig {  // palette 1: eight tiles of 16 rows of 64 byte
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-class Tiles {  // this thread's tile registers, for the time of one task
+class Tiles {  // configures the tile registers of this thread during one task
  public:
   explicit Tiles(bool on) : on_(on) {
     const TileConfig config;

@@ -1,5 +1,5 @@
 // Registration under torch's stable ABI: one file for every supported torch, with or without GPU.
-// Schemas are documented in ../ops.py, which also registers the fakes.
+// ../ops.py documents the schemas, ../library.py registers the fakes.
 #include <cstdlib>
 #include <memory>
 
@@ -134,7 +134,7 @@ void bf16_weight_grad(const Tensor& grads, const Tensor& hidden, Tensor out, boo
 
 }  // namespace
 
-// Read through ctypes: they decide which operator is called, so they can't be operators.
+// Called through ctypes before the operators are chosen.
 extern "C" __attribute__((visibility("default"))) int megatron_rl_best_gemm() {
   return mrl::gemm_best_kind();
 }

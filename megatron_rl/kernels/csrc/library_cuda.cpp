@@ -1,10 +1,10 @@
-// The CUDA half of the operators; part of the library only where nvcc compiled rows_cuda.cu.
+// The CUDA half of the operators; in the library only if nvcc compiled rows_cuda.cu.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "library_args.h"
 #include "rows_cuda.h"
 
-// Exported by libtorch_cuda alone: null where torch has no CUDA.
+// Exported by libtorch_cuda only: null in a torch without CUDA.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
 namespace {

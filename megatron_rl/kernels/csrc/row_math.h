@@ -1,12 +1,12 @@
-// Arithmetic of one row of logits: the one source for g++ (CPU twin) and nvcc (GPU). No torch.
+// Arithmetic of one row of logits, shared by g++ (CPU) and nvcc (GPU). No torch.
 //
 //   z_v = scale * x_v                            scale = 1 / temperature, > 0
 //   top = max x_v,  mass = sum e^(z_v - z_top),  moment = sum (z_v - z_top) e^(z_v - z_top)
 //   log p_y = scale (x_y - top) - log mass       entropy = log mass - moment / mass
-//   c = -w A min(e^(log p_y - g), cap)           CISPO; loss term = c log p_y, c held constant
+//   c = -w A min(e^(log p_y - g), cap)           CISPO; loss term = c log p_y, c detached
 //   d loss / d x_v = c scale (1[v = y] - p_v)
 //
-// All of it is fp32 and relative to the largest logit, so an offset common to a row costs nothing.
+// All of it is fp32 and relative to the largest logit: an offset of a row costs no accuracy.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -20,13 +20,13 @@
 
 namespace mrl {
 
-// Stands for "no logit yet": finite, so that merging two empty parts gives 0 and not NaN.
+// The largest logit of an empty part: finite, so that merging two empty parts gives 0 and not NaN.
 constexpr float kNoTop = -3.0e38f;
-// Below this, e^d is denormal, and counts as 0.
+// Below this, e^d is denormal and is set to 0.
 constexpr float kLeast = -87.3f;
 
 // e^d for d <= 0 to about 1 ulp; 0 for d < kLeast and for -inf; NaN for NaN. Branch-free on CPU, so
-// that g++ vectorises loops of it without -ffast-math.
+// that g++ vectorizes loops of it without -ffast-math.
 MRL_FN float exp_nonpositive(float d) {
 #if defined(__CUDA_ARCH__)
   return __expf(d);
@@ -72,7 +72,7 @@ MRL_FN Stat merge(Stat a, Stat b, float scale) {
   return {top, a.mass * ea + b.mass * eb, ma + mb};
 }
 
-// Never top + log mass first: at an offset of 1e4 that would cost 3 digits.
+// Not x_target - (top + log mass): at an offset of 1e4 that would cost 3 digits.
 MRL_FN float log_prob(Stat s, float x_target, float scale) {
   return (x_target - s.top) * scale - logf(s.mass);
 }
@@ -86,7 +86,7 @@ struct Term {
   float ratio, coefficient, loss;
 };
 
-// A row of weight 0 has coefficient 0 whatever its other numbers are (NaN included).
+// A row of weight 0 has coefficient 0, also where its other numbers are NaN.
 MRL_FN Term cispo(float logp, float generator_logp, float advantage, float weight, float cap) {
   const float ratio = expf(logp - generator_logp);
   const float held = ratio > cap ? cap : ratio;  // NaN stays NaN
@@ -94,7 +94,7 @@ MRL_FN Term cispo(float logp, float generator_logp, float advantage, float weigh
   return {ratio, c, c == 0.0f ? 0.0f : c * logp};
 }
 
-MRL_FN uint32_t bf16_bits(float f) {  // round to nearest even; of finite numbers and infinities
+MRL_FN uint32_t bf16_bits(float f) {  // rounds to nearest even; not for NaN
   uint32_t u;
   std::memcpy(&u, &f, 4);
   return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -104,8 +104,8 @@ MRL_FN uint16_t to_bf16(float f) {
   return f != f ? static_cast<uint16_t>(0x7fc0) : static_cast<uint16_t>(bf16_bits(f));
 }
 
-// Columns of one tensor-parallel shard: logits x[row * stride + column], column < width; those
-// from `columns` on are padding, without probability. `first` is the shard's first token id.
+// Logits of one tensor-parallel shard: x[row * stride + column], column < width. Columns from
+// `columns` on are padding without probability. `first` is the shard's first token id.
 struct Rows {
   float* x;
   int64_t stride, width;

@@ -1,5 +1,5 @@
-// The CPU twin of the row kernels. A row is read from memory once: block by block, largest logit,
-// sums, and e^(z - z_block) left in place; the gradient then scales the blocks, out of the L2 cache.
+// Row kernels on CPU. A row is read from memory once, block by block: the largest logit, the sums,
+// and e^(z - z_block) in the logits' place. The gradient then scales the blocks in the L2 cache.
 // Every sum has a fixed order.
 #include "rows_cpu.h"
 
@@ -15,8 +15,8 @@ namespace mrl {
 namespace {
 
 constexpr int kLanes = 64;
-// A block (16 KiB of logits) stays in L1. Its sums go into doubles, so that the error does not grow
-// with the vocabulary.
+// A block (16 KiB of logits) fits in L1. Sums over blocks are doubles, so that the error does not
+// grow with the vocabulary.
 constexpr int64_t kBlock = 64 * kLanes;
 
 MRL_CLONES float largest(const float* x, int64_t n) {
@@ -37,7 +37,7 @@ MRL_FN Stat sums(float* x, int64_t n, float top, float scale) {
   for (int j = 0; j < kLanes; ++j) s[j] = m[j] = 0.0f;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    // The next block comes from memory while this one is worked on.
+    // Fetch the next block from memory during this one.
     for (int j = 0; j < kLanes; j += 16) __builtin_prefetch(x + i + j + kBlock, kStore, 2);
     for (int j = 0; j < kLanes; ++j) {
       const float d = (x[i + j] - top) * scale, e = exp_nonpositive(d);
@@ -68,8 +68,8 @@ MRL_CLONES void exponentials(float* x, int64_t n, float top, float scale) {
   for (int64_t i = 0; i < n; ++i) x[i] = exp_nonpositive((x[i] - top) * scale);
 }
 
-// Statistics of a row. With `tops`, exponentials relative to each block's largest logit take the
-// logits' place, and tops[b] is that logit.
+// Returns the statistics of a row. With `tops`, logits are replaced by exponentials relative to the
+// largest logit of their block, tops[b].
 Stat statistics(float* x, int64_t n, float scale, float* tops) {
   float top = kNoTop;
   double mass = 0.0, moment = 0.0;
@@ -80,7 +80,7 @@ Stat statistics(float* x, int64_t n, float scale, float* tops) {
                         : sums_of_logits(x + i, length, block_top, scale);
     if (tops) tops[i / kBlock] = block_top;
     const float new_top = block_top > top ? block_top : top;
-    // As `merge`, in doubles.
+    // Same as `merge`, in doubles.
     const float da = (top - new_top) * scale, db = (block_top - new_top) * scale;
     const double ea = exp_nonpositive(da), eb = exp_nonpositive(db);
     moment = (mass == 0.0 ? 0.0 : ea * (moment + da * mass)) +
@@ -95,8 +95,8 @@ MRL_CLONES void times(float* x, int64_t n, float k) {
   for (int64_t i = 0; i < n; ++i) x[i] *= k;
 }
 
-// bf16(k * x[i]) to `out`, which may be the front of the row that x lies in: going forward, it never
-// overtakes x.
+// Writes bf16(k * x[i]) to `out`, which may be the front of the row that holds x: results never
+// overtake x.
 MRL_CLONES void times_bf16(const float* x, int64_t n, float k, char* out) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
@@ -115,7 +115,7 @@ MRL_CLONES void times_bf16(const float* x, int64_t n, float k, char* out) {
   }
 }
 
-// The row of exponentials becomes the gradient; `column` is the target's, or -1. Exponentials are
+// Turns a row of exponentials into the gradient; `column` is the target's, or -1. Exponentials are
 // relative to the row's largest logit, or with `tops` to each block's.
 void finish(float* x, int64_t width, int64_t columns, int64_t column, float c, float scale, Stat s,
             const float* tops, bool bf16) {

@@ -1,4 +1,4 @@
-// CPU row kernels, free of torch; the caller spreads rows [begin, end) over threads.
+// Row kernels on CPU, without torch; the caller distributes rows [begin, end) over threads.
 // Outputs are [k, count] row-major: out[i * count + row].
 #pragma once
 #include "row_math.h"

@@ -1,9 +1,9 @@
 // Row kernels: one block per row. The row is read twice (statistics, gradient) and written once.
 //
 // The gradient is written in place, as fp32, or as bf16 into the front half of the row. A tile is
-// kThreads * 4 columns; tile t in bf16 covers the bytes of half of the fp32 tile t / 2, so it may be
-// written once every thread has read tile t / 2. A barrier after reading tile t allows the writes
-// of tiles up to 2t + 1: barriers at t = 0, 1, 3, 7, ... are enough.
+// kThreads * 4 columns; tile t in bf16 covers half of the bytes of the fp32 tile t / 2 and may be
+// written after every thread has read that. A barrier after reading tile t allows the writes of
+// tiles up to 2t + 1: barriers at t = 0, 1, 3, 7, ... are enough.
 #if defined(MRL_EMULATE_CUDA)
 #include "cuda_emulation.h"  // tests/kernels: these kernels on CPU threads
 #else
@@ -24,7 +24,7 @@ struct Quad {
   float v[4];
 };
 
-// Four logits from column i; those from `columns` on are -inf.
+// Returns four logits from column i; those from `columns` on are -inf.
 __device__ __forceinline__ Quad load4(const float* row, int64_t i, int64_t columns, bool aligned) {
   Quad q;
   if (aligned && i + 4 <= columns) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ Stat warp_merge(Stat a, int width, float scale) {
   return a;
 }
 
-// Statistics of the block's row, the same in every thread; ends with a barrier behind all reads.
+// Returns the statistics of the block's row in every thread; a barrier follows all reads.
 __device__ Stat row_stat(const float* row, int64_t columns, float scale, bool aligned) {
   __shared__ Stat parts[kWarps];
   Stat a = stat_empty();
@@ -85,8 +85,8 @@ __device__ __forceinline__ Target target_of(const Rows& a, const float* row) {
   return {here ? column : -1, here ? row[column] : -INFINITY};
 }
 
-// The row becomes c * scale * (onehot - p), 0 in padded columns. Every thread calls it, after every
-// thread has read what it needs of the row outside this function.
+// Replaces the row by c * scale * (onehot - p), 0 in padded columns. All threads call it, after all
+// reads of the row outside this function.
 template <bool kBf16>
 __device__ void write_gradient(float* row, const Rows& a, Target y, float top, float mass, float c,
                                bool aligned) {
@@ -103,7 +103,7 @@ __device__ void write_gradient(float* row, const Rows& a, Target y, float top, f
       // Coefficient 0 gives exact zeros, also where the logits are not finite.
       q.v[j] = c == 0.0f ? 0.0f : k * exp_nonpositive((q.v[j] - top) * a.scale);
       if (i + j == y.column) q.v[j] = c == 0.0f ? 0.0f : at_target;
-      // k * 0 is 0 unless k is NaN or inf; padding is 0 in every case.
+      // k * 0 is not 0 where k is NaN or inf; padding is always 0.
       if (i + j >= a.columns) q.v[j] = 0.0f;
     }
     if (kBf16) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t r = blockIdx.x;
   float* row = a.x + r * a.stride;
   const Target y = target_of(a, row);
-  __syncthreads();  // every thread has the target's logit before the row changes
+  __syncthreads();  // all threads read the target's logit before the row changes
   write_gradient<kBf16>(row, a, y, top[r], mass[r], coefficient[r], aligned);
 }
 
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t r = blockIdx.x, count = gridDim.x;
   float* row = a.x + r * a.stride;
   const Target y = target_of(a, row);
-  const Stat s = row_stat(row, a.columns, a.scale, aligned);  // with a barrier inside
+  const Stat s = row_stat(row, a.columns, a.scale, aligned);  // contains a barrier
   const float logp = log_prob(s, y.logit, a.scale);
   const Term t = cispo(logp, c.generator_logp[r], c.advantage[r], c.weight[r], c.cap);
   write_gradient<kBf16>(row, a, y, s.top, s.mass, t.coefficient, aligned);

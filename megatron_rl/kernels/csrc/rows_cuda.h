@@ -1,4 +1,4 @@
-// Launchers of the CUDA row kernels, free of torch. Each returns a cudaError_t as int (0: launched).
+// Launchers of the CUDA row kernels, without torch; they return a cudaError_t as int (0: success).
 #pragma once
 #include "row_math.h"
 
