@@ -23,7 +23,7 @@ def main(draws: int) -> None:
     print(
         f"{draws} synthetic runs per noise: 20-30 evaluations, A .45-.75, B 1-5, R0 .1-.4, "
         f"ending at 2-4 Cmid, noise {SIGMA}; the last one is held out. "
-        "R0 given, start not skipped (`skip=0`) unless said.\n"
+        "R0 given, start not skipped (`skip=0`) unless stated.\n"
     )
     head = ["noise", "model of the fit", "A", "B", "Cmid", "median width of A", "band"]
     rows = []

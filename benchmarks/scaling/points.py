@@ -24,7 +24,7 @@ def row(label: str, f: Fit, published_values: str) -> list[str]:
 def main() -> None:
     data = published()
     print(f"# Published points ({DATE})\n")
-    print(f"R0 {R0}, points up to {SKIP:g} GPU-hours skipped, intervals 95%, unless said.\n")
+    print(f"R0 {R0}, points up to {SKIP:g} GPU-hours skipped, intervals 95%, unless stated.\n")
     head = ["series", "n", "A", "B", "Cmid", "verdict", "paper's procedure on these points"]
     seen = {
         "baseline_dapo_pipelinerl8": ".520 / 4.4-4.7",

@@ -20,17 +20,13 @@ if TYPE_CHECKING:
     from .fit_result import Fit
 
 Command = Callable[..., dict[str, Any]]
-BAD_INPUT = 2
-ILL_CONDITIONED = 3
+BAD_INPUT, ILL_CONDITIONED = 2, 3
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Files = Annotated[
     list[Path],
-    typer.Argument(
-        help="metrics.jsonl or run directories, CSV, JSONL, Parquet, TensorBoard event files or "
-        "directories, CSV exported from wandb"
-    ),
+    typer.Argument(help="metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files; run directories"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-': standard output)")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if ill-conditioned")]
@@ -146,13 +142,9 @@ def fit_command(
     fits: list["Fit"],
     console: Any,
     *,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw .png, .svg or .pdf; several series: numbered")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw .png, .svg or .pdf per series")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive HTML file")] = None,
-    bootstrap: Annotated[
-        int, typer.Option(help="Resamples of a moving-block bootstrap, as a check; 0: none")
-    ] = 0,
+    bootstrap: Annotated[int, typer.Option(help="Resamples of a block bootstrap; 0: none")] = 0,
 ) -> dict[str, Any]:
     """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
     from . import bootstrap as bootstraps
@@ -179,12 +171,8 @@ def compare_command(
     console: Any,
     *,
     margin: Annotated[float, typer.Option(help="Differences of A up to this are none")] = 0.02,
-    shared_a: Annotated[
-        float | None, typer.Option(help="Refit all at this A and rank by B")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw curves and leave-one-out transform")
-    ] = None,
+    shared_a: Annotated[float | None, typer.Option(help="Refit all at this A, rank by B")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw curves and transform")] = None,
 ) -> dict[str, Any]:
     """Rank runs by A, and by B where A agrees within the margin."""
     from . import report
@@ -204,9 +192,7 @@ def forecast_command(
     fits: list["Fit"],
     console: Any,
     *,
-    target: Annotated[
-        list[float] | None, typer.Option(help="Pass rate to reach (fraction); may be repeated")
-    ] = None,
+    target: Annotated[list[float] | None, typer.Option(help="Pass rate; may be repeated")] = None,
     budget: Annotated[float | None, typer.Option(help="Total compute that may be spent")] = None,
 ) -> dict[str, Any]:
     """Forecast the gain of more compute: compute for a target, gain per unit, when to stop."""

@@ -7,7 +7,7 @@ of slope B in log F against log C.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +16,7 @@ from .curve import Array
 from .errors import PointsError
 from .fit_result import Fit, Interval
 from .fitting import fit_series
-from .options import FitOptions
+from .likelihood import Curves
 
 MARGIN = 0.02
 """Differences of A up to this count as none."""
@@ -92,19 +92,11 @@ def compare(
 
 def refit(f: Fit, fix_a: float) -> Fit:
     """Fit the same points with A held."""
-    o, w = f.options, f.window
+    w = f.window
     # The evaluation that R0 was read from is not fitted.
     points = f.series if w.r0_at is None else f.series.take(slice(1, None))
-    options = FitOptions(
-        r0="fit" if w.r0 is None else w.r0,
-        skip=w.skip,
-        fit_until=o.fit_until,
-        form=o.form,
-        fix_a=fix_a,
-        a_max=o.a_max,
-        level=o.level,
-    )
-    return fit_series(points, options)
+    fixed = replace(f.options, r0="fit" if w.r0 is None else w.r0, skip=w.skip, fix_a=fix_a)
+    return fit_series(points, replace(fixed, method="fast", run_margin=0.0, correlated=0.5))
 
 
 def transform(f: Fit) -> tuple[Array, Array]:
@@ -120,8 +112,8 @@ def transform(f: Fit) -> tuple[Array, Array]:
 
 def _rank_by_b(fits: Sequence[Fit], shared_a: float) -> list[tuple[Fit, Fit | None]]:
     """Rank fits by B at a shared A; returns fits and refits."""
-    refits = sorted(((f, refit(f, shared_a)) for f in fits), key=lambda pair: -pair[1].B.value)
-    return list(refits)
+    refits = sorted(((refit(f, shared_a), f) for f in fits), key=lambda pair: -pair[0].B.value)
+    return [(f, shared) for shared, f in refits]
 
 
 def _rank(fits: Sequence[Fit], margin: float) -> list[tuple[Fit, Fit | None]]:
@@ -154,7 +146,8 @@ def _compare_pair(f: Fit, g: Fit, margin: float) -> Pair:
     positive = [s.compute[s.compute > 0] for s in (f.series, g.series)]
     first, last = min(c[0] for c in positive), max(c[-1] for c in positive)
     c = np.geomspace(first, last * 100, 800)
-    y1, y2 = (d.first(OVERTAKE_DRAWS).at(c, r.problem.shape) for d, r in ((one, f), (two, g)))
+    y1 = Curves(*np.array(one)[:, :OVERTAKE_DRAWS]).at(c, f.problem.shape)
+    y2 = Curves(*np.array(two)[:, :OVERTAKE_DRAWS]).at(c, g.problem.shape)
     crossings = _overtakes(c, y1 - y2)
     happens = np.isfinite(crossings)
     best = float(_overtakes(c, (f.curve(c) - g.curve(c))[None])[0])

@@ -95,10 +95,7 @@ class Shape:
         return -slope, slope * (x - u)
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the search box of u and of v.
-
-        Midpoints range from a tenth of the first compute to 100 times the last.
-        """
+        """Return the ranges of u and v; Cmid: a tenth of the first to 100 times the last point."""
         if self.form == "linear-sigmoid":
             return (-2.0, 20.0), (np.log(0.05), np.log(200.0))
         if self.form == "power-law":

@@ -16,11 +16,9 @@ class PointsError(ValueError):
         line: int | None = None,
         column: str | None = None,
     ) -> None:
-        parts = [] if file is None else [file]
-        parts += [] if line is None else [f"line {line}"]
-        parts += [] if column is None else [f"column '{column}'"]
-        source = f"{', '.join(parts)}: " if parts else ""
-        super().__init__(f"{source}{problem}. {remedy}")
+        parts = (file, f"line {line}" if line else None, f"column '{column}'" if column else None)
+        source = ", ".join(part for part in parts if part)
+        super().__init__(f"{source}: {problem}. {remedy}" if source else f"{problem}. {remedy}")
 
 
 class MissingExtra(ImportError):

@@ -49,13 +49,11 @@ def fit(
     Raises:
         PointsError: bad input or options; the message names the value and the remedy.
     """
-    if isinstance(compute, Series):
-        series = compute
-    else:
+    if not isinstance(compute, Series):
         if reward is None:
             raise PointsError("no rewards were given", "Call fit(compute, reward)")
-        series = Series.clean(compute, reward, stderr, name=name, unit=unit)
-    return fit_series(series, FitOptions(**options))
+        compute = Series.clean(compute, reward, stderr, name=name, unit=unit)
+    return fit_series(compute, FitOptions(**options))
 
 
 def fit_series(series: Series, options: FitOptions) -> Fit:

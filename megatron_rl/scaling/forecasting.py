@@ -90,6 +90,8 @@ def forecast(f: Fit, targets: Sequence[float] = (), budget: float | None = None)
 
     step = now * 1e-3
     value, draws = gain(now + step)
+    slope = _interval(f, value / step, draws / step)
+    remaining = _interval(f, f.A.value - float(f.curve(now)), curves.a - at(now))
     steps = [1.25 * now, 1.5 * now, 2 * now, 4 * now] + ([] if budget is None else [budget])
     gains = []
     for compute in steps:
@@ -97,14 +99,8 @@ def forecast(f: Fit, targets: Sequence[float] = (), budget: float | None = None)
         extra = compute - now
         per_unit = _interval(f, difference / extra, differences / extra)
         gains.append(Gain(compute, _interval(f, difference, differences), per_unit))
-    return Forecast(
-        fit=f,
-        now=now,
-        slope=_interval(f, value / step, draws / step),
-        remaining=_interval(f, f.A.value - float(f.curve(now)), curves.a - at(now)),
-        targets=tuple(_target(f, target, budget, curves) for target in targets),
-        gains=tuple(gains),
-    )
+    reached = tuple(_target(f, target, budget, curves) for target in targets)
+    return Forecast(f, now, slope, remaining, reached, tuple(gains))
 
 
 def _interval(f: Fit, value: float, draws: Array) -> Interval:

@@ -18,7 +18,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Compute-performance fits</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; color: {ink}; max-width: 1120px; margin: 2em auto }}
-pre {{ overflow-x: auto }}
+pre {{ overflow-x: auto; line-height: 1.2 }}
 </style></head><body><h1>Compute-performance fits</h1>{body}</body></html>
 """
 
@@ -37,8 +37,7 @@ def save_html(fits: Sequence[Fit], path: str | Path) -> None:
         config = {"displaylogo": False, "responsive": True}
         chart = pio.to_html(_chart(go, f), config, full_html=False, include_plotlyjs=i == 0)
         body += [f"<h2>{escape(f.name or 'fit')}</h2>", chart]
-    page = PAGE.format(ink=INK, body="".join(body))
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(PAGE.format(ink=INK, body="".join(body)), encoding="utf-8")
 
 
 def _chart(go: Any, f: Fit) -> Any:

@@ -38,10 +38,6 @@ class Curves(NamedTuple):
         a, r0, u, v = (values[:, None] for values in self)
         return r0 + (a - r0) * shape.g(shape.x(compute), u, v)
 
-    def first(self, n: int) -> "Curves":
-        """Return the first n curves."""
-        return Curves(*(values[:n] for values in self))
-
 
 @dataclass(frozen=True, slots=True)
 class LikelihoodMap:

@@ -34,26 +34,19 @@ class ReadOptions:
 class FitOptions:
     """Options of a fit."""
 
-    r0: Annotated[R0Choice, "Reward at zero compute: a number, 'first' (evaluation) or 'fit'"] = (
-        "first"
-    )
+    r0: Annotated[R0Choice, "Reward at zero compute: a number, 'first' or 'fit'"] = "first"
     skip: Annotated[
-        float | None,
-        "Leave out points up to this compute; default: a start that contradicts the rest",
+        float | None, "Leave out points up to this compute; default: a start off the curve"
     ] = None
     fit_until: Annotated[float | None, "Fit up to this compute and predict the rest"] = None
     form: Annotated[FormName, "Family of curves"] = "log-sigmoid"
-    method: Annotated[Method, "'paper': its grid, slow"] = "fast"
+    method: Annotated[Method, "'paper': the slow grid of the paper"] = "fast"
     fix_a: Annotated[float | None, "Hold A at this value"] = None
     a_max: Annotated[float, "Upper bound of A"] = 1.0
     level: Annotated[float, "Confidence level of intervals and band, 0.5 to 0.999"] = 0.95
-    run_margin: Annotated[float, "Run-to-run spread of A, added to its interval in quadrature"] = (
-        0.0
-    )
+    run_margin: Annotated[float, "Run-to-run spread of A, added to its interval"] = 0.0
     # Even odds: the intervals then hold under both kinds of noise (benchmarks/scaling/coverage.py).
-    correlated: Annotated[
-        float, "Prior probability that neighboring evaluations have correlated noise"
-    ] = 0.5
+    correlated: Annotated[float, "Prior probability of correlated noise"] = 0.5
 
     def __post_init__(self) -> None:
         r0, a, a_max = self.r0, self.fix_a, self.a_max

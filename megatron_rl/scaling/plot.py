@@ -192,8 +192,7 @@ def _figure(path: str | Path, size: tuple[float, float]) -> Any:
         MissingExtra: matplotlib is not installed.
     """
     if Path(path).suffix.lower() not in ENDINGS:
-        raise PointsError(
-            f"cannot draw '{path}'", f"Choose a path that ends in {', '.join(ENDINGS)}"
-        )
+        remedy = f"Choose a path that ends in {', '.join(ENDINGS)}"
+        raise PointsError(f"cannot draw '{path}'", remedy)
     figures = require("matplotlib.figure", "Drawing a plot")
     return figures.Figure(figsize=size, layout="constrained", facecolor="white")

@@ -33,17 +33,13 @@ def plain(value: Any) -> Any:
 def roles(f: Fit) -> NDArray[np.str_]:
     """Return the role of each point: used, skipped, held_out, or r0 (R0, or not used)."""
     w = f.window
-    out = np.full(len(f.series), "r0", dtype="<U8")
-    out[w.used], out[w.skipped], out[w.held_out] = "used", "skipped", "held_out"
-    return out
+    return np.select([w.used, w.skipped, w.held_out], ["used", "skipped", "held_out"], "r0")
 
 
 def fit_to_dict(f: Fit) -> dict[str, Any]:
     """Return schema `megatron_rl.fit/1` (docs/scaling.md)."""
     w, s, o = f.window, f.series, f.options
-    r0 = plain(f.R0)
-    if r0 is not None:
-        r0["rule"] = w.r0_rule
+    r0 = None if f.R0 is None else plain(f.R0) | {"rule": w.r0_rule}
     stderr: Sequence[float | None] = [None] * len(s) if s.stderr is None else s.stderr.tolist()
     rows = zip(s.compute.tolist(), s.reward.tolist(), stderr, roles(f).tolist(), strict=True)
     return {

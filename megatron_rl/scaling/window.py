@@ -131,21 +131,15 @@ def make_problem(points: Series, options: FitOptions, r0: float | None) -> FitPr
 
 def _check_window(series: Series, window: Window, options: FitOptions) -> None:
     """Raise PointsError for windows that cannot be fitted."""
-    power_law = options.form == "power-law"
     n = int(window.used.sum())
-    free = 2 + (not power_law) - (options.fix_a is not None)
-    free += power_law or options.r0 == "fit"
+    free = 2 + (options.form != "power-law") + (window.r0 is None) - (options.fix_a is not None)
     if n < free + 1:
         limits = f"{int(window.skipped.sum())} skipped, {int(window.held_out.sum())} held out"
-        raise PointsError(
-            f"{n} points in the window for {free} parameters ({limits})",
-            "Give more evaluations, a smaller --skip, a larger --fit-until, or fix R0 or A",
-            file=series.source,
-        )
+        problem = f"{n} points in the window for {free} parameters ({limits})"
+        remedy = "Give more evaluations, a smaller --skip, a larger --fit-until, or fix R0 or A"
+        raise PointsError(problem, remedy, file=series.source)
     y = series.reward[window.used]
     if float(np.ptp(y)) == 0:
-        raise PointsError(
-            f"the reward is constant ({y[0]:g}) in the window",
-            "A curve needs a reward that changes; check the reward column",
-            file=series.source,
-        )
+        remedy = "A curve needs a reward that changes; check the reward column"
+        problem = f"the reward is constant ({y[0]:g}) in the window"
+        raise PointsError(problem, remedy, file=series.source)

@@ -19,7 +19,7 @@ METHODS = {
 }
 
 
-def made(a, b, cmid, name, r0=0.2, sigma=0.002, seed=0, end=5.0):
+def fitted(a, b, cmid, name, r0=0.2, sigma=0.002, seed=0, end=5.0):
     c = np.linspace(end / 24, end, 24) * 1000.0
     noise = sigma * np.random.default_rng(seed).normal(size=24)
     y = log_sigmoid(c, a, b, cmid, r0) + noise
@@ -36,7 +36,7 @@ def test_seven_point_methods_are_ranked_in_the_printed_order(r0):
 
 
 def test_runs_that_agree_in_a_are_ranked_by_b_at_their_mean():
-    slow, quick = made(0.61, 1.5, 900, "slow"), made(0.60, 2.5, 900, "quick", seed=1)
+    slow, quick = fitted(0.61, 1.5, 900, "slow"), fitted(0.60, 2.5, 900, "quick", seed=1)
     result = compare([slow, quick])
     assert [e.fit.name for e in result.entries] == ["quick", "slow"]
     mean = (slow.A.value + quick.A.value) / 2
@@ -45,7 +45,7 @@ def test_runs_that_agree_in_a_are_ranked_by_b_at_their_mean():
 
 
 def test_difference_beyond_the_margin_is_in_the_verdict():
-    result = compare([made(0.5, 2, 900, "low"), made(0.7, 2, 900, "high", seed=1)])
+    result = compare([fitted(0.5, 2, 900, "low"), fitted(0.7, 2, 900, "high", seed=1)])
     pair = result.pairs[0]
     assert (pair.better, pair.other) == ("high", "low")
     assert "more than the margin" in pair.verdict
@@ -55,7 +55,7 @@ def test_difference_beyond_the_margin_is_in_the_verdict():
 
 def test_crossing_of_two_runs_is_located():
     # The better run is behind at first: it overtakes where the two curves are equal.
-    better, early = made(0.7, 2, 2000, "better", end=8), made(0.5, 2, 500, "early", seed=1)
+    better, early = fitted(0.7, 2, 2000, "better", end=8), fitted(0.5, 2, 500, "early", seed=1)
     c = np.linspace(300, 8000, 10_000)
     lead = log_sigmoid(c, 0.7, 2, 2000, 0.2) - log_sigmoid(c, 0.5, 2, 500, 0.2)
     truth = c[np.argmax(lead > 0)]
@@ -73,7 +73,7 @@ def test_shared_a_ranks_by_b_alone():
 
 
 def test_leave_one_out_transform_is_a_line_of_slope_b():
-    f = made(0.6, 2.2, 900, "run", sigma=0)
+    f = fitted(0.6, 2.2, 900, "run", sigma=0)
     c, value = transform(f)
     slope, intercept = np.polyfit(np.log(c), np.log(value), 1)
     assert slope == pytest.approx(2.2, rel=1e-2)
@@ -82,7 +82,7 @@ def test_leave_one_out_transform_is_a_line_of_slope_b():
 
 
 def test_units_that_differ_are_not_compared():
-    one, two = made(0.6, 2, 900, "a"), made(0.6, 2, 900, "b")
+    one, two = fitted(0.6, 2, 900, "a"), fitted(0.6, 2, 900, "b")
     other = fit(Series.clean(two.series.compute, two.series.reward, unit="tokens"), r0=0.2)
     with pytest.raises(PointsError, match="units of compute differ"):
         compare([one, other])
@@ -91,7 +91,7 @@ def test_units_that_differ_are_not_compared():
 
 
 def test_compute_for_a_target_covers_the_truth():
-    f = made(0.6, 2, 1000, "run", end=4)
+    f = fitted(0.6, 2, 1000, "run", end=4)
     # R = .5 of a curve from .2 to .6 is 3/4 of the gain: C = Cmid * 3^(1/2).
     p = forecast(f, (0.5, 0.7), budget=10_000)
     near, far = p.targets
@@ -104,7 +104,7 @@ def test_compute_for_a_target_covers_the_truth():
 
 
 def test_gain_per_further_unit_covers_the_truth_and_falls():
-    f = made(0.6, 2, 1000, "run", end=4)
+    f = fitted(0.6, 2, 1000, "run", end=4)
     p = forecast(f)
     h = 1.0
     truth = (log_sigmoid(4000 + h, 0.6, 2, 1000, 0.2) - log_sigmoid(4000, 0.6, 2, 1000, 0.2)) / h
@@ -114,7 +114,7 @@ def test_gain_per_further_unit_covers_the_truth_and_falls():
 
 
 def test_run_margin_makes_a_forecast_less_sure():
-    f = made(0.6, 2, 1000, "run", end=6)
+    f = fitted(0.6, 2, 1000, "run", end=6)
     wider = replace(f, options=replace(f.options, run_margin=0.02))
     sure, unsure = forecast(f, (0.59,)), forecast(wider, (0.59,))
     assert unsure.targets[0].probability < sure.targets[0].probability
@@ -122,4 +122,4 @@ def test_run_margin_makes_a_forecast_less_sure():
 
 def test_spent_budget_is_refused():
     with pytest.raises(PointsError, match="already spent"):
-        forecast(made(0.6, 2, 1000, "run"), (0.5,), budget=10)
+        forecast(fitted(0.6, 2, 1000, "run"), (0.5,), budget=10)

@@ -1,4 +1,4 @@
-"""What the published points must give, with R0 and window of the paper."""
+"""Fits of the published points, with R0 and window of the paper."""
 
 import time
 

@@ -17,14 +17,9 @@ from .table import Table, select
 
 __all__ = ["ReadOptions", "Table", "read", "read_many"]
 
-READERS = {
-    ".csv": read_csv,
-    ".tsv": read_csv,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".parquet": read_parquet,
-    ".pq": read_parquet,
-}
+READERS = dict.fromkeys([".csv", ".tsv"], read_csv)
+READERS |= dict.fromkeys([".jsonl", ".ndjson"], read_jsonl)
+READERS |= dict.fromkeys([".parquet", ".pq"], read_parquet)
 
 
 def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
@@ -61,10 +56,7 @@ def _read_table(path: Path) -> Table:
         problem = "the directory has no metrics.jsonl or *tfevents* file"
         raise PointsError(problem, "Name the file itself", file=str(path))
     if path.suffix.lower() not in READERS:
-        raise PointsError(
-            f"unknown format '{path.suffix}'",
-            "Give .csv, .tsv, .jsonl, .parquet or a TensorBoard event file; of a wandb run its "
-            "metrics.jsonl, or the CSV exported from a chart",
-            file=str(path),
-        )
+        remedy = "Give .csv, .tsv, .jsonl, .parquet or a TensorBoard event file; of a wandb run "
+        remedy += "its metrics.jsonl, or the CSV exported from a chart"
+        raise PointsError(f"unknown format '{path.suffix}'", remedy, file=str(path))
     return READERS[path.suffix.lower()](path)

@@ -19,10 +19,7 @@ COMPUTE_NAMES = (
 )  # fmt: skip
 REWARD_NAMES = ("pass_rate", "reward", "accuracy", "acc", "score", "value")
 SERIES_NAMES = ("series", "run", "run_name", "method")
-UNITS = {
-    "gpu-hours": "GPU-hours", "gpu-seconds": "GPU-seconds", "device-hours": "device-hours",
-    "device-seconds": "device-seconds", "flops": "FLOPs", "tokens": "tokens", "steps": "steps",
-}  # fmt: skip
+UNITS = ["GPU-hours", "GPU-seconds", "device-hours", "device-seconds", "FLOPs", "tokens", "steps"]
 Rows = list[tuple[int, dict[str, Any]]]
 """Line (or record) number from 1, and cells by column."""
 
@@ -176,36 +173,24 @@ def _series(
         repairs.append("standard errors from the number of samples (binomial)")
     unit = _unit(compute)
     if options.compute_unit is not None:
-        target = UNITS.get(options.compute_unit.lower(), options.compute_unit)
+        wanted = options.compute_unit
+        target = next((u for u in UNITS if u.lower() == wanted.lower()), wanted)
         converted = _convert(c, unit, target)
         if converted is not c:
             repairs.append(f"{unit} converted to {target}")
         c, unit = converted, target
-    return Series.clean(
-        c,
-        r,
-        stderr,
-        name=name,
-        unit=unit,
-        source=table.source,
-        lines=[line for line, _ in kept],
-        columns=(compute, reward, stderr_name or "stderr"),
-        repairs=repairs,
-    )
+    origin: dict[str, Any] = {"source": table.source, "lines": [line for line, _ in kept]}
+    origin["columns"] = (compute, reward, stderr_name or "stderr")
+    return Series.clean(c, r, stderr, name=name, unit=unit, repairs=repairs, **origin)
 
 
 def _unit(column: str) -> str:
     """Return the unit of compute that follows from a column's name."""
     name = column.lower()
     device = "device" if "device" in name else "GPU"
-    known = {
-        "hour": f"{device}-hours",
-        "second": f"{device}-seconds",
-        "flop": "FLOPs",
-        "token": "tokens",
-        "step": "steps",
-    }
-    return next((unit for part, unit in known.items() if part in name), column)
+    units = (f"{device}-hours", f"{device}-seconds", "FLOPs", "tokens", "steps")
+    parts = ("hour", "second", "flop", "token", "step")
+    return next((unit for part, unit in zip(parts, units, strict=True) if part in name), column)
 
 
 def _convert(c: Array, unit: str, target: str) -> Array:
@@ -215,7 +200,7 @@ def _convert(c: Array, unit: str, target: str) -> Array:
         return c / 3600
     if (old, new) == ("hours", "seconds"):
         return c * 3600
-    if {unit, target} <= set(UNITS.values()) and old != new:
+    if {unit, target} <= set(UNITS) and old != new:
         problem = f"{unit} cannot be converted to {target}"
         raise PointsError(problem, "Choose another --compute-column")
     return c
