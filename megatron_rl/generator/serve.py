@@ -175,7 +175,12 @@ class Generator:
         """
         match message:
             case Generate():
-                self._check_temperature(message)
+                expected = self._config.generation.temperature
+                if message.evaluation < 0 and message.temperature != expected:
+                    raise ValueError(
+                        f"group {message.group} has temperature {message.temperature}, but"
+                        f" log-probs are computed for generation.temperature = {expected}"
+                    )
                 return [self._generate(message, i) for i in range(len(message.thinking_budgets))]
             case UpdateWeights():
                 return [self._update(message)]
@@ -185,14 +190,6 @@ class Generator:
             f"a generator does not answer {type(message).__name__}; orchestrator and generator"
             " are of different versions"
         )
-
-    def _check_temperature(self, message: Generate) -> None:
-        expected = self._config.generation.temperature
-        if message.evaluation < 0 and message.temperature != expected:
-            raise ValueError(
-                f"group {message.group} has temperature {message.temperature}, but log-probs are"
-                f" computed for generation.temperature = {expected}"
-            )
 
     async def _generate(self, message: Generate, index: int) -> None:
         async with self._admission:

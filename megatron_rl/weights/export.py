@@ -123,12 +123,12 @@ def make_plan(
         for (i, part), (shape, kind, parts) in theirs.items():
             owners[i].setdefault(part, _Shard(i, part, rank, shape, kind))
             sizes[i] = parts if weights[i].split.sharded else 1
+    # Parameters of the same Hugging Face tensors form a unit, in the order of their first one.
+    units: dict[tuple[str, ...], list[_Shard]] = {}
     for weight, shards, size in zip(weights, owners, sizes, strict=True):
         _check(weight, shards, size)
-    units = [
-        [owners[i][part] for i in unit for part in range(sizes[i])] for unit in _units(weights)
-    ]
-    return ExportPlan(weights, _fill(units, bucket_bytes, spread=spread))
+        units.setdefault(weight.hf, []).extend(shards[part] for part in range(size))
+    return ExportPlan(weights, _fill(list(units.values()), bucket_bytes, spread=spread))
 
 
 def _check(weight: Weight, shards: dict[int, _Shard], size: int) -> None:
@@ -159,14 +159,6 @@ def _fill(units: list[list[_Shard]], bucket_bytes: int, *, spread: bool) -> list
         bucket.shards.extend(unit)
         open_buckets[destination] = (bucket, filled + size)
     return buckets
-
-
-def _units(weights: list[Weight]) -> list[list[int]]:
-    """Return the weights of each group of Hugging Face tensors, in order of their first one."""
-    units: dict[tuple[str, ...], list[int]] = {}
-    for i, weight in enumerate(weights):
-        units.setdefault(weight.hf, []).append(i)
-    return list(units.values())
 
 
 def export(

@@ -42,7 +42,7 @@ Named = tuple[str, Tensor]
 class WireFormat:
     """The form in which tensors travel.
 
-    Example: `WireFormat(torch.bfloat16, fp8=True).tensors("model.layers.0.mlp.up_proj.weight", w)`
+    Example: `WireFormat(torch.bfloat16, fp8=True).stream(iter([("layers.0.up_proj.weight", w)]))`
     yields the e4m3 weight and its block scales.
     """
 
@@ -57,26 +57,18 @@ class WireFormat:
         return cls(dtype, fp8=config.weights.quantization == "fp8")
 
     def stream(self, stream: Iterator[Named]) -> Iterator[Named]:
-        """Yield the checkpoint's tensors as they travel.
-
-        Raises:
-            WeightsError: a matrix that cannot be divided into blocks.
-        """
+        """Yield the checkpoint's tensors as they travel; raises as `quantize`."""
         for name, tensor in stream:
-            yield from self.tensors(name, tensor)
-
-    def tensors(self, name: str, tensor: Tensor) -> Iterator[Named]:
-        """Yield the tensors that one tensor of the checkpoint becomes."""
-        if not self.fp8:
-            yield name, tensor.to(self.dtype)
-            return
-        for single, matrix in _experts_one_by_one(name, tensor):
-            if is_quantized(single):
-                weight, scale = quantize(single, matrix)
-                yield single, weight
-                yield single + SCALE_SUFFIX, scale
-            else:
-                yield single, matrix.to(self.dtype)
+            if not self.fp8:
+                yield name, tensor.to(self.dtype)
+                continue
+            for single, matrix in _experts_one_by_one(name, tensor):
+                if is_quantized(single):
+                    weight, scale = quantize(single, matrix)
+                    yield single, weight
+                    yield single + SCALE_SUFFIX, scale
+                else:
+                    yield single, matrix.to(self.dtype)
 
     def expected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
         """Return the entries of every version, by name, from the shapes of the trained tensors."""

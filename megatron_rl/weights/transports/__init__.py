@@ -78,7 +78,6 @@ class ReceiverInfo:
     """Worker processes of the engine."""
     seconds: float
     """`timeouts.transfer_seconds`."""
-    bucket_bytes: int
     host: str
     port: int
     prefix: str
@@ -91,7 +90,6 @@ class ReceiverInfo:
             engine=engine,
             workers=config.roles.generator_tensor_parallel,
             seconds=config.timeouts.transfer_seconds,
-            bucket_bytes=config.weights.bucket_bytes,
             host=rendezvous.host,
             port=rendezvous.port,
             prefix=rendezvous.prefix,

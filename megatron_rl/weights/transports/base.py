@@ -30,13 +30,16 @@ class Publisher(Protocol):
     """The trainer's end: makes versions that generators can take."""
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest | None:
-        """Store a version, for generators to take; returns when it is complete.
+        """Store a version, for generators to take, and return its manifest (on trainer rank 0).
 
-        Returns:
-            The manifest; None on trainer ranks other than 0 of a transport that has them take part.
+        Args:
+            version: optimizer steps that made these weights; larger than all before.
+            stream: full tensors by Hugging Face name; consumed bucket by bucket.
+            bucket_bytes: tensors are gathered up to this size; a larger one is its own bucket.
 
         Raises:
-            WeightsError: a version that is not newer, or an earlier one did not reach a generator.
+            WeightsError: a version that is not newer, a doubled name, a full disk, or an earlier
+                version did not reach a generator.
         """
         ...
 

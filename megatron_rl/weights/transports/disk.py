@@ -50,16 +50,7 @@ class DiskPublisher:
         return self._retention.versions
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
-        """Write `version`; its folder appears when its last byte is written.
-
-        Args:
-            version: optimizer steps that made these weights; larger than all before.
-            stream: full tensors by Hugging Face name; consumed bucket by bucket.
-            bucket_bytes: tensors are gathered up to this size; a larger one is its own bucket.
-
-        Raises:
-            WeightsError: a version that is not newer, a doubled name, or a full disk.
-        """
+        """Write `version`; its folder appears when its last byte is written."""
         self._retention.check_newer(version)
         folder = version_folder(self.directory, version)
         hidden = self.directory / f"{_HIDDEN}{version:06d}"

@@ -66,12 +66,7 @@ class GlooPublisher:
         return self._retention.versions
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
-        """Copy the version into memory, ready for requests.
-
-        Raises:
-            WeightsError: a version that is not newer, a doubled name, or an earlier version did
-                not reach an engine.
-        """
+        """Copy the version into memory, ready for requests."""
         self.raise_if_failed()
         self._retention.check_newer(version)
         flats: list[Tensor] = []
@@ -98,11 +93,7 @@ class GlooPublisher:
         return manifest
 
     def raise_if_failed(self) -> None:
-        """Raise the first failure of a transfer since the last call.
-
-        Raises:
-            WeightsError: version, engine and cause.
-        """
+        """Raise the first failure of a transfer since the last call, as `WeightsError`."""
         for service in self._services:
             service.raise_if_failed()
 
@@ -139,11 +130,7 @@ class GlooPublisher:
 
 
 class GlooReceiver:
-    """A worker's end.
-
-    Args:
-        worker: this worker.
-    """
+    """A worker's end."""
 
     def __init__(self, worker: ReceivingWorker) -> None:
         self._worker = worker
@@ -152,11 +139,7 @@ class GlooReceiver:
         self._checked: tuple[Manifest, list[Tensor]] | None = None
 
     def begin(self, manifest: Manifest) -> None:
-        """Request the version and receive it in the background.
-
-        Raises:
-            WeightsError: an earlier one is still under way.
-        """
+        """Request the version and receive it in the background."""
         if self._work is not None and not self._work.ended:
             raise WeightsError(
                 f"weights version {manifest.version}: an earlier transfer is still under way; a"
@@ -166,19 +149,11 @@ class GlooReceiver:
         self._work = Background(lambda: self._receive(manifest), f"weights {manifest.version}")
 
     def poll(self) -> bool:
-        """Return True once every byte is received and checked.
-
-        Raises:
-            WeightsError: the version was refused, or did not come in time.
-        """
+        """Return True once every byte is received and checked."""
         return self._work is not None and self._work.done()
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
-        """Load the version that was received.
-
-        Raises:
-            WeightsError: it is not the one that was received.
-        """
+        """Load the version that was received."""
         if self._checked is None or self._checked[0].version != manifest.version:
             raise WeightsError(
                 f"weights version {manifest.version} was not received before it is loaded"

@@ -83,12 +83,7 @@ class NcclPublisher:
         """A chunk ends with the tensor that takes it over this size."""
 
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest | None:
-        """Copy this rank's tensors into pinned memory; returns the manifest on rank 0.
-
-        Raises:
-            WeightsError: a version that is not newer, a doubled name, or an earlier version did
-                not reach an engine.
-        """
+        """Copy this rank's tensors into pinned memory; returns the manifest on rank 0."""
         for service in self._services:
             service.raise_if_failed()
         self._retention.check_newer(version)
@@ -145,24 +140,12 @@ class NcclPublisher:
         for engine in range(self._engines):
             link = _SenderLink(self, 1 + self._workers, device)
             self._links.append(link)
-            self._services.append(
-                TransferService(
-                    self._rendezvous,
-                    self._rank,
-                    engine,
-                    self._workers,
-                    self._seconds,
-                    link.offer,
-                    link.send,
-                )
-            )
+            ends = (self._rendezvous, self._rank, engine, self._workers)
+            service = TransferService(*ends, self._seconds, link.offer, link.send)
+            self._services.append(service)
 
     def tensors(self, version: int) -> list[tuple[str, Tensor]]:
-        """Return this rank's tensors of a version.
-
-        Raises:
-            WeightsError: it is not held any more.
-        """
+        """Return this rank's tensors of a version, if it is still held."""
         with self._lock:
             held = self._held.get(version)
         if held is None:
@@ -228,11 +211,7 @@ class _SenderLink:
 
 
 class NcclReceiver:
-    """A worker's end.
-
-    Args:
-        worker: this worker.
-    """
+    """A worker's end."""
 
     def __init__(self, worker: ReceivingWorker) -> None:
         self._worker = worker
@@ -247,11 +226,7 @@ class NcclReceiver:
         return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
-        """Receive from one sender after the other; each chunk is checked, then loaded.
-
-        Raises:
-            WeightsError: a sender refused, a chunk is wrong, or `timeouts.transfer_seconds` passed.
-        """
+        """Receive from one sender after the other; each chunk is checked, then loaded."""
         for part in split_parts(manifest):
             self._load_part(manifest.version, part, load_weights)
 

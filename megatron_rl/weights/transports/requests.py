@@ -142,11 +142,7 @@ class TransferService:
         self._thread = Background(self._serve, f"weights for generator {engine}")
 
     def raise_if_failed(self) -> None:
-        """Raise the first failure since the last call.
-
-        Raises:
-            WeightsError: a version did not reach the engine; named with the cause.
-        """
+        """Raise the first failure since the last call: a version did not reach the engine."""
         self._thread.done()
         if self._failures:
             failure, self._failures = self._failures[0], []
