@@ -9,6 +9,9 @@ GPU time is measured by events. Peak memory is that above the inputs, outputs in
 resident set of a fresh process per variant, on GPU the allocator's peak. Variants whose package is
 missing are named and left out. The floor is the three products alone, by the same calls in the same
 run.
+
+Every measurement is printed with the time that the rest will take, and `--out` is rewritten after
+each. Ctrl-C, SIGTERM or a time-out end the run; the tables hold the measurements until then.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import gc
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Threads that wait must not count as CPU time; read when torch starts its pool.
@@ -34,24 +39,119 @@ import torch
 import benchmarks.kernels_variants as v
 
 FLOOR, OURS, EAGER = "three products alone", "fused", "eager, fp32 logits"
+Size = tuple[int, int, int]
+ERROR_SIZE: Size = (512, 512, 32000)
+
+
+@dataclass
+class Table:
+    """The measurements of one size."""
+
+    size: Size
+    device: str
+    first: dict[str, float] = field(default_factory=dict)
+    """Seconds of the first call of each variant, which warms it up."""
+    times: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of the later calls."""
+    peaks: dict[str, float] = field(default_factory=dict)
+    """MiB."""
+    missing: list[str] = field(default_factory=list)
+
+    def best(self) -> dict[str, float]:
+        return {name: min(self.times.get(name) or [first]) for name, first in self.first.items()}
+
+    def row(self, name: str) -> str:
+        best, times, peaks = self.best(), self.times.get(name), self.peaks
+        cells = [
+            f"{best[name]:.3f}",
+            f"{statistics.median(times):.3f}" if times else "first call",
+            f"{best[EAGER] / best[name]:.2f}" if EAGER in best else "",
+            f"{best[name] / best[FLOOR]:.3f}" if FLOOR in best else "",
+            f"{peaks[name]:.0f}" if name in peaks else "",
+            f"{peaks[EAGER] / peaks[name]:.1f}" if {EAGER, name} <= peaks.keys() else "",
+        ]
+        return f"| {name} | {' | '.join(cells)} |"
+
+    def markdown(self) -> list[str]:
+        T, H, V = self.size
+        unit = "CPU s" if self.device == "cpu" else "GPU s"
+        lines = [f"\n## T={T:,} H={H:,} V={V:,}, bf16 operands\n", machine(self.device), ""]
+        lines += [
+            f"| variant | {unit} (best) | median | eager / this | this / floor |"
+            " peak MiB above inputs | eager / this |",
+            "|---|--:|--:|--:|--:|--:|--:|",
+        ]
+        lines += [self.row(name) for name in self.first]
+        lines += ["", *(f"Left out: {reason}" for reason in self.missing)]
+        best = self.best()
+        if FLOOR in best and OURS in best:
+            lines.append(f"\nFused path at {best[FLOOR] / best[OURS]:.1%} of its own floor.")
+        return lines
+
+
+@dataclass
+class Report:
+    """All tables, the progress, and the file that holds them at any time."""
+
+    device: str
+    out: Path | None
+    work: float
+    """Of all measurements, in units of T * H * V."""
+    tables: list[Table] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    done: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    ended_by: str = ""
+
+    def measured(self, text: str, work: float) -> None:
+        """Print a measurement and save all of them."""
+        self.done += work
+        spent = time.perf_counter() - self.started
+        left = spent / self.done * max(self.work - self.done, 0.0)
+        print(f"{text}   [about {left / 60:.1f} min left]", file=sys.stderr, flush=True)
+        self.save()
+
+    def markdown(self) -> str:
+        lines = [f"# CISPO over the LM head on {'CPU' if self.device == 'cpu' else 'one GPU'}", ""]
+        lines += ["`python benchmarks/kernels.py " + " ".join(sys.argv[1:]) + "`"]
+        if self.ended_by:
+            lines += ["", f"Ended by {self.ended_by}: measurements are missing."]
+        for table in self.tables:
+            lines += table.markdown()
+        if self.errors:
+            T, H, V = ERROR_SIZE
+            lines += [f"\n## Errors against float64, T={T} H={H} V={V:,}\n"]
+            lines += [
+                "| variant | loss, relative | log-prob, largest | hidden gradient, relative |"
+            ]
+            lines[-1] += " weight gradient, relative | its type |"
+            lines += ["|---|--:|--:|--:|--:|---|", *self.errors]
+        return "\n".join(lines) + "\n"
+
+    def save(self) -> None:
+        """Replace the file as a whole."""
+        if self.out:
+            part = self.out.with_name(self.out.name + ".part")
+            part.write_text(self.markdown())
+            part.replace(self.out)
 
 
 def available(device: str, wanted: list[str] | None) -> tuple[dict[str, v.Variant], list[str]]:
-    """Variants of this device, and why others are missing."""
-    found, missing = {}, []
+    """Return the variants of this device, and why others are missing."""
+    variants, missing = {}, []
     other = v.CUDA_ONLY if device == "cpu" else v.CPU_ONLY
     for name, make in v.FACTORIES.items():
         if (wanted and name not in wanted) or name in other:
             continue
         try:
-            found[name] = make()
+            variants[name] = make()
         except (ImportError, OSError, RuntimeError) as error:
             missing.append(f"{name}: {type(error).__name__}: {error}")
-    return found, missing
+    return variants, missing
 
 
 def seconds(variant: v.Variant, inputs: v.Inputs, device: str) -> tuple[float, float]:
-    """(CPU or GPU seconds, bytes at the peak above what was there; 0 on CPU)."""
+    """Return CPU or GPU seconds, and the bytes of the peak above the inputs (0 on CPU)."""
     gc.collect()
     if device == "cpu":
         start = time.process_time()
@@ -77,8 +177,8 @@ def status_mib(key: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def peak_of_this_process(name: str, size: tuple[int, int, int]) -> float:
-    """MiB at the peak of one call above inputs and what an earlier small call left."""
+def peak_of_this_process(name: str, size: Size) -> float:
+    """Return the MiB at the peak of one call above the inputs and the rest of a small call."""
     variant = v.FACTORIES[name]()
     T, H, V = size
     small = v.make_inputs(64, H, min(V, 4096), "cpu", exact_ratio=False)
@@ -96,7 +196,7 @@ def peak_of_this_process(name: str, size: tuple[int, int, int]) -> float:
     return peak
 
 
-def peak_in_fresh_process(name: str, size: tuple[int, int, int]) -> float:
+def peak_in_fresh_process(name: str, size: Size) -> float:
     command = [sys.executable, __file__, "--peak", name]
     done = subprocess.run(
         [*command, "--size", *map(str, size)], capture_output=True, text=True, check=False
@@ -106,11 +206,12 @@ def peak_in_fresh_process(name: str, size: tuple[int, int, int]) -> float:
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def errors(found: dict[str, v.Variant], device: str, size: tuple[int, int, int]) -> list[str]:
-    """Rows of the error table, against float64 on the same inputs."""
-    d = v.make_inputs(*size, device, exact_ratio=True)
+def measure_errors(report: Report, variants: dict[str, v.Variant]) -> None:
+    """Add the rows of the error table, against float64 on the same inputs."""
+    device = report.device
+    d = v.make_inputs(*ERROR_SIZE, device, exact_ratio=True)
     h, w = d.hidden_TH.double(), d.weight_VH.double()
-    rows, dw, dh = [], torch.zeros_like(w), torch.zeros_like(h)
+    dw, dh = torch.zeros_like(w), torch.zeros_like(h)
     logp = torch.empty(len(h), dtype=torch.float64, device=device)
     scale = (d.weights_T * d.advantages_T).double()
     for i in range(0, len(h), 128):
@@ -124,7 +225,7 @@ def errors(found: dict[str, v.Variant], device: str, size: tuple[int, int, int])
         dw.addmm_(g.T, h[part])
     ratio = (logp - d.generator_logprobs_T.double()).exp().clamp(max=v.CAP)
     loss = -(scale * ratio * logp).sum()
-    for name, variant in found.items():
+    for name, variant in variants.items():
         result = variant(d)
         if result is None:
             continue
@@ -136,8 +237,8 @@ def errors(found: dict[str, v.Variant], device: str, size: tuple[int, int, int])
         ]
         cells = [f"{x:.1e}" if x == x else "not returned" for x in numbers]
         kind = str(result[3].dtype).removeprefix("torch.")
-        rows.append(f"| {name} | {' | '.join(cells)} | {kind} |")
-    return rows
+        report.errors.append(f"| {name} | {' | '.join(cells)} | {kind} |")
+        report.measured(report.errors[-1], work_of(ERROR_SIZE))
 
 
 def machine(device: str) -> str:
@@ -153,54 +254,44 @@ def machine(device: str) -> str:
     )
 
 
-def measure(
-    size: tuple[int, int, int], device: str, rounds: int, wanted: list[str] | None
-) -> list[str]:
-    """The table of one size."""
-    found, missing = available(device, wanted)
+def work_of(size: Size) -> float:
+    return float(size[0] * size[1] * size[2])
+
+
+def measure(report: Report, table: Table, variants: dict[str, v.Variant], rounds: int) -> None:
+    """Fill the table of one size."""
+    size, device, work = table.size, table.device, work_of(table.size)
+    unit = f"{device.upper()} s"
     inputs = v.make_inputs(*size, device, exact_ratio=False)
-    times: dict[str, list[float]] = {name: [] for name in found}
-    peaks: dict[str, float] = {}
-    for name in list(found):  # warm-up: compilers, libraries, caches
+    for name in list(variants):  # warms up compilers, libraries, caches
         try:
-            _, peak = seconds(found[name], inputs, device)
+            table.first[name], peak = seconds(variants[name], inputs, device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            missing.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
-            del found[name], times[name]
+            table.missing.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+            del variants[name]
+            report.work -= (rounds + 1) * work
             continue
-        peaks[name] = peak / 2**20
-    for _ in range(rounds):
-        for name, variant in found.items():
-            times[name].append(seconds(variant, inputs, device)[0])
+        if device == "cuda":
+            table.peaks[name] = peak / 2**20
+        report.measured(f"{name}: {table.first[name]:.3f} {unit}, first call", work)
+    for number in range(rounds):
+        for name, variant in variants.items():
+            spent = seconds(variant, inputs, device)[0]
+            table.times.setdefault(name, []).append(spent)
+            report.measured(f"{name}: {spent:.3f} {unit}, round {number + 1} of {rounds}", work)
     del inputs
-    if device == "cpu":
-        peaks = {name: peak_in_fresh_process(name, size) for name in found}
-    best = {name: min(t) for name, t in times.items()}
-    T, H, V = size
-    unit = "CPU s" if device == "cpu" else "GPU s"
-    lines = [f"\n## T={T:,} H={H:,} V={V:,}, bf16 operands\n", machine(device), ""]
-    lines += [
-        f"| variant | {unit} (best) | median | eager / this | this / floor |"
-        " peak MiB above inputs | eager / this |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for name, spent in best.items():
-        cells = [
-            f"{spent:.3f}",
-            f"{statistics.median(times[name]):.3f}",
-            f"{best[EAGER] / spent:.2f}" if EAGER in best else "",
-            f"{spent / best[FLOOR]:.3f}" if FLOOR in best else "",
-            f"{peaks[name]:.0f}",
-            f"{peaks[EAGER] / peaks[name]:.1f}" if EAGER in peaks else "",
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [""] + [f"Left out: {reason}" for reason in missing]
-    if FLOOR in best and OURS in best:
-        lines.append(f"\nFused path at {best[FLOOR] / best[OURS]:.1%} of its own floor.")
-    return lines
+    for name in variants if device == "cpu" else ():
+        table.peaks[name] = peak_in_fresh_process(name, size)
+        report.measured(table.row(name), work)
+
+
+def end(number: int, _: object) -> None:
+    """Turn a signal into KeyboardInterrupt, with its name."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def main() -> None:
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--size", type=int, nargs=3, action="append", metavar=("T", "H", "V"))
@@ -215,26 +306,27 @@ def main() -> None:
     if a.peak:
         print(json.dumps(peak_of_this_process(a.peak, tuple(a.size[0]))))
         return
-    cpu = a.device == "cpu"
-    sizes = a.size or (
-        [(2048, 512, 131072), (2048, 512, 32000)] if cpu else [(16384, 5120, 202048)]
-    )
-    text = [f"# CISPO over the LM head on {'CPU' if cpu else 'one GPU'}", ""]
-    text += ["`python benchmarks/kernels.py " + " ".join(sys.argv[1:]) + "`"]
-    for size in sizes:
-        text += measure(tuple(size), a.device, a.rounds, a.only)
-        print("\n".join(text[-30:]), file=sys.stderr, flush=True)
-    if not a.no_errors:
-        small = (512, 512, 32000)
-        found, _ = available(a.device, a.only)
-        text += ["\n## Errors against float64, T=512 H=512 V=32,000\n"]
-        text += ["| variant | loss, relative | log-prob, largest | hidden gradient, relative |"]
-        text[-1] += " weight gradient, relative | its type |"
-        text += ["|---|--:|--:|--:|--:|---|", *errors(found, a.device, small)]
-    output = "\n".join(text) + "\n"
-    print(output)
-    if a.out:
-        a.out.write_text(output)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    default = [(2048, 512, 131072), (2048, 512, 32000)]
+    sizes = a.size or (default if a.device == "cpu" else [(16384, 5120, 202048)])
+    variants, missing = available(a.device, a.only)
+    passes = a.rounds + 2 if a.device == "cpu" else a.rounds + 1
+    work = sum(passes * work_of(s) for s in sizes)
+    work += 0 if a.no_errors else work_of(ERROR_SIZE)
+    report = Report(a.device, a.out, work * len(variants))
+    try:
+        for size in sizes:
+            report.tables.append(Table(tuple(size), a.device, missing=list(missing)))
+            measure(report, report.tables[-1], dict(variants), a.rounds)
+        if not a.no_errors:
+            measure_errors(report, variants)
+    except KeyboardInterrupt as error:
+        report.ended_by = str(error) or "SIGINT"
+    report.save()
+    print(report.markdown())
+    if report.ended_by:
+        sys.exit(128 + signal.Signals[report.ended_by])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ways to compute CISPO's loss and gradients over an LM head, on the same inputs.
+"""Variants that compute CISPO's loss and gradients over an LM head, on the same inputs.
 
 Each variant maps inputs to (loss, log-probs [T] or None, hidden gradient, weight gradient).
 Shape legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
@@ -6,6 +6,7 @@ Shape legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_rl.kernels.library import load
 
 CAP = 5.0
 SEQUENCES = 8
-"""Liger's loss has one advantage per sequence and chunks by sequence."""
+"""Liger's loss has one advantage per sequence, and one chunk per sequence."""
 
 
 @dataclass
@@ -38,11 +39,10 @@ Variant = Callable[[Inputs], Result | None]
 
 
 def make_inputs(T: int, H: int, V: int, device: str, *, exact_ratio: bool) -> Inputs:
-    """bf16 operands with logits to about +-16; about a tenth of the ratios beyond the cap.
+    """Make bf16 operands with logits to about +-16, and a tenth of the ratios beyond the cap.
 
-    Args:
-        exact_ratio: derive the generator's log-probs from the real ones; else one number stands for
-            all of them, which costs no product.
+    `exact_ratio` derives the generator's log-probs from the real ones; else they are one constant,
+    which needs no product.
     """
     g = torch.Generator(device).manual_seed(0)
     hidden_TH = torch.randn(T, H, generator=g, device=device).bfloat16()
@@ -117,17 +117,18 @@ def _fused(main_grad: bool, grads: heads.LogitGrads = "auto") -> Variant:
     return run
 
 
-def _fused_of_upcasts() -> Variant:
-    """The fused path of a processor without bf16 instructions."""
-    load()
+def _fused_generic() -> Variant:
+    """Return the fused path of a processor without bf16 instructions."""
     run = _fused(True)
-    head = heads.Upcast(tf32=False, device="cpu")
 
-    def without(d: Inputs) -> Result | None:
-        with patch.object(heads, "select", lambda *_: (head, torch.bfloat16)):
-            return run(d)
+    def generic(d: Inputs) -> Result | None:
+        heads.select.cache_clear()
+        with patch.dict(os.environ, MEGATRON_RL_CPU_KERNEL="generic"):
+            result = run(d)
+        heads.select.cache_clear()
+        return result
 
-    return without
+    return generic
 
 
 def _liger(compiled: bool) -> Variant:
@@ -203,7 +204,7 @@ def _megatron() -> Variant:
 
 
 def _floor(fp32: bool) -> Variant:
-    """The three products alone, by the calls and in the chunks of the fused path."""
+    """Return the three products alone, by the calls and in the chunks of the fused path."""
 
     def run(d: Inputs) -> None:
         load()
@@ -222,7 +223,7 @@ def _floor(fp32: bool) -> Variant:
             n = len(h)
             head.logits(h, d.weight_VH, buffer[:n, :V])
             if dtype == torch.bfloat16 and i == 0:
-                # Ordinary numbers, as gradients are; the bits of fp32 logits are not.
+                # Ordinary numbers, as of gradients; the bits of fp32 logits are not.
                 grads.fill_(1e-3)
             head.hidden_grad(grads[:n], d.weight_VH, hidden_grad[:n])
             head.weight_grad(grads[:n], h, weight_grad, True)
@@ -242,7 +243,7 @@ FACTORIES: dict[str, Callable[[], Variant]] = {
     "fused": lambda: _fused(True),
     "fused, through autograd": lambda: _fused(False),
     "fused, fp32 logit gradients": lambda: _fused(True, "fp32"),
-    "fused, without bf16 instructions": _fused_of_upcasts,
+    "fused, without bf16 instructions": _fused_generic,
     "three products alone": lambda: _floor(False),
     "three products alone, fp32 gradients": lambda: _floor(True),
 }
