@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -85,7 +86,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -69,11 +69,6 @@ class TableRow:
     problem: str = ""
     """Reason why the row is broken; empty if it is not."""
 
-    @property
-    def location(self) -> str:
-        """`file:line`."""
-        return f"{self.file}:{self.line}"
-
 
 def read_rows(source: Source) -> Iterator[TableRow]:
     """Yield the rows of a table; a broken row of a text file has a `problem`.
@@ -119,7 +114,7 @@ def read_questions(
     is_file = Path(source.path).is_file()
     questions: dict[str, Question] = {}
     for index, row in enumerate(read_rows(source)):
-        location = f"{source.path}:{row.line}" if is_file else f"{source.path}: {row.location}"
+        location = f"{source.path}{'' if is_file else f': {row.file}'}:{row.line}"
         try:
             question = make_question(row, str(index), kind, fields or Fields())
         except DataError as e:

@@ -99,6 +99,6 @@ def table(results: dict[str, Any]) -> str:
 def _interval(value: dict[str, Any] | None, form: str) -> str:
     if value is None:
         return "-"
-    return "{} [{}, {}]".format(
-        *("-" if value[k] is None else f"{value[k]:{form}}" for k in ("value", "low", "high"))
-    )
+    keys = ("value", "low", "high")
+    estimate, low, high = ("-" if value[k] is None else f"{value[k]:{form}}" for k in keys)
+    return f"{estimate} [{low}, {high}]"

@@ -66,12 +66,12 @@ def prepare(
     from megatron_rl.data.published import TRAINING_SETS, DataSet
 
     known = TRAINING_SETS.get(source, DataSet(source))
-    names = {"prompt": prompt_field, "gold": answer_field}
+    prompt, gold = prompt_field or known.fields.prompt, answer_field or known.fields.gold
     settings = PrepareSettings(
         source=str(local or known.source),
         name=source if source in TRAINING_SETS else Path(source).stem,
         kind=kind or known.kind,
-        fields=replace(known.fields, **{key: name for key, name in names.items() if name}),
+        fields=replace(known.fields, prompt=prompt, gold=gold),
         subsets=tuple(subset) if subset else known.subsets,
         split=split or known.split,
         revision=revision,

@@ -17,14 +17,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.prepare.overlap import Overlap, words
-from megatron_rl.commands.prepare.prepare_check import Check, make_check
+from megatron_rl.commands.prepare.prepare_check import make_check
 from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
 from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError, Question, apply_template
@@ -62,6 +62,14 @@ class _Entry:
     reason: str = ""
     detail: str = ""
 
+    def examine(self, question: Question) -> None:
+        self.id, self.text = question.id, question.prompt
+        key = " ".join(words(question.prompt)) or question.prompt.strip()
+        # Copies of a programming problem may have different tests.
+        gold = "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
+        self.key = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        self.gold = hashlib.blake2b(gold.encode(), digest_size=16).hexdigest()
+
     def drop(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
 
@@ -84,11 +92,10 @@ def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]
         raise DataError(f"--template is {settings.template!r}: it must have {{prompt}} in it")
     if not 0 < settings.overlap <= 1:
         raise DataError(f"--overlap is {settings.overlap:g}: it must be above 0 and at most 1")
-    check = make_check(settings)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as folder:
         work = Path(folder)
-        entries = _read(settings, check, work / "all.jsonl", warn)
+        entries = _read(settings, work / "all.jsonl", warn)
         heldout = _select(settings, entries)
         report = _write(settings, entries, heldout, work)
         for name in (*FILES, "report.json"):
@@ -96,15 +103,13 @@ def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]
     return report
 
 
-def _read(
-    settings: PrepareSettings, check: Check, path: Path, warn: Callable[[str], None]
-) -> list[_Entry]:
+def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) -> list[_Entry]:
     """Examine every row; write one line for each to `path`, its prompt or an empty line.
 
     Prompts stay on disk because the tests of programming problems may not fit into memory.
     """
+    check = make_check(settings)
     entries: list[_Entry] = []
-    broken = 0
     with path.open("w", encoding="utf-8") as file:
         for subset in settings.subsets:
             prefix = "/".join(p for p in (settings.name, subset) if p)
@@ -116,30 +121,20 @@ def _read(
                     question = make_question(row, str(count), settings.kind, settings.fields)
                 except DataError as e:
                     entry.drop("broken", str(e))
-                    broken += 1
-                    if broken <= MAX_WARNINGS:
-                        warn(f"{row.location}: {e}")
-                    file.write("\n")
-                    continue
-                meta = {k: v for k, v in question.meta.items() if v not in (None, "", [], {})}
-                meta |= {"subset": subset} if subset else {}
-                question = replace(question, id=f"{prefix}/{question.id}", meta=meta)
-                _examine(entry, question, check)
-                file.write("" if entry.reason else _prompt_row(question, settings.template))
+                else:
+                    meta = {k: v for k, v in question.meta.items() if v not in (None, "", [], {})}
+                    meta |= {"subset": subset} if subset else {}
+                    question = replace(question, id=f"{prefix}/{question.id}", meta=meta)
+                    entry.examine(question)
+                    entry.drop(*check(question))
+                    if not entry.reason:
+                        file.write(_prompt_row(question, settings.template))
                 file.write("\n")
     if not entries:
         raise DataError(f"{settings.source}: no rows")
+    for entry in [e for e in entries if e.reason == "broken"][:MAX_WARNINGS]:
+        warn(f"{entry.file}:{entry.line}: {entry.detail}")
     return entries
-
-
-def _examine(entry: _Entry, question: Question, check: Check) -> None:
-    entry.id, entry.text = question.id, question.prompt
-    entry.reason, entry.detail = check(question)
-    key = " ".join(words(question.prompt)) or question.prompt.strip()
-    # Copies of a programming problem may have different tests.
-    gold = "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
-    entry.key = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    entry.gold = hashlib.blake2b(gold.encode(), digest_size=16).hexdigest()
 
 
 def _prompt_row(question: Question, template: str | None) -> str:
@@ -188,21 +183,22 @@ def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
 
 def _drop_repeated(entries: list[_Entry]) -> None:
     """Drop duplicates after the first, and all copies of a question with several answers."""
-    first: dict[str, _Entry] = {}
-    answers: dict[str, set[str]] = {}
-    ids: set[str] = set()
-    readable = [e for e in entries if not e.reason]
-    for entry in readable:
-        answers.setdefault(entry.key, set()).add(entry.gold)
-    for entry in readable:
-        if len(answers[entry.key]) > 1:
-            entry.drop("conflict", f"{len(answers[entry.key])} different answers")
-        elif (before := first.setdefault(entry.key, entry)) is not entry:
-            entry.drop("duplicate", before.id)
-        elif entry.id in ids:
-            location = f"{entry.file}:{entry.line}"
-            raise DataError(f"{location}: id {entry.id!r} belongs to another question too")
-        ids.add(entry.id)
+    copies: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for entry in entries:
+        if not entry.reason:
+            copies[entry.key].append(entry)
+    first_by_id: dict[str, _Entry] = {}
+    for first, *others in copies.values():
+        answers = len({entry.gold for entry in (first, *others)})
+        for entry in others:
+            entry.drop("duplicate", first.id)
+        if answers > 1:
+            for entry in (first, *others):
+                entry.drop("conflict", f"{answers} different answers")
+        elif first_by_id.setdefault(first.id, first) is not first:
+            raise DataError(
+                f"{first.file}:{first.line}: id {first.id!r} belongs to another question too"
+            )
 
 
 def _drop_overlapping(

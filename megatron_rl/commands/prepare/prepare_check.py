@@ -8,12 +8,9 @@ from pathlib import Path
 from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
 from megatron_rl.data.question import DataError, Question, apply_template
 
-Check = Callable[[Question], tuple[str, str]]
-"""Returns (reason, detail) for a question to drop, and two empty strings otherwise."""
 
-
-def make_check(settings: PrepareSettings) -> Check:
-    """Make the check of single questions.
+def make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, str]]:
+    """Make the check of a question: returns (reason, detail) to drop it, or two empty strings.
 
     Raises:
         DataError: `settings.tokenizer` does not exist.
@@ -24,8 +21,7 @@ def make_check(settings: PrepareSettings) -> Check:
         kib = len(question.gold.encode()) / 1024
         if kib > settings.max_answer_kib:
             return "large", f"{kib:.0f} KiB"
-        problem = "" if settings.keep_unreadable else _unreadable(question)
-        if problem:
+        if not settings.keep_unreadable and (problem := _unreadable(question)):
             return "unreadable", problem
         tokens = count_tokens(apply_template(question, settings.template).prompt)
         return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
