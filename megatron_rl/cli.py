@@ -99,14 +99,15 @@ def show_config() -> None:
 
     console = Console(soft_wrap=True)
     for key, kind, default, text in describe():
-        rest = escape(f"({kind}, default {default}): {text}")  # kinds are in brackets
+        default = default if default == "required" else f"default {default}"
+        rest = escape(f"({kind}, {default}): {text}")  # kinds are in brackets
         console.print(f"[bold]{key}[/bold] {rest}", highlight=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; errors of the configuration or the installation exit with status 2."""
     from megatron_rl.compat.upstream import UnsupportedVersionError
-    from megatron_rl.config import ConfigError
+    from megatron_rl.section import ConfigError
 
     try:
         app(args=arguments, prog_name="megatron-rl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -26,7 +27,8 @@ def describe(
     for name, field in section.model_fields.items():
         if name == skip:
             continue
-        key, kind, text = prefix + name, field.annotation, field.description or ""
+        key, kind = prefix + name, field.annotation
+        text = " ".join((field.description or "").split())
         inner, entries = sections_of(kind), entries_of(kind)
         if choices := entries or (inner if len(inner) > 1 else ()):
             key += ".<name>" if entries else ""
@@ -39,6 +41,7 @@ def describe(
             rows += describe(inner[0], f"{key}.")
         else:
             value = field.get_default(call_default_factory=True, validated_data={})
+            value = str(value) if isinstance(value, Path) else value
             default = "required" if field.is_required() else repr(value)
             rows.append((key, type_text(kind, field.metadata), default, text))
     return rows
