@@ -1,1 +1,1 @@
-"""Benchmarks of the verifiers: errors beside math-verify's, and speed with and without bombs."""
+"""Benchmarks of the verifiers: errors compared with math-verify, speed with and without bombs."""

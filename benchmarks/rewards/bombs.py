@@ -1,4 +1,4 @@
-"""Answers that are made to cost time, and typical ones to compare with."""
+"""Answers made to cost time, and typical ones for comparison."""
 
 from __future__ import annotations
 
@@ -61,16 +61,15 @@ BOMBS: tuple[str, ...] = (
 
 
 def bomb(i: int) -> str:
-    """A completion with the i-th bomb."""
+    """Return a completion with the i-th bomb."""
     answer = BOMBS[i % len(BOMBS)]
     return f"Some thoughts.</think> So \\boxed{{{answer}}}" if "answer is" not in answer else answer
 
 
 def typical(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Completions of 2 kB with the answers of the golden table, drawn with replacement.
+    """Return completions of 2 kB with answers of the golden table, drawn with replacement.
 
-    Returns:
-        `completion`, `gold` and the expected `verdict` of each.
+    Each has `completion`, `gold` and the expected `verdict`.
     """
     rng = random.Random(seed)
     cases = [json.loads(line) for line in GOLDEN.read_text().splitlines()]

@@ -2,10 +2,9 @@
 
     python -m benchmarks.rewards.golden_vs_stock [--write]
 
-math-verify is called as its documentation shows: `parse` on gold and answer in dollars (texts that
-have dollars or a box stay as they are), `verify(gold, answer)`, 5 s for each. It knows right and
-not right only, so everything that must not be `correct` counts as not right for both here; our
-five verdicts are checked one by one in the tests.
+math-verify is called as its documentation shows: `parse` on gold and answer in dollars (unless they
+have dollars or a box), `verify(gold, answer)`, 5 s for each. It only tells right from not right, so
+here any outcome but `correct` counts as not right for both; the tests check our five outcomes.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import json
 import logging
 import time
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 from megatron_rl.rewards.math.verdict import math_verdict
@@ -22,10 +22,11 @@ from megatron_rl.rewards.math.verdict import math_verdict
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "rewards" / "golden_math.jsonl"
 RESULT = ROOT / "benchmarks" / "results" / "rewards_golden.md"
+ERRORS = ("false positives", "false negatives")
 
 
 def stock(answer: str, gold: str) -> bool:
-    """math-verify's word."""
+    """Return math-verify's verdict."""
     from math_verify import parse, verify
 
     texts = [t if "$" in t or "\\boxed" in t else f"${t}$" for t in (gold, answer)]
@@ -33,6 +34,7 @@ def stock(answer: str, gold: str) -> bool:
 
 
 def main() -> None:
+    """Print the table, and write it with --write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args().write
@@ -46,32 +48,28 @@ def main() -> None:
         for name in ("this", "stock"):
             started = time.process_time()
             if name == "this":
-                got = math_verdict(case["answer"], case["gold"]).passed
+                passed = math_verdict(case["answer"], case["gold"]).passed
             else:
-                got = stock(case["answer"], case["gold"])
+                passed = stock(case["answer"], case["gold"])
             seconds[name] += time.process_time() - started
-            if got != right:
-                errors[name]["passes what is not right" if got else "fails what is right"] += 1
+            if passed != right:
+                errors[name][ERRORS[0] if passed else ERRORS[1]] += 1
                 kinds[name][case["kind"]] += 1
-    from importlib.metadata import version
-
-    ways = ("passes what is not right", "fails what is right")
     lines = [
         "# Errors on the golden table",
         "",
         f"`python -m benchmarks.rewards.golden_vs_stock`: {len(cases)} cases,"
         f" {sum(c['verdict'] == 'correct' for c in cases)} of them right. The table was written for"
-        " this verifier, so its own count says that the table holds, not how it does on unseen"
-        " answers.",
+        " this verifier, so its own count is no measure of its errors on unseen answers.",
         "",
-        f"| verifier | errors | {' | '.join(ways)} | CPU s |",
+        f"| verifier | errors | {' | '.join(ERRORS)} | CPU s |",
         "|---|--:|--:|--:|--:|",
     ]
     for name, title in (
         ("this", "megatron_rl"),
         ("stock", f"math-verify {version('math-verify')}"),
     ):
-        counts = " | ".join(str(errors[name][w]) for w in ways)
+        counts = " | ".join(str(errors[name][w]) for w in ERRORS)
         lines.append(f"| {title} | {errors[name].total()} | {counts} | {seconds[name]:.1f} |")
     lines += ["", "math-verify's errors by kind: "]
     lines[-1] += ", ".join(f"{kind} {n}" for kind, n in kinds["stock"].most_common()) + "."

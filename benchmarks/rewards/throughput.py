@@ -2,9 +2,9 @@
 
     python -m benchmarks.rewards.throughput [--count 10000] [--repeats 3] [--write]
 
-A completion has 2 kB of thinking and an answer of the golden table. The two batches hold the same
-good completions; the rate counts these alone. Runs alternate, and the median of each is compared.
-CPU time is that of the pool's process and its workers: it says the same on a busy machine.
+A completion has 2 kB of thinking and an answer of the golden table. Both batches have the same good
+completions; the rate counts only these. Runs alternate, and their medians are compared. CPU time is
+that of the pool's process and its workers; it depends little on the load of the machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
@@ -26,7 +28,7 @@ RESULT = ROOT / "benchmarks" / "results" / "rewards_throughput.md"
 
 
 async def measure(cases: list[dict[str, Any]], workers: int) -> tuple[float, float, list[str]]:
-    """Seconds and CPU seconds for all cases on a pool that is running already, and the verdicts."""
+    """Return seconds and CPU seconds for all cases on a running pool, and the outcomes."""
     async with VerifierPool(VerifierSettings(workers=workers), ("math",)) as pool:
         started, cpu = time.perf_counter(), cpu_seconds(pool)
         calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
@@ -36,16 +38,14 @@ async def measure(cases: list[dict[str, Any]], workers: int) -> tuple[float, flo
 
 
 def cpu_seconds(pool: VerifierPool) -> float:
-    """CPU time of this process, of the workers and of their children that were replaced."""
-    ticks = 0
-    for pid in pool.worker_pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(int(f) for f in fields[11:15])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+    """Return the CPU time of this process, of the workers and of all their children."""
+    servers = [psutil.Process(worker.pid) for worker in pool.workers]
+    processes = [p for server in servers for p in (server, *server.children())]
+    return time.process_time() + sum(sum(p.cpu_times()[:4]) for p in processes)
 
 
 def with_bombs(good: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The good cases, and after every 99 of them a bomb."""
+    """Insert a bomb after every 99 good cases."""
     out: list[dict[str, Any]] = []
     for i, case in enumerate(good, start=1):
         out.append(case)
@@ -55,6 +55,7 @@ def with_bombs(good: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Print the table, and write it with --write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=3)

@@ -42,7 +42,7 @@ def verify(
     as_json: JsonOption = False,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes for --file.")] = 2,
 ) -> None:
-    """Check mathematical answers: `megatron-rl verify --gold '1/2' --answer '\\frac{2}{4}'`.
+    r"""Check mathematical answers: `megatron-rl verify --gold '1/2' --answer '\frac{2}{4}'`.
 
     Exit status 0: all correct (with --file: as expected); 1: not all; 2: the verifier failed.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -36,6 +38,10 @@ class Verdict(msgspec.Struct, frozen=True):
     def passed(self) -> bool:
         """True if the completion is correct."""
         return self.outcome is Outcome.CORRECT
+
+
+Verifier = Callable[[str, str, dict[str, Any]], Verdict]
+"""(completion, gold, meta) -> verdict."""
 
 
 class VerifierError(RuntimeError):

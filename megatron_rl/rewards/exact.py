@@ -10,7 +10,7 @@ BOX = "\\boxed{"
 def verify_exact(
     completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>"
 ) -> Verdict:
-    """Check that a completion's text after thinking is `\\boxed{answer}` and nothing else.
+    r"""Check that a completion's text after thinking is `\boxed{answer}` and nothing else.
 
     Args:
         completion: decoded completion with its special tokens.

@@ -17,8 +17,7 @@ from megatron_rl.rewards.process import WorkerLost, WorkerProcess
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.rewards.worker import Request
 
-LIMIT_SIGNALS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}
-"""Signals of a worker's own timers."""
+LIMIT_SIGNALS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}  # the worker's own timers
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 MAX_BUGS = 20
 """Unexpected exceptions in a row after which the verifier is down."""
@@ -26,7 +25,7 @@ MAX_BUGS = 20
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counts since the start."""
+    """Counts since the start of the pool."""
 
     verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(task kind, outcome) -> completions."""
@@ -37,7 +36,7 @@ class PoolStats:
 
 
 class VerifierPool:
-    """Worker processes behind a bounded queue: `async with VerifierPool(s) as p: await p.verify()`.
+    """Worker processes behind a bounded queue: `async with VerifierPool(...) as p: p.verify(...)`.
 
     A thread per worker waits for its replies. A worker that dies is replaced and its completion is
     verified again, so no verdict depends on it. When workers only die (`max_deaths` in a row) or
@@ -48,9 +47,7 @@ class VerifierPool:
         kinds: task kinds to verify; their libraries are loaded at the start.
     """
 
-    def __init__(
-        self, settings: VerifierSettings, kinds: Iterable[str] = ("exact", "math")
-    ) -> None:
+    def __init__(self, settings: VerifierSettings, kinds: Iterable[str]) -> None:
         self.settings, self.kinds = settings, tuple(kinds)
         self.stats = PoolStats()
         self.workers: list[WorkerProcess] = []
@@ -72,14 +69,9 @@ class VerifierPool:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
-        await asyncio.sleep(0)  # callers of `verify` get the error before the event loop ends
 
     def start(self) -> None:
-        """Start the workers and wait until they can verify.
-
-        Raises:
-            VerifierDown: they cannot; the message says why.
-        """
+        """Start the workers and wait until they can verify; `VerifierDown` if they cannot."""
         try:
             with self._lock:
                 self._raise_if_down()
@@ -112,11 +104,6 @@ class VerifierPool:
         """True if the queue is full, so that `verify` would wait for admission."""
         return self._admission.locked()
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of all workers."""
-        return [pid for w in self.workers for pid in (w.pid, *w.child_pids)]
-
     async def verify(
         self, kind: str, completion: str, gold: str, meta: dict[str, Any] | None = None
     ) -> Verdict:
@@ -131,11 +118,12 @@ class VerifierPool:
         Raises:
             VerifierDown: the verifier cannot give a verdict; the message has the remedy.
         """
-        loop, call = asyncio.get_running_loop(), (kind, completion, gold, meta)
         async with self._admission:
             self._admitted += 1
             try:
-                verdict = await loop.run_in_executor(self._threads, self.verify_blocking, *call)
+                verdict = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self.verify_blocking, kind, completion, gold, meta
+                )
             finally:
                 self._admitted -= 1
         self.stats.verdicts[kind, verdict.outcome.value] += 1
@@ -168,11 +156,7 @@ class VerifierPool:
                 worker.kill()
 
     def _verify_on(self, worker: WorkerProcess, request: Request) -> Verdict:
-        """Return the verdict, replacing the worker as often as it dies.
-
-        Raises:
-            VerifierDown: the verifier cannot work, or too many workers died in a row.
-        """
+        """Return the verdict, replacing the worker as often as it dies."""
         crashes = 0
         while True:
             self._raise_if_down()
@@ -190,9 +174,9 @@ class VerifierPool:
                 self._count_bug(reply.reason)
                 return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {reply.reason}")
             by = signal.Signals(reply.signal)
-            if by in LIMIT_SIGNALS:
+            if limit := LIMIT_SIGNALS.get(by):
                 self._deaths_in_a_row = 0
-                return Verdict(Outcome.TIMED_OUT, f"over the {LIMIT_SIGNALS[by]} limit of a verdict")
+                return Verdict(Outcome.TIMED_OUT, f"over the {limit} limit of a verdict")
             self._count_death(f"a worker was killed by {by.name}")
             crashes += by in CRASHES
             if crashes > 1:

@@ -42,11 +42,10 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         self._stream = self._socket.makefile("rb")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        path = os.environ.get("PYTHONPATH")
+        paths = [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
-            **os.environ,
-            "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{path}" if path else str(PACKAGE_ROOT),
-            "PYTHONHASHSEED": "0",  # the order of sympy's terms, and with it verdicts, repeat
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONHASHSEED": "0",  # for a fixed order of sympy's terms, and with it fixed verdicts
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
@@ -57,7 +56,7 @@ class WorkerProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            env=environment,
+            env={**os.environ, **environment},
             start_new_session=True,
         )
         theirs.close()
@@ -67,22 +66,8 @@ class WorkerProcess:
         """Process id of the fork server, which leads the process group."""
         return self._process.pid
 
-    @property
-    def child_pids(self) -> list[int]:
-        """Process ids of the fork server's children."""
-        try:
-            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return []
-        return [int(pid) for pid in text.split()]
-
     def wait_ready(self) -> None:
-        """Wait until the worker can verify.
-
-        Raises:
-            VerifierDown: it cannot; the message says why.
-            WorkerLost: it was killed meanwhile; another start may succeed.
-        """
+        """Wait until it can verify; `VerifierDown` if it cannot, `WorkerLost` if it was killed."""
         self._socket.settimeout(self.settings.start_seconds)
         try:
             reply = _decode(receive(self._stream))
@@ -100,11 +85,7 @@ class WorkerProcess:
             raise VerifierDown(reply.reason)
 
     def ask(self, request: Request) -> Reply:
-        """Return the worker's reply to a request.
-
-        Raises:
-            WorkerLost: the worker is gone, or did not answer within its own limits.
-        """
+        """Return the worker's reply to a request; `WorkerLost` if none comes within its limits."""
         limit = wall_limit(self.settings, request[0]) + GRACE_SECONDS
         self._socket.settimeout(limit)
         try:

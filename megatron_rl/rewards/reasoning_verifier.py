@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, last_box
-from megatron_rl.rewards.math.verdict import shown
+from megatron_rl.rewards.math.verdict import shorten
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 MAX_ANSWER = 10_000
@@ -37,8 +37,6 @@ _GATES = {
     "intermediate_integration": _FORMULA,
     "polynomial_multiplication": _FORMULA,
 }
-REFUSED = {"codeio": "its entries run code outside the sandbox"}
-"""Task -> reason why it is not offered."""
 
 
 def is_safe(task: str, answer: str) -> bool:
@@ -53,13 +51,9 @@ def is_safe(task: str, answer: str) -> bool:
 
 
 def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """Return reasoning-gym's scorer of a task.
-
-    Raises:
-        VerifierDown: the library is missing, or has no such task.
-    """
-    if task in REFUSED:
-        raise VerifierDown(f"reasoning task {task!r} is not offered: {REFUSED[task]}")
+    """Return reasoning-gym's scorer of a task; `VerifierDown` if it is missing."""
+    if task == "codeio":
+        raise VerifierDown("reasoning task 'codeio': its entries run code outside the sandbox")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -72,31 +66,24 @@ def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
         raise VerifierDown(f"reasoning task {task!r}: {e}") from e
 
 
-def make_reasoning_verifier(
-    settings: VerifierSettings,
-) -> Callable[[str, str, dict[str, Any]], Verdict]:
-    """Return the verifier; `meta` has the task's name and its entry, as `data.reasoning` sets them.
-
-    Raises:
-        VerifierDown: reasoning-gym is missing.
-    """
-    score_function("chain_sum")
+def make_reasoning_verifier(settings: VerifierSettings) -> Verifier:
+    """Return the verifier; `meta` has the task's name and entry (see `data.reasoning`)."""
+    score_function("chain_sum")  # fails without the library
     scorer_of = cache(score_function)
 
     def verify(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
         task = str(meta["dataset"])
+        required = meta.get("ended_thinking", settings.math.ended_thinking)
         try:
-            required = meta.get("ended_thinking", settings.math.ended_thinking)
-            text = after_thinking(completion, settings.think_end, required=required)
-            answer = _answer(text)
+            answer = _answer(after_thinking(completion, settings.think_end, required=required))
         except NoAnswer as e:
             return Verdict(Outcome.NO_ANSWER, str(e))
         if len(answer) > MAX_ANSWER:
             return Verdict(Outcome.UNPARSABLE, f"an answer of {len(answer)} characters")
         if answer == gold:
-            return Verdict(Outcome.CORRECT, f"{shown(answer)} is the answer")
+            return Verdict(Outcome.CORRECT, f"{shorten(answer)} is the answer")
         if not is_safe(task, answer):
-            reason = f"{shown(answer)} has a form that could run code in {task}'s scorer"
+            reason = f"{shorten(answer)} has a form that could run code in {task}'s scorer"
             return Verdict(Outcome.UNPARSABLE, reason)
         scorer = scorer_of(task)
         try:
@@ -106,7 +93,7 @@ def make_reasoning_verifier(
         except Exception as e:  # noqa: BLE001 - scorers raise anything on malformed answers
             return Verdict(Outcome.UNPARSABLE, f"{task}'s scorer: {type(e).__name__}: {e}")
         outcome = Outcome.CORRECT if score >= 1.0 else Outcome.WRONG
-        return Verdict(outcome, f"{task} scores {shown(answer)} {score:g}")
+        return Verdict(outcome, f"{task} scores {shorten(answer)} {score:g}")
 
     return verify
 

@@ -12,7 +12,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.exact import verify_exact
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
@@ -20,17 +20,13 @@ KINDS = ("exact", "math", "code", "reasoning", "custom")
 INLINE = frozenset({"exact"})
 """Kinds that a run verifies in its own process: string comparisons of microseconds, which cannot
 hang, crash or allocate. All others run in the pool's processes."""
-Verifier = Callable[[str, str, dict[str, Any]], Verdict]
-"""(completion, gold, meta) -> verdict."""
 
 
 def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
-    """Return the verifier of a task kind, with its libraries loaded.
-
-    A kind with a colon in it is the import path of a reward function.
+    """Return the verifier of a task kind, or of a reward function at an import path with a colon.
 
     Raises:
-        VerifierError: a library, the sandbox or the custom function is missing; with the remedy.
+        VerifierError: a library, the sandbox or the function is missing; with the remedy.
     """
     if ":" in kind:
         return partial(call_function, load_function(kind))
@@ -77,10 +73,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | float | Verdict`,
     `def` or `async def`. A bool is correct or wrong; a number is the reward itself, and correct
-    above 0. An exception stops the run.
-
-    Raises:
-        VerifierDown: there is no such function.
+    above 0. An exception stops the run. Raises `VerifierDown` if there is no such function.
     """
     module, colon, name = path.partition(":")
     if not colon:
@@ -97,11 +90,7 @@ def load_function(path: str) -> Callable[..., Any]:
 def call_function(
     function: Callable[..., Any], completion: str, gold: str, meta: dict[str, Any]
 ) -> Verdict:
-    """Return the verdict of a custom reward function.
-
-    Raises:
-        VerifierDown: it raised, or returned neither a bool nor a finite number nor a Verdict.
-    """
+    """Return the verdict of a custom reward function; `VerifierDown` if it fails."""
     try:
         result = function(completion, gold, meta)
         if inspect.iscoroutine(result):

@@ -36,7 +36,7 @@ class MathSettings(Section):
     """Settings of the math verifier."""
 
     boxed: bool = True
-    """Accept only a `\\boxed{...}`; if false, a completion without a box is an answer as a whole."""
+    """Accept only a `\\boxed{...}`; if false, a completion without a box is itself the answer."""
     ended_thinking: bool = True
     """Require the end-of-thinking marker: a completion without it has no answer."""
     stock_cpu_seconds: PositiveFloat = 0.5
@@ -47,8 +47,8 @@ class SandboxSettings(Section):
     """Isolation and limits of a model's programs; limits apply to one test unless stated."""
 
     isolation: Literal["strong", "weak"] = "strong"
-    """`strong`: separate namespaces (bubblewrap), an error if the host has none. `weak`: rlimits and
-    seccomp only, the program can read the host's files."""
+    """`strong`: separate namespaces (bubblewrap), an error if the host has none. `weak`: rlimits
+    and seccomp only, the program can read the host's files."""
     cpu_seconds: PositiveFloat = 6.0
     """CPU time of one test."""
     wall_seconds: PositiveFloat = 10.0
@@ -79,8 +79,7 @@ class VerifierSettings(Section):
     cpu_seconds: PositiveFloat = 2.0
     """CPU time of one verdict; beyond it the worker is killed and the outcome is `timed_out`."""
     wall_seconds: PositiveFloat = 30.0
-    """Wall-clock time of one verdict, generous for busy machines; sandboxed code gets
-    `sandbox.total_seconds` in addition."""
+    """Wall-clock time of one verdict; code gets `sandbox.total_seconds` in addition."""
     memory_mib: PositiveInt = 1024
     """Memory that a worker may allocate in addition to what it starts with."""
     verdicts_per_worker: PositiveInt = 20_000

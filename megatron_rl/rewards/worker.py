@@ -5,8 +5,8 @@ milliseconds, whether the previous one was killed at its time limit, crashed or 
 limit. The child arms kernel timers whose default action kills it: the limit holds inside any C
 function, and without the pool. The fork server reports the signal that killed its child.
 
-A message on the socket is its length (4 bytes, little endian) and its MessagePack. The pool sends one
-`Request` at a time and waits for the `Reply`.
+A message on the socket is its length (4 bytes, little endian) and its MessagePack. The pool sends
+one `Request` at a time and waits for the `Reply`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, Literal, NoReturn
 
 import msgspec
 
-from megatron_rl.rewards.base import Outcome, Verdict, VerifierError
-from megatron_rl.rewards.task_verifiers import Verifier, make_verifier
+from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierError
+from megatron_rl.rewards.task_verifiers import make_verifier
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 Request = tuple[str, str, str, dict[str, Any]]
@@ -56,11 +56,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def receive(stream: BinaryIO) -> bytes:
-    """Return the MessagePack of the next message.
-
-    Raises:
-        EOFError: the connection was closed.
-    """
+    """Return the MessagePack of the next message; `EOFError` if the connection was closed."""
     header = stream.read(4)
     length = int.from_bytes(header, "little")
     body = stream.read(length)
@@ -71,9 +67,8 @@ def receive(stream: BinaryIO) -> bytes:
 
 def wall_limit(settings: VerifierSettings, kind: str) -> float:
     """Return the wall-clock limit of one verdict in seconds."""
-    return settings.wall_seconds + (
-        settings.sandbox.total_seconds + 10.0 if kind == "code" else 0.0
-    )
+    sandbox = settings.sandbox.total_seconds + 10.0 if kind == "code" else 0.0
+    return settings.wall_seconds + sandbox
 
 
 def main(fd: int, settings: VerifierSettings, kinds: list[str]) -> NoReturn:
@@ -113,7 +108,7 @@ def _run_child(
         _die_with_parent()
         _limit_memory(settings.memory_mib)
         stream = connection.makefile("rb")
-        start_mib, count = _resident_mib(), 0
+        start_mib, count = _memory_mib()[1], 0
         while exit_status != RECYCLED:
             # Peek: nothing may be consumed before the phase says so.
             connection.recv(1, socket.MSG_PEEK)
@@ -125,11 +120,11 @@ def _run_child(
             connection.sendall(reply)
             phase[0] = IDLE
             count += 1
-            grown_mib = _resident_mib() - start_mib if count % 64 == 0 else 0
+            grown_mib = _memory_mib()[1] - start_mib if count % 64 == 0 else 0
             if count >= settings.verdicts_per_worker or grown_mib > settings.growth_mib:
                 exit_status = RECYCLED
     except (EOFError, OSError, msgspec.DecodeError):
-        pass  # the pool is gone or unintelligible
+        pass  # the connection broke
     finally:
         os._exit(exit_status)  # interpreter shutdown belongs to the fork server
 
@@ -161,8 +156,7 @@ def _die_with_parent() -> None:
 
 
 def _limit_memory(extra_mib: int) -> None:
-    with open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + extra_mib * 2**20
+    limit = int((_memory_mib()[0] + extra_mib) * 2**20)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -170,9 +164,10 @@ def _limit_memory(extra_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _resident_mib() -> float:
+def _memory_mib() -> list[float]:
+    """Return the virtual and the resident memory of this process."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+        return [int(pages) * resource.getpagesize() / 2**20 for pages in file.read().split()[:2]]
 
 
 if __name__ == "__main__":

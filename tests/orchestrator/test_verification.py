@@ -17,6 +17,7 @@ from megatron_rl.rewards import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 from tests.orchestrator import rewards
 from tests.orchestrator.peers import Late, run, small_config, verify
+from tests.rewards.conftest import children
 
 FIRST_EVEN = f"{rewards.PATH}:first_even"
 SLOW = f"{rewards.PATH}:slow_first_even"
@@ -50,7 +51,7 @@ def kill(pids):
 
 def judging(verification):
     """Return the processes that verify (their parents would replace a dead one)."""
-    return [pid for worker in verification.pool.workers for pid in worker.child_pids]
+    return [pid for worker in verification.pool.workers for pid in children(worker.pid)]
 
 
 # ---------------------------------------------------------------- late verdicts
@@ -134,8 +135,8 @@ def test_killing_verifier_workers_at_random_changes_no_reward_and_loses_no_group
         while True:
             # Verdicts between the kills: workers that only die would rightly count as down.
             if verification.judged >= at:
-                nurseries = [worker.pid for worker in verification.pool.workers]
-                pids = nurseries if len(killed) % 10 == 4 else judging(verification)
+                fork_servers = [worker.pid for worker in verification.pool.workers]
+                pids = fork_servers if len(killed) % 10 == 4 else judging(verification)
                 killed.extend(rng.sample(pids, min(1, len(pids))))
                 kill(killed[-1:])
                 at = verification.judged + rng.randint(5, 20)

@@ -1,4 +1,4 @@
-"""What the tests of worker processes and sandboxes share."""
+"""Helpers of the tests of worker processes and sandboxes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SANDBOX_UIDS = range(1_900_000_000, 1_900_001_000)
 
 
 def descendants() -> dict[int, str]:
-    """Process id -> command line of what descends from this process or belongs to a sandbox.
+    """Return process id -> command line of this process's descendants and of sandboxes.
 
-    An orphan descends from nobody here any more: it is known by its user id or its command.
+    An orphan is no longer a descendant; its user id or its command identifies it.
     """
     parents: dict[int, int] = {}
     out: dict[int, str] = {}
@@ -41,8 +41,16 @@ def descendants() -> dict[int, str]:
     return out
 
 
+def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def started_since(before: dict[int, str], seconds: float) -> dict[int, str]:
-    """What was started since and still runs after at most so many seconds of waiting."""
+    """Return the processes started since that still run after waiting so many seconds."""
     end = time.monotonic() + seconds
     while True:
         left = {pid: text for pid, text in descendants().items() if pid not in before}
@@ -53,7 +61,7 @@ def started_since(before: dict[int, str], seconds: float) -> dict[int, str]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """After the test no process that it started runs any more."""
+    """Check that no process started by the test is left."""
     before = descendants()
     yield
     assert started_since(before, 5.0) == {}

@@ -35,7 +35,7 @@ def returns_text(completion: str, gold: str, meta: dict[str, Any]) -> Any:
 
 
 def graded(completion: str, gold: str, meta: dict[str, Any]) -> float | Verdict:
-    """What the completion says; `half`: wrong, and yet worth something."""
+    """Return the number in the completion; `half` is wrong with a reward of 0.5."""
     return Verdict(Outcome.WRONG, "by halves", 0.5) if completion == "half" else float(completion)
 
 

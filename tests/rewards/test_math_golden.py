@@ -1,4 +1,4 @@
-"""The golden table and the faults of `facts/pitfalls.md`, from every kind of caller."""
+"""The golden table and known faults of other verifiers, from every kind of caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 GOLDEN = Path(__file__).with_name("golden_math.jsonl")
 CASES: list[dict[str, str]] = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
-# (gold, answer, verdict): each is a fault of math-verify 0.9.0 or of a framework around it.
+# (gold, answer, outcome): each is a fault of math-verify 0.9.0 or of a framework around it.
 PITFALLS = [
     ("2", "\\boxed{1}. Wait, ... \\boxed{2}", "correct"),
     ("$4\\sqrt(2)$", "$4$", "wrong"),
@@ -36,13 +36,12 @@ PITFALLS = [
 ]
 
 
-def expected() -> list[str]:
-    return [c["verdict"] for c in CASES] + [verdict for *_, verdict in PITFALLS]
+ROWS = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
+EXPECTED = [c["verdict"] for c in CASES] + [outcome for *_, outcome in PITFALLS]
 
 
-def judged_by_verify() -> list[str]:
-    rows = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
-    return [verify(answer, gold).outcome.value for answer, gold in rows]
+def verify_all() -> list[str]:
+    return [verify(answer, gold).outcome.value for answer, gold in ROWS]
 
 
 def test_the_table_has_enough_cases_of_enough_kinds() -> None:
@@ -62,13 +61,13 @@ def test_golden_case(case: dict[str, str]) -> None:
 
 
 def test_all_cases_from_the_main_thread() -> None:
-    assert judged_by_verify() == expected()
+    assert verify_all() == EXPECTED
 
 
 def test_all_cases_from_threads_at_once() -> None:
     with ThreadPoolExecutor(3) as pool:
-        results = [pool.submit(judged_by_verify) for _ in range(2)]
-        assert [r.result(120) for r in results] == [expected()] * 2
+        results = [pool.submit(verify_all) for _ in range(2)]
+        assert [r.result(120) for r in results] == [EXPECTED] * 2
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -76,20 +75,19 @@ def test_all_cases_from_a_process(method: str) -> None:
     verify("1", "1")  # a forked process must not share this worker
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        assert pool.submit(judged_by_verify).result(120) == expected()
+        assert pool.submit(verify_all).result(120) == EXPECTED
     assert verify("2", "2").passed
 
 
 def test_all_cases_from_asyncio_through_the_pool() -> None:
     async def main() -> list[str]:
         meta: dict[str, Any] = {"boxed": False, "ended_thinking": False}
-        rows = [(c["answer"], c["gold"]) for c in CASES] + [(a, g) for g, a, _ in PITFALLS]
         async with VerifierPool(VerifierSettings(workers=2), ("math",)) as pool:
-            calls = (pool.verify("math", answer, gold, meta) for answer, gold in rows)
+            calls = (pool.verify("math", answer, gold, meta) for answer, gold in ROWS)
             verdicts = await asyncio.wait_for(asyncio.gather(*calls), 120)
         return [v.outcome.value for v in verdicts]
 
-    assert asyncio.run(main()) == expected()
+    assert asyncio.run(main()) == EXPECTED
 
 
 def test_verify_works_inside_a_running_event_loop() -> None:

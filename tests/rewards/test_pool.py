@@ -1,4 +1,4 @@
-"""The pool: verdicts survive dying workers, a dead verifier is an error and never a reward."""
+"""The pool: verdicts survive dying workers; a dead verifier is an error and never a reward."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
+from tests.rewards.conftest import children
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 HERE = "tests.rewards.custom_rewards"
@@ -36,11 +37,15 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def pids(pool: VerifierPool) -> list[int]:
+    return [pid for w in pool.workers for pid in (w.pid, *children(w.pid))]
+
+
 def math_pool(**settings: Any) -> VerifierPool:
     return VerifierPool(VerifierSettings.model_validate(settings), ("math",))
 
 
-async def judged(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
+async def outcomes_of(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
     calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
     return [v.outcome.value for v in await asyncio.gather(*calls)]
 
@@ -51,27 +56,26 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none() -> None:
     async def main() -> tuple[list[str], int, int]:
         async with math_pool(workers=2) as pool:
             stop = asyncio.Event()
-            kills = judged_before = 0
+            kills = verdicts_before = 0
 
             async def killer() -> None:
-                nonlocal kills, judged_before
+                nonlocal kills, verdicts_before
                 rng = random.Random(3)
-                # Bounded: a worker that replaces another needs seconds until it judges.
+                # Bounded: a new worker needs seconds until it can verify.
                 while not stop.is_set() and kills < 10:
-                    # Mostly the process that judges; at times the one that would replace it.
-                    children = [p for w in pool.workers for p in w.child_pids]
-                    nurseries = [w.pid for w in pool.workers]
-                    # Killed faster than they can start (seconds, more on a busy machine), they
-                    # would rightly count as down.
-                    judged_now = pool.stats.verdicts.total()
-                    if children and judged_now > judged_before:
-                        starts = kills in (2, 6)
-                        kill([rng.choice(nurseries if starts else children)])
-                        kills, judged_before = kills + 1, judged_now
+                    # Mostly the process that verifies; at times the fork server.
+                    verifying = [p for w in pool.workers for p in children(w.pid)]
+                    fork_servers = [w.pid for w in pool.workers]
+                    # Workers killed faster than they start (seconds, more on a busy machine) would
+                    # rightly count as down.
+                    verdicts = pool.stats.verdicts.total()
+                    if verifying and verdicts > verdicts_before:
+                        kill([rng.choice(fork_servers if kills in (2, 6) else verifying)])
+                        kills, verdicts_before = kills + 1, verdicts
                     await asyncio.sleep(rng.uniform(0.05, 0.2))
 
             task = asyncio.create_task(killer())
-            got = await judged(pool, cases)
+            got = await outcomes_of(pool, cases)
             stop.set()
             await task
             return got, pool.stats.deaths, kills
@@ -89,7 +93,7 @@ def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter()
 
             async def killer() -> None:
                 while not stop.is_set():
-                    kill([p for w in pool.workers for p in w.child_pids])
+                    kill([p for w in pool.workers for p in children(w.pid)])
                     await asyncio.sleep(0.01)  # the workers need the processor, too
 
             task = asyncio.create_task(killer())
@@ -110,21 +114,21 @@ def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter()
 def test_all_workers_killed_once_are_replaced() -> None:
     async def main() -> Verdict:
         async with math_pool(workers=2) as pool:
-            before = set(pool.worker_pids)
+            before = set(pids(pool))
             kill(list(before))
             verdict = await pool.verify("math", "</think>\\boxed{2/4}", "1/2")
             assert pool.stats.deaths >= 1
-            assert set(pool.worker_pids) - before
+            assert set(pids(pool)) - before
             return verdict
 
     assert run(main()).passed
 
 
 def test_a_process_with_many_open_files_has_workers_too() -> None:
-    """The worker inherits the number of its socket, which `select` would refuse beyond 1023."""
+    """Check descriptors beyond 1023, which `select` rejects; a worker inherits its socket's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
-        pytest.skip(f"no file has a number beyond 1023 where the hard limit of them is {hard}")
+        pytest.skip(f"the hard limit of open files is {hard}")
 
     async def main() -> Verdict:
         async with math_pool(workers=1) as pool:
@@ -138,12 +142,12 @@ def test_a_process_with_many_open_files_has_workers_too() -> None:
         assert run(main()).passed
 
 
-def test_a_stopped_worker_is_not_believed_and_its_answer_is_judged_by_another() -> None:
+def test_a_stopped_worker_is_killed_and_another_verifies_its_answer() -> None:
     async def main() -> tuple[Verdict, int]:
         async with math_pool(workers=1, wall_seconds=0.5, cpu_seconds=0.5) as pool:
             (worker,) = pool.workers
             assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
-            for pid in worker.child_pids:
+            for pid in children(worker.pid):
                 os.kill(pid, signal.SIGSTOP)
             return await pool.verify("math", "</think>\\boxed{7}", "7"), pool.stats.deaths
 
@@ -160,7 +164,7 @@ def test_bombs_change_no_good_verdict_and_end_within_their_limit() -> None:
 
     async def main() -> list[str]:
         async with math_pool(workers=2, cpu_seconds=1.0) as pool:
-            return await judged(pool, mixed)
+            return await outcomes_of(pool, mixed)
 
     started = time.monotonic()
     got = run(main())
@@ -208,7 +212,7 @@ def test_workers_are_replaced_at_the_leak_limit() -> None:
         async with math_pool(workers=1, verdicts_per_worker=5) as pool:
             for _ in range(23):
                 assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
-                seen.update(pool.workers[0].child_pids)
+                seen.update(children(pool.workers[0].pid))
             return seen, pool.stats.deaths
 
     seen, deaths = run(main())
@@ -223,7 +227,7 @@ def test_a_growing_worker_is_replaced() -> None:
         async with VerifierPool(settings, ("custom",)) as pool:
             for _ in range(140):
                 await pool.verify("custom", "x", "")
-                seen.update(pool.workers[0].child_pids)
+                seen.update(children(pool.workers[0].pid))
         return seen
 
     assert len(run(main())) >= 2
@@ -252,14 +256,15 @@ def test_an_answer_on_which_workers_crash_twice_is_timed_out() -> None:
     assert second.passed
 
 
+async def verify_custom(path: str | None, *completions: str) -> list[Verdict]:
+    async with VerifierPool(VerifierSettings(workers=1, custom=path), ("custom",)) as pool:
+        return [await pool.verify("custom", c, "yes", {"key": 1}) for c in completions]
+
+
 @pytest.mark.parametrize("name", ["sync_reward", "async_reward", "verdict_reward"])
 def test_custom_rewards_are_functions_or_coroutines(name: str) -> None:
-    async def main() -> list[Verdict]:
-        settings = VerifierSettings(workers=1, custom=f"{HERE}:{name}")
-        async with VerifierPool(settings, ("custom",)) as pool:
-            return [await pool.verify("custom", c, "yes", {"key": 1}) for c in ("yes", "no")]
-
-    assert [v.passed for v in run(main())] == [True, False]
+    verdicts = run(verify_custom(f"{HERE}:{name}", "yes", "no"))
+    assert [v.passed for v in verdicts] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -273,12 +278,8 @@ def test_custom_rewards_are_functions_or_coroutines(name: str) -> None:
     ],
 )
 def test_a_custom_reward_that_cannot_be_loaded_stops_the_start(path: str, message: str) -> None:
-    async def main() -> None:
-        async with VerifierPool(VerifierSettings(workers=1, custom=path), ("custom",)):
-            pass
-
     with pytest.raises(VerifierDown, match=message):
-        run(main())
+        run(verify_custom(path))
 
 
 @pytest.mark.parametrize(
@@ -289,28 +290,23 @@ def test_a_custom_reward_that_cannot_be_loaded_stops_the_start(path: str, messag
     ],
 )
 def test_a_custom_reward_that_fails_is_an_error_and_no_reward(name: str, message: str) -> None:
-    async def main() -> None:
-        settings = VerifierSettings(workers=1, custom=f"{HERE}:{name}")
-        async with VerifierPool(settings, ("custom",)) as pool:
-            await pool.verify("custom", "x", "y")
-
     with pytest.raises(VerifierDown, match=message):
-        run(main())
+        run(verify_custom(f"{HERE}:{name}", "x"))
 
 
 def test_a_graded_reward_comes_through_as_it_is() -> None:
     async def main() -> list[Verdict]:
         settings = VerifierSettings(workers=1, custom=f"{HERE}:graded")
         async with VerifierPool(settings, ("custom",)) as pool:
-            found = [await pool.verify("custom", c, "") for c in ("0.25", "-1", "0", "half")]
+            verdicts = [await pool.verify("custom", c, "") for c in ("0.25", "-1", "0", "half")]
             with pytest.raises(VerifierDown, match="the reward nan is not finite"):
                 await pool.verify("custom", "nan", "")
-            return found
+            return verdicts
 
-    found = run(main())
-    assert [v.reward for v in found] == [0.25, -1.0, 0.0, 0.5]
-    assert [v.passed for v in found] == [True, False, False, False]
-    assert [VerifierSettings().values.of(v) for v in found] == [0.25, -1.0, 0.0, 0.5]
+    verdicts = run(main())
+    assert [v.reward for v in verdicts] == [0.25, -1.0, 0.0, 0.5]
+    assert [v.passed for v in verdicts] == [True, False, False, False]
+    assert [VerifierSettings().values.of(v) for v in verdicts] == [0.25, -1.0, 0.0, 0.5]
 
 
 def test_a_worker_that_cannot_start_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""reasoning-gym's scorers behind the gate: right, wrong, and nothing that runs code."""
+"""reasoning-gym's scorers behind the gate: right, wrong, and no answer that runs code."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ def count_of(task: str) -> int:
     return 5 if task == "tower_of_hanoi" else 10
 
 
-@pytest.mark.parametrize("task", [*REASONING_TASKS, *GATED])
-def test_the_right_answer_passes_and_rubbish_does_not(task: str) -> None:
-    for question in make_reasoning(task, count=count_of(task), seed=3):
-        right = verify(f"</think>\\boxed{{{question.gold}}}", question.gold, question.meta)
-        assert right.passed, right.reason
-        # Not only by equal texts: the scorer takes it, too.
-        spaced = verify(f"</think><answer> {question.gold}</answer>", "", question.meta)
-        assert spaced.outcome is not Outcome.NO_ANSWER
-        wrong = verify("</think>\\boxed{zzz}", question.gold, question.meta)
-        assert wrong.outcome in (Outcome.WRONG, Outcome.UNPARSABLE)
+def test_the_right_answer_passes_and_rubbish_does_not() -> None:
+    failures = []
+    for task in (*REASONING_TASKS, *GATED):
+        for question in make_reasoning(task, count=count_of(task), seed=3):
+            gold, meta = question.gold, question.meta
+            right = verify(f"</think>\\boxed{{{gold}}}", gold, meta)
+            # Not only as an equal text: the scorer must accept it, too.
+            spaced = verify(f"</think><answer> {gold}</answer>", "", meta)
+            wrong = verify("</think>\\boxed{zzz}", gold, meta)
+            if (
+                not right.passed
+                or spaced.outcome is Outcome.NO_ANSWER
+                or wrong.outcome not in (Outcome.WRONG, Outcome.UNPARSABLE)
+            ):
+                failures.append((task, gold, right.reason, spaced.reason, wrong.reason))
+    assert failures == []
 
 
 @pytest.mark.parametrize("task", GATED)
@@ -64,22 +70,19 @@ def test_answers_that_would_run_code_are_unparsable_and_run_nothing(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    ("task", "answer", "allowed"),
-    [
-        ("countdown", "3*(4 + 5)", True),
-        ("countdown", "9**9", False),
-        ("countdown", "x", False),
-        ("simple_integration", "3*x**2/2 + sin(x) + C", True),
-        ("simple_integration", "open(x)", False),
-        ("polynomial_multiplication", "x**2 - 1", True),
-        ("n_queens", "[['Q', '_'], ['_', 'Q']]", True),
-        ("n_queens", "[exit]()", False),
-        ("chain_sum", "anything at all()", True),
-    ],
-)
-def test_the_gate(task: str, answer: str, allowed: bool) -> None:
-    assert is_safe(task, answer) is allowed
+def test_the_gate() -> None:
+    allowed = {
+        ("countdown", "3*(4 + 5)"): True,
+        ("countdown", "9**9"): False,
+        ("countdown", "x"): False,
+        ("simple_integration", "3*x**2/2 + sin(x) + C"): True,
+        ("simple_integration", "open(x)"): False,
+        ("polynomial_multiplication", "x**2 - 1"): True,
+        ("n_queens", "[['Q', '_'], ['_', 'Q']]"): True,
+        ("n_queens", "[exit]()"): False,
+        ("chain_sum", "anything at all()"): True,
+    }
+    assert {pair: is_safe(*pair) for pair in allowed} == allowed
 
 
 def test_there_is_no_answer_without_box_or_tag_or_end_of_thinking() -> None:

@@ -29,7 +29,7 @@ LIMITS = {
     "processes": 16,
 }
 START_SECONDS = 3.0
-"""Time for the sandbox's own start on a loaded machine; no program runs in it."""
+"""Time for the start of the sandbox on a loaded machine."""
 
 
 def problem(kind: str) -> str:
@@ -53,14 +53,14 @@ def settings_of(kind: str, **more: object) -> SandboxSettings:
 
 
 def run_one(kind: str, source: str, stdin: str = "", **more: object) -> ProgramResult:
-    """The result of one test; it must come, and everything be gone, within the limit + 1 s."""
+    """Return the result of one test; all processes must end within the limit + 1 s."""
     before, started = descendants(), time.monotonic()
     results = run_tests(source, [{"stdin": stdin}], settings_of(kind, **more))
     result = next(results)
     results.close()
     seconds = time.monotonic() - started
     assert seconds < LIMITS["wall_seconds"] + 1.0 + START_SECONDS, f"{seconds:.1f} s"
-    # The harness itself measured the program: limit + 1 s, whatever the machine's load.
+    # The harness itself measured the program: limit + 1 s at any load.
     assert result.seconds < LIMITS["wall_seconds"] + 1.0
     assert started_since(before, 1.0) == {}
     return result
@@ -68,7 +68,7 @@ def run_one(kind: str, source: str, stdin: str = "", **more: object) -> ProgramR
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Path]:
-    """A file of the host that no program may change, open to all users."""
+    """Make a file of the host, open to all users, that no program may change."""
     folder = tmp_path / "host"
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
@@ -326,11 +326,11 @@ def test_no_namespace_no_mount_no_trace(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killing_the_harness_is_the_programs_fault(kind: str) -> None:
-    judge = make_code_verifier(settings_of(kind), "</think>")
+    verify = make_code_verifier(settings_of(kind), "</think>")
     source = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)"
-    verdict = judge(f"```python\n{source}\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})
+    verdict = verify(f"```python\n{source}\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})
     assert verdict.outcome is Outcome.WRONG
-    assert judge("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {}).passed
+    assert verify("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {}).passed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -346,9 +346,9 @@ def test_what_is_written_into_the_harness_channel_is_no_verdict(kind: str) -> No
         "    except OSError: pass\n"
         "print(0)"
     )
-    judge = make_code_verifier(settings_of(kind), "</think>")
+    verify = make_code_verifier(settings_of(kind), "</think>")
     gold = '{"inputs": ["1"], "outputs": ["2"]}'
-    assert judge(f"```python\n{source}\n```", gold, {}).outcome is Outcome.WRONG
+    assert verify(f"```python\n{source}\n```", gold, {}).outcome is Outcome.WRONG
 
 
 @pytest.mark.parametrize("kind", STRONG)
@@ -404,8 +404,8 @@ def test_weak_isolation_without_seccomp_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_sandbox_that_is_down_is_an_error_and_no_verdict(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge = make_code_verifier(settings_of(kind), "</think>")
+    verify = make_code_verifier(settings_of(kind), "</think>")
     monkeypatch.setattr(isolation, "HARNESS", "raise SystemExit(1)")
     monkeypatch.setattr(isolation.strong, "__defaults__", ("raise SystemExit(1)",))
     with pytest.raises(VerifierDown, match="cannot run any program"):
-        judge("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})
+        verify("```python\nprint(1)\n```", '{"inputs": ["1"], "outputs": ["1"]}', {})

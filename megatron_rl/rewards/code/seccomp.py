@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.base import SandboxUnavailable
+from megatron_rl.rewards.code.harness import make_filter
 
 Rule = tuple[str, int, list[tuple[int, str, Any, int]]]
 """System call, error number, and conditions (argument, operator, value, masked value)."""
@@ -77,30 +77,8 @@ def strong_program() -> bytes | None:
     """Return the compiled filter for bubblewrap; None without pyseccomp."""
     if not library():
         return None
-    import pyseccomp
-
-    filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    for name, error, conditions in strong_rules():
-        arguments = [pyseccomp.Arg(p, getattr(pyseccomp, o), a, b) for p, o, a, b in conditions]
-        try:
-            filter_.add_rule(pyseccomp.ERRNO(error), name, *arguments)
-        except OSError:
-            continue  # a system call that this architecture lacks
     fd = os.memfd_create("seccomp")
     with os.fdopen(fd, "w+b") as file:
-        filter_.export_bpf(file)
+        make_filter(strong_rules()).export_bpf(file)
         file.seek(0)
         return file.read()
-
-
-def require() -> None:
-    """Check that weak isolation has its filter.
-
-    Raises:
-        SandboxUnavailable: pyseccomp or libseccomp is missing.
-    """
-    if not library():
-        raise SandboxUnavailable(
-            "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
-            " system's libseccomp"
-        )

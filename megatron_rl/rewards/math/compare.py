@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from itertools import chain
 
@@ -38,12 +39,7 @@ ROUNDED_DIGITS = 6
 
 
 def same(gold: Form, answer: Form) -> bool:
-    """Return True if the two forms have the same meaning.
-
-    Raises:
-        Undefined: a side has no value.
-        OverLimit: a size limit was exceeded.
-    """
+    """Return True if the two forms have the same meaning; `Undefined` if a side has no value."""
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return _with_relation(gold, answer)
     if isinstance(gold, Expression) and isinstance(answer, Expression):
@@ -73,9 +69,7 @@ def same_expression(gold: Node, answer: Node) -> bool:
 
 def _infinite(node: Node) -> int:
     """Return +1 for infinity, -1 for minus infinity, 0 for anything else."""
-    if node.op in ("neg", "plus"):
-        return -_infinite(node.args[0])
-    return int(node.op == "infinity")
+    return -_infinite(node.args[0]) if node.op == "neg" else int(node.op == "infinity")
 
 
 def _decimals(node: Node) -> int:
@@ -103,10 +97,12 @@ def _with_relation(gold: Form, answer: Form) -> bool:
         if variables(gold) != variables(answer):
             return False
     elif isinstance(answer, Relation):
-        if (value := value_of(answer, same, is_gold=False)) is not None:
+        value = value_of(answer, same, is_gold=False)
+        if value is not None:
             return same(gold, value)
     elif isinstance(gold, Relation):
-        if (value := value_of(gold, same, is_gold=True)) is not None:
+        value = value_of(gold, same, is_gold=True)
+        if value is not None:
             return same(value, answer)
     return _same_union(gold, answer)
 
@@ -131,12 +127,9 @@ def _same_based(gold: Form, answer: Form) -> bool:
     based, other = (gold, answer) if isinstance(gold, Based) else (answer, gold)
     assert isinstance(based, Based)
     # The base is optional: the question names it.
-    return (
-        isinstance(other, Expression)
-        and other.node.op == "num"
-        and other.node.decimals < 0
-        and based.digits.lstrip("0") == str(other.node.value)
-    )
+    if not isinstance(other, Expression) or not other.node.is_integer:
+        return False
+    return based.digits.lstrip("0") == str(other.node.value)
 
 
 def _based_value(number: Based) -> int | None:
@@ -188,15 +181,11 @@ def _matched[T](gold: list[T], answer: list[T], equal: Callable[[T, T], bool]) -
         return False
     rest = list(answer)
     for g in gold:
-        at = next((i for i, a in enumerate(rest) if _quietly(equal, g, a)), None)
-        if at is None:
+        for i, a in enumerate(rest):
+            with suppress(Undefined):
+                if equal(g, a):
+                    del rest[i]
+                    break
+        else:
             return False
-        del rest[at]
     return True
-
-
-def _quietly[T](equal: Callable[[T, T], bool], gold: T, answer: T) -> bool:
-    try:
-        return equal(gold, answer)
-    except Undefined:
-        return False

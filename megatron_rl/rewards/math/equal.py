@@ -31,12 +31,7 @@ ENOUGH_POINTS = 3
 
 
 def same_value(a: Node, b: Node) -> bool:
-    """Return True if two expressions are equal wherever both have a value.
-
-    Raises:
-        Undefined: there are too few points where both have one.
-        OverLimit: a size limit was exceeded.
-    """
+    """Return True if two expressions are equal where both have a value; `Undefined` if nowhere."""
     symbols = sorted(a.symbols | b.symbols)
     if _agree_in(a, b, symbols, log_base=None):
         return True
@@ -48,10 +43,7 @@ def same_value(a: Node, b: Node) -> bool:
 def proportional(a: Node, b: Node, *, positive: bool) -> bool:
     """Return True if `a` is a constant multiple of `b`, so that `a = 0` and `b = 0` are equivalent.
 
-    Args:
-        a: expression.
-        b: expression.
-        positive: require a positive constant (for inequalities).
+    For inequalities the constant must be `positive`.
     """
     symbols = sorted(a.symbols | b.symbols)
     first: tuple[Number, Number] | None = None
@@ -117,9 +109,8 @@ def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, 
 
 
 def _is_complex(x: Number, scale: mpmath.mpf) -> bool:
-    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * mpmath.mpf(10) ** (
-        12 - mp.dps
-    )
+    noise = mpmath.mpf(10) ** (12 - mp.dps)
+    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * noise
 
 
 def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -> bool:

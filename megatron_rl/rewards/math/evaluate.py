@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import mpmath
 from mpmath import mp
@@ -28,7 +27,7 @@ class Undefined(ArithmeticError):
 
 @dataclass(slots=True)
 class Context:
-    """Values of the variables, and the base of a `\\log` without one."""
+    r"""Values of the variables, and the base of a `\log` without one."""
 
     values: dict[str, Fraction] = field(default_factory=dict)
     log_base: Fraction | None = None
@@ -53,12 +52,7 @@ def to_mp(x: Number) -> mpmath.mpf | mpmath.mpc:
 
 
 def evaluate(node: Node, context: Context) -> Number:
-    """Return the value of an expression at the working precision; a Fraction if it is rational.
-
-    Raises:
-        Undefined: the expression has no value at this point.
-        OverLimit: a size limit was exceeded.
-    """
+    """Return the value at the working precision, a Fraction if rational; `Undefined` if none."""
     handler = _HANDLERS.get(node.op)
     if handler is None:
         raise Undefined(f"{node.op} has no value")
@@ -188,11 +182,9 @@ def _factorial(node: Node, context: Context) -> Number:
 
 
 def _real(x: Number) -> Fraction | mpmath.mpf:
-    if isinstance(x, mpmath.mpc):
-        if x.imag != 0:
-            raise Undefined("an order of complex numbers")
-        return x.real
-    return x
+    if isinstance(x, mpmath.mpc) and x.imag != 0:
+        raise Undefined("an order of complex numbers")
+    return x.real if isinstance(x, mpmath.mpc) else x
 
 
 def _rounded(node: Node, context: Context) -> Number:
@@ -214,8 +206,8 @@ def _integers(numbers: list[Number], name: str) -> list[int]:
     return [x.numerator for x in numbers if isinstance(x, Fraction)]
 
 
-_MPMATH = "sin cos tan cot sec csc sinh cosh tanh coth exp arg".split()
-_DIRECT = {name: getattr(mpmath, name) for name in _MPMATH}
+_MPMATH = "sin cos tan cot sec csc sinh cosh tanh coth exp arg"
+_DIRECT = {name: getattr(mpmath, name) for name in _MPMATH.split()}
 _DIRECT |= {f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan", "cot")}
 
 
@@ -249,19 +241,14 @@ def _logarithm(name: str, args: list[Number], context: Context) -> Number:
     if args[0] == 0 or base in (0, 1):
         raise Undefined("a logarithm of 0 or to base 0 or 1")
     value = mpmath.log(to_mp(args[0]))
-    if base is not None:
-        value /= mpmath.log(to_mp(base))
-    return _integer_logarithm(value, args[0], base) or value
-
-
-def _integer_logarithm(value: Any, x: Number, base: Number | None) -> Fraction | None:
-    """Return the logarithm as an integer if that power of the base is exactly x."""
-    if not (isinstance(base, Fraction) and isinstance(x, Fraction) and base > 0):
-        return None
-    near = int(mpmath.nint(value.real))
-    if _bits(base) * abs(near) >= MAX_BITS:
-        return None
-    return Fraction(near) if base**near == x else None
+    if base is None:
+        return value
+    value /= mpmath.log(to_mp(base))
+    if isinstance(base, Fraction) and isinstance(args[0], Fraction) and base > 0:
+        near = int(mpmath.nint(value.real))
+        if near and _bits(base) * abs(near) < MAX_BITS and base**near == args[0]:
+            return Fraction(near)  # exact
+    return value
 
 
 def _binomial(n: int, k: int) -> Fraction:

@@ -15,22 +15,22 @@ from megatron_rl.rewards.math.node import (
     Node,
     OverLimit,
     Unreadable,
+    number,
     tokenize,
 )
 
-_STOPS = set(r") ] } \} \rceil \rfloor \rangle , = < > & ;".split()) | {""}
+_CLOSERS = r") ] } \} \rceil \rfloor \rangle , = < > & ;"
+_STOPS = {"", *_CLOSERS.split()}
 _SIGNS = {"+": "plus", "-": "neg", "\\pm": "pm", "\\mp": "mp"}
 _TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv"}
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_LETTERS = {"e": "e", "i": "imaginary"}
+_CONSTANTS = {"pi": "pi", "infty": "infinity", "imath": "imaginary"}
 _SUM, _PRODUCT = 10, 20
 
 
 def read_expression(text: str) -> Node:
-    """Parse a normalized text (see `normalize.clean`) as one expression.
-
-    Raises:
-        Unreadable: it is not an expression.
-        OverLimit: it is nested too deep or too long.
-    """
+    """Parse a normalized text (see `normalize.clean`) as one expression, or raise `Unreadable`."""
     return _Parser(tokenize(text)).all()
 
 
@@ -60,10 +60,15 @@ class _Parser:
         self.i += 1
         return token
 
+    def accept(self, token: str) -> bool:
+        """Consume the token if it is the next one."""
+        accepted = self.peek() == token
+        self.i += accepted
+        return accepted
+
     def expect(self, token: str) -> None:
-        if self.peek() != token:
+        if not self.accept(token):
             raise Unreadable(f"expected {token!r}, got {self.peek() or 'the end'!r}")
-        self.i += 1
 
     def expression(self, above: int = 0) -> Node:
         self.deeper()
@@ -103,13 +108,9 @@ class _Parser:
         token = self.peek()
         if (token[0].isdigit() or token[0] == ".") and self.peek(-1) != "!":
             raise Unreadable(f"two numbers side by side before {token!r}")
-        mixed = token == "\\frac" and left.op == "num" and left.decimals < 0
         right = self.postfix(self.atom())
-        if (
-            mixed
-            and right.op == "div"
-            and all(a.op == "num" and a.decimals < 0 for a in right.args)
-        ):
+        integers = all(node.is_integer for node in (left, *right.args))
+        if token == "\\frac" and right.op == "div" and integers:
             # 2\frac12 is a mixed number.
             if right.args[0].value < right.args[1].value:
                 return "add", right
@@ -127,20 +128,16 @@ class _Parser:
 
     def postfix(self, base: Node) -> Node:
         for _ in range(8):
-            token = self.peek()
-            if token == "^":
-                self.i += 1
+            if self.accept("^"):
                 if self.degrees():
-                    base = Node("mul", (base, Node("pi"), Node("num", value=Fraction(1, 180))))
+                    base = Node("mul", (base, Node("pi"), number(Fraction(1, 180))))
                 else:
                     base = Node("pow", (base, self.script()))
-            elif token == "!":
-                self.i += 1
+            elif self.accept("!"):
                 if self.peek() == "!":
                     raise Unreadable("a double factorial")
                 base = Node("fact", (base,))
-            elif token == "\\%":
-                self.i += 1
+            elif self.accept("\\%"):
                 base = Node("percent", (base,))
             else:
                 return base
@@ -160,10 +157,10 @@ class _Parser:
         """Parse an exponent: a group, or one token (with a sign in plain text)."""
         if self.peek() == "{":
             return self.group()
-        if self.peek() in ("-", "+"):
-            sign = self.take()
-            inner = self.atom()
-            return Node("neg", (inner,)) if sign == "-" else inner
+        if self.accept("-"):
+            return Node("neg", (self.atom(),))
+        if self.accept("+"):
+            return self.atom()
         node = self.atom()
         if self.peek() == "^":
             self.deeper()
@@ -172,41 +169,44 @@ class _Parser:
             self.depth -= 1
         return node
 
-    def group(self) -> Node:
-        self.expect("{")
+    def group(self, opening: str = "{", closing: str = "}") -> Node:
+        self.expect(opening)
         outer, self.bars = self.bars, 0
         node = self.expression()
         self.bars = outer
-        self.expect("}")
+        self.expect(closing)
         return node
 
     def argument(self) -> Node:
         r"""Parse the argument of a command: a group, or one token; `\frac12` has 1 and 2."""
-        if self.peek() == "{":
-            return self.group()
         token = self.peek()
+        if token == "{":
+            return self.group()
         if len(token) > 1 and token.isdigit():
             self.tokens[self.i : self.i + 1] = [token[0], token[1:]]
         return self.atom()
 
     def atom(self) -> Node:
         self.deeper()
+        token = self.peek()
+        if token in _BRACKETS:
+            node = self.group(token, _BRACKETS[token])
+            self.depth -= 1
+            return node
         token = self.take()
         if token[0].isdigit() or token[0] == ".":
             node = self.number(token)
         elif token.isalpha():
-            node = self.letter(token)
-        elif token in ("(", "[", "{"):
-            outer, self.bars = self.bars, 0
-            node = self.expression()
-            self.bars = outer
-            self.expect({"(": ")", "[": "]", "{": "}"}[token])
+            constant = self.peek() != "_" and _LETTERS.get(token)
+            node = Node(constant) if constant else self.symbol(token)
         elif token in ("|", "\\vert"):
-            node = Node("abs", (self.bar(token),))
+            self.bars += 1
+            node = Node("abs", (self.expression(),))
+            self.bars -= 1
+            self.expect(token)
         elif token in ("\\lfloor", "\\lceil"):
-            inner = self.expression()
+            node = Node("floor" if token == "\\lfloor" else "ceil", (self.expression(),))
             self.expect("\\rfloor" if token == "\\lfloor" else "\\rceil")
-            node = Node("floor" if token == "\\lfloor" else "ceil", (inner,))
         elif token[0] == "\\":
             node = self.command(token[1:])
         else:
@@ -214,67 +214,41 @@ class _Parser:
         self.depth -= 1
         return node
 
-    def bar(self, token: str) -> Node:
-        self.bars += 1
-        inner = self.expression()
-        self.bars -= 1
-        self.expect(token)
-        return inner
-
     def number(self, token: str) -> Node:
         token, _, exponent = token.lower().partition("e")
         if exponent:
-            digits = Node("num", value=Fraction(abs(int(exponent))))
-            signed = Node("neg", (digits,)) if int(exponent) < 0 else digits
-            power = Node("pow", (Node("num", value=Fraction(10)), signed))
-            return Node("mul", (self.number(token), power))
+            power = number(abs(int(exponent)))
+            power = Node("neg", (power,)) if int(exponent) < 0 else power
+            return Node("mul", (self.number(token), Node("pow", (number(10), power))))
         whole, point, decimals = token.partition(".")
-        if self.peek() == "\\overline" and point:
-            self.i += 1
-            period = self.digits()
-            scale = 10 ** len(decimals)
-            value = Fraction(int(whole + decimals or "0"), scale)
-            return Node("num", value=value + Fraction(int(period), scale * (10 ** len(period) - 1)))
         if not point:
-            return Node("num", value=Fraction(int(token)))
-        return Node(
-            "num",
-            value=Fraction(int(whole + decimals), 10 ** len(decimals)),
-            decimals=len(decimals),
-        )
-
-    def digits(self) -> str:
-        digits = self.take()
-        if digits == "{":
-            digits = self.take()
+            return number(int(token))
+        scale = 10 ** len(decimals)
+        value = Fraction(int(whole + decimals or "0"), scale)
+        if not self.accept("\\overline"):
+            return number(value, len(decimals))
+        period = self.take()
+        if period == "{":
+            period = self.take()
             self.expect("}")
-        if not digits.isdigit():
-            raise Unreadable(f"{digits!r} is not a repeating decimal")
-        return digits
+        if not period.isdigit():
+            raise Unreadable(f"{period!r} is not a repeating decimal")
+        return number(value + Fraction(int(period), scale * (10 ** len(period) - 1)))
 
-    def letter(self, token: str) -> Node:
-        if token == "e" and self.peek() != "_":
-            return Node("e")
-        if token == "i" and self.peek() != "_":
-            return Node("imaginary")
-        return Node("sym", name=token + self.subscript())
-
-    def subscript(self) -> str:
-        out = ""
-        while self.peek() == "'":
-            self.i += 1
-            out += "'"
-        if self.peek() != "_":
-            return out
-        self.i += 1
-        if self.peek() != "{":
-            return f"{out}_{self.take()}"
-        start = self.i + 1
-        while self.peek() not in ("}", ""):
-            self.i += 1
-        inside = "".join(self.tokens[start : self.i])
-        self.expect("}")
-        return f"{out}_{inside}"
+    def symbol(self, name: str) -> Node:
+        """Parse the primes and the subscript of a variable."""
+        while self.accept("'"):
+            name += "'"
+        if self.accept("_"):
+            if self.accept("{"):
+                start = self.i
+                while self.peek() not in ("}", ""):
+                    self.i += 1
+                name += "_" + "".join(self.tokens[start : self.i])
+                self.expect("}")
+            else:
+                name += "_" + self.take()
+        return Node("sym", name=name)
 
     def command(self, name: str) -> Node:
         if name == "frac":
@@ -282,21 +256,13 @@ class _Parser:
         if name == "binom":
             return Node("call", (self.argument(), self.argument()), name="binom")
         if name == "sqrt":
-            index = Node("num", value=Fraction(2))
-            if self.peek() == "[":
-                self.i += 1
-                index = self.expression()
-                self.expect("]")
             # \sqrt(2) is not LaTeX, but always means the root of 2.
+            index = self.group("[", "]") if self.peek() == "[" else number(2)
             return Node("root", (self.argument(), index))
-        if name == "pi":
-            return Node("pi")
-        if name == "infty":
-            return Node("infinity")
-        if name == "imath":
-            return Node("imaginary")
+        if name in _CONSTANTS:
+            return Node(_CONSTANTS[name])
         if name in GREEK:
-            return Node("sym", name=f"\\{name}{self.subscript()}")
+            return self.symbol(f"\\{name}")
         if name in FUNCTIONS:
             return self.function(name)
         raise Unreadable(f"\\{name} is not supported")
@@ -305,20 +271,18 @@ class _Parser:
         base: tuple[Node, ...] = ()
         power = None
         for _ in range(2):
-            if self.peek() == "_" and name == "log" and not base:
-                self.i += 1
+            if name == "log" and not base and self.accept("_"):
                 base = (self.argument(),)
-            elif self.peek() == "^" and power is None:
-                self.i += 1
+            elif power is None and self.accept("^"):
                 power = self.script()
         if name == "lg":
-            name, base = "log", (Node("num", value=Fraction(10)),)
+            name, base = "log", (number(10),)
         self.functions += 1
         args = self.arguments()
         self.functions -= 1
         if len(args) > 1 and name not in ("gcd", "lcm", "max", "min"):
             raise Unreadable(f"\\{name} of {len(args)} arguments")
-        if power is not None and power == Node("neg", (Node("num", value=Fraction(1)),)):
+        if power == Node("neg", (number(1),)):
             if name not in ("sin", "cos", "tan", "cot"):
                 raise Unreadable(f"\\{name}^{{-1}}")
             return Node("call", tuple(args), name=f"arc{name}")
@@ -328,20 +292,17 @@ class _Parser:
     def arguments(self) -> list[Node]:
         if self.peek() == "{":
             return [self.group()]
-        if self.peek() != "(":
+        if not self.accept("("):
             return [self.run()]
-        self.i += 1
         args = [self.expression()]
-        while self.peek() == ",":
-            self.i += 1
+        while self.accept(","):
             args.append(self.expression())
         self.expect(")")
         return args
 
     def run(self) -> Node:
         r"""Parse an argument without parentheses: `\sin 2x`, up to a sum or a function."""
-        negative = self.peek() == "-"
-        self.i += negative
+        negative = self.accept("-")
         node = self.postfix(self.atom())
         while (t := self.peek()) and (
             t.isalnum() or t in ("\\pi", "\\frac", "\\sqrt") or t[1:] in GREEK

@@ -24,29 +24,19 @@ class NoAnswer(ValueError):
 def after_thinking(text: str, think_end: str, *, required: bool) -> str:
     """Return the text after the first `think_end`.
 
-    Args:
-        text: completion.
-        think_end: marker that ends thinking.
-        required: require the marker; else a text without it is the answer as a whole, unless it
-            starts thinking (`<think>`) and never ends it.
-
-    Raises:
-        NoAnswer: thinking did not end.
+    Without the marker, unless it is `required`, a text that does not start thinking (`<think>`) is
+    returned as a whole. Raises `NoAnswer` if thinking did not end.
     """
-    _, ended, tail = text.partition(think_end)
-    if ended:
-        return tail
-    if required or think_end.replace("/", "") in text:
+    head, ended, tail = text.partition(think_end)
+    if not ended and (required or think_end.replace("/", "") in text):
         raise NoAnswer("thinking did not end")
-    return text
+    return tail if ended else head
 
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last outermost `\boxed{...}`, inner boxes unwrapped, or None.
 
-    Raises:
-        NoAnswer: the last box is not closed, or empty.
-        OverLimit: a box has too many braces.
+    Raises `NoAnswer` if the last box is not closed, or empty.
     """
     content, position = None, 0
     while (match := _BOX.search(text, position)) is not None:
@@ -88,11 +78,7 @@ def unbox(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one at `start`, escaped braces ignored.
-
-    Raises:
-        OverLimit: too many braces, or nested too deep.
-    """
+    """Return the index of the brace that closes the one at `start`, escaped braces ignored."""
     first = text.find("}", start)
     if first < 0:
         return None
@@ -105,21 +91,14 @@ def _closing(text: str, start: int) -> int | None:
             raise OverLimit(
                 f"a box with over {MAX_BRACES} braces, or nested over {MAX_BRACE_DEPTH} deep"
             )
-        if match[0] == "{":
-            depth += 1
-        elif match[0] == "}":
-            depth -= 1
-            if depth == 0:
-                return match.start()
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return match.start()
     return None
 
 
 def bare_answer(text: str) -> str:
-    """Return the answer in a text without a box: after "answer is", else the whole text.
-
-    Raises:
-        NoAnswer: the text is empty.
-    """
+    """Return the answer in a text without a box: after "answer is", else the whole text."""
     answer = strip_math_delimiters(_SENTENCE.split(text)[-1])
     if not answer:
         raise NoAnswer("the answer is empty")
@@ -140,16 +119,13 @@ def strip_math_delimiters(text: str) -> str:
 
 
 def extract_answer(text: str, think_end: str, *, boxed: bool, ended_thinking: bool) -> str:
-    """Return the answer of a completion.
+    """Return the answer of a completion; `NoAnswer` if there is none.
 
     Args:
         text: completion.
         think_end: marker that ends thinking.
-        boxed: accept only a box; else a text without a box is an answer as a whole.
+        boxed: accept only a box; else a text without a box is itself the answer.
         ended_thinking: require `think_end`.
-
-    Raises:
-        NoAnswer: there is none; the message says why.
     """
     tail = after_thinking(text, think_end, required=ended_thinking)
     content = last_box(tail)

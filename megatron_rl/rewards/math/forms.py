@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_rl.rewards.math.expression import read_expression
-from megatron_rl.rewards.math.node import MAX_CHARACTERS, Node, OverLimit, Unreadable, with_sign
+from megatron_rl.rewards.math.node import (
+    MAX_CHARACTERS,
+    Node,
+    OverLimit,
+    Unreadable,
+    over_length,
+    with_sign,
+)
 from megatron_rl.rewards.math.normalize import text_form, untext
 
 MAX_ITEMS = 200
@@ -15,7 +22,7 @@ MAX_ITEMS = 200
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A formula without a relation. Example: `2\\pi`."""
+    r"""A formula without a relation. Example: `2\pi`."""
 
     node: Node
 
@@ -41,7 +48,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A chain of comparisons. Example: `1 < x \\le 2` has the operators `<` and `le`."""
+    r"""A chain of comparisons. Example: `1 < x \le 2` has the operators `<` and `le`."""
 
     parts: tuple[Form, ...]
     operators: tuple[str, ...]
@@ -105,21 +112,16 @@ _BASED = re.compile(r"^([0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$")
 _NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
 _ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
 _PLAIN_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
-_SHORT_WORDS = set("yes no none true false all odd even dne".split())
+_SHORT_WORDS = ("yes", "no", "none", "true", "false", "all", "odd", "even", "dne")
+_COMMA = re.compile("[,;]")
+_CUP = re.compile(r"\\cup(?![A-Za-z])")
 _JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
 
 
 def read_form(text: str) -> Form:
-    """Parse a normalized text.
-
-    Raises:
-        Unreadable: the text has no form.
-        OverLimit: a size limit was exceeded.
-    """
+    """Parse a normalized text, or raise `Unreadable` or `OverLimit`."""
     if len(text) > MAX_CHARACTERS and not text.lstrip("-").isdigit():
-        raise OverLimit(
-            f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}"
-        )
+        raise over_length(text)
     text = text.strip().rstrip(".").strip()
     if (all_text := _ALL_TEXT.match(text)) is not None:
         text = all_text[1].strip()
@@ -137,16 +139,15 @@ def read_form(text: str) -> Form:
         raise Unreadable("the text is empty")
     if _THOUSANDS.match(text):
         return Expression(read_expression(text.replace(",", "")))
-    if len(items := split(text, ",", ";")) > 1:
-        return Collection("", "", _items(items))
-    if len(items := _joined(text)) > 1:
-        return Collection("", "", _items(items))
+    for separator in (_COMMA, _JOIN):
+        if matches := _outside(separator, text):
+            return Collection("", "", _items(_split(text, matches)))
     if (relation := _relation(text)) is not None:
         return relation
-    if len(items := split(text, "\\cup")) > 1:
-        return Union(_items(items))
-    if len(items := split(text, ":")) > 2:
-        return _ratio(_items(items))
+    if matches := _outside(_CUP, text):
+        return Union(_items(_split(text, matches)))
+    if len(matches := _outside(":", text)) > 1:
+        return _ratio(_items(_split(text, matches)))
     if (bracketed := _bracketed(text)) is not None:
         return bracketed
     if (based := _BASED.match(text)) is not None and 2 <= int(based[2]) <= 36:
@@ -157,8 +158,8 @@ def read_form(text: str) -> Form:
         return NamedSet("empty")
     node = read_expression(text)
     if node.has("pm", "mp"):
-        both = (Expression(with_sign(node, upper)) for upper in (True, False))
-        return Collection("", "", tuple(both))
+        upper, lower = (Expression(with_sign(node, upper)) for upper in (True, False))
+        return Collection("", "", (upper, lower))
     return Expression(node)
 
 
@@ -167,8 +168,7 @@ def _ratio(terms: tuple[Form, ...]) -> Collection:
     nodes = [t.node for t in terms if isinstance(t, Expression)]
     if len(nodes) != len(terms):
         raise Unreadable("a ratio of terms that are not expressions")
-    quotients = tuple(Expression(Node("div", (n, nodes[0]))) for n in nodes)
-    return Collection(":", ":", quotients)
+    return Collection(":", ":", tuple(Expression(Node("div", (n, nodes[0]))) for n in nodes))
 
 
 def _items(texts: list[str]) -> tuple[Form, ...]:
@@ -201,38 +201,25 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
             depth -= 1
 
 
-def split(text: str, *separators: str) -> list[str]:
-    """Split a text at separators outside all brackets."""
-    parts, start = [], 0
-    for token, position, depth in _tokens(text):
-        if token in separators and depth == 0:
-            parts.append(text[start:position])
-            start = position + len(token)
-    return [*parts, text[start:]]
+def _outside(pattern: str | re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Return the matches of a pattern outside all brackets."""
+    matches = list(re.finditer(pattern, text))
+    depths = {position: depth for _, position, depth in _tokens(text)} if matches else {}
+    return [m for m in matches if depths.get(m.start(), 1) == 0]
 
 
-def _joined(text: str) -> list[str]:
-    """Split a text at `and`, `or` and their symbols outside all brackets."""
-    if not _JOIN.search(text):
-        return [text]
-    depths = {position: depth for _, position, depth in _tokens(text)}
-    parts, start = [], 0
-    for match in _JOIN.finditer(text):
-        if depths.get(match.start(), 0) == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [*parts, text[start:]]
+def _split(text: str, separators: list[re.Match[str]]) -> list[str]:
+    edges = [0, *(edge for match in separators for edge in match.span()), len(text)]
+    return [text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _relation(text: str) -> Relation | None:
-    depths = {position: depth for _, position, depth in _tokens(text)}
-    matches = [m for m in _RELATION.finditer(text) if depths.get(m.start(), 1) == 0]
+    matches = _outside(_RELATION, text)
     if not matches:
         return None
     if len(matches) > MAX_ITEMS:
         raise OverLimit(f"a chain of {len(matches)} relations: over the limit of {MAX_ITEMS}")
-    edges = [0, *(e for m in matches for e in m.span()), len(text)]
-    texts = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    texts = [side.strip() for side in _split(text, matches)]
     if not all(texts):
         if len(texts) != 2 or not texts[1] or matches[0][0] not in ("=", "\\approx"):
             raise Unreadable("a relation with an empty side")
@@ -243,7 +230,7 @@ def _relation(text: str) -> Relation | None:
 
 
 def _side(text: str) -> Form:
-    """Parse a side of a relation; a name that is not a formula (`\\angle ABC`) is words."""
+    r"""Parse a side of a relation; a name that is not a formula (`\angle ABC`) is words."""
     try:
         return read_form(text)
     except Unreadable:
@@ -263,24 +250,24 @@ def _bracketed(text: str) -> Form | None:
         inside = text[len(opening) : end].strip()
         if opening == "\\{":
             return _set(inside)
-        items = split(inside, ",", ";")
-        if len(items) == 1:
+        commas = _outside(_COMMA, inside)
+        if not commas:
             return None if last == closing and "\\cup" not in inside else read_form(inside)
         if opening == "\\langle" or last == "\\rangle":
             opening, last = "(", ")"
-        return Collection(opening, last, _items(items))
+        return Collection(opening, last, _items(_split(inside, commas)))
     return None
 
 
 def _set(inside: str) -> Form:
     if not inside:
         return NamedSet("empty")
-    for bar in ("\\vert", "|", ":"):
-        parts = split(inside, bar)
+    for bar in (r"\\vert(?![A-Za-z])", r"\|", ":"):
+        parts = _split(inside, _outside(bar, inside))
         if len(parts) == 2 and re.match(r"^[a-zA-Z]\s*(?:\\in|$)", parts[0].strip()):
             # {x | x > 1} has the form of its condition.
             return read_form(parts[1])
-    return Collection("{", "}", _items(split(inside, ",", ";")))
+    return Collection("{", "}", _items(_split(inside, _outside(_COMMA, inside))))
 
 
 def _matrix(body: str) -> Matrix:

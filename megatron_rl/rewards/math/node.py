@@ -13,14 +13,15 @@ MAX_DEPTH = 60
 MAX_DIGITS = 40_000
 """Longest integer literal."""
 
-FUNCTIONS = set(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp"
-    " gcd lcm max min arg".split()
-)
-GREEK = set(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell".split()
-)
+_FUNCTIONS = """
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp gcd lcm max
+min arg
+"""
+_GREEK = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi
+chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell
+"""
+FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
 _TOKEN = re.compile(
     r"\s*(\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?"
     r"|\\[A-Za-z]+|\\[{}|%$&#_^]|[A-Za-z]|[-+*/^_!(){}\[\]|,=<>:'&;])"
@@ -49,6 +50,11 @@ class Node:
     """Digits after the point of a decimal literal; -1 for integers."""
 
     @property
+    def is_integer(self) -> bool:
+        """True for a number without decimals."""
+        return self.op == "num" and self.decimals < 0
+
+    @property
     def symbols(self) -> frozenset[str]:
         """Names of the variables."""
         if self.op == "sym":
@@ -64,17 +70,20 @@ class Node:
         return (self.op == "call" and self.name == name) or any(a.calls(name) for a in self.args)
 
 
-def tokenize(text: str) -> list[str]:
-    """Split a formula into tokens.
+def over_length(text: str, limit: int = MAX_CHARACTERS) -> OverLimit:
+    """Return the error for an answer that is too long."""
+    return OverLimit(f"an answer of {len(text)} characters: over the limit of {limit}")
 
-    Raises:
-        Unreadable: a character that no formula has.
-        OverLimit: the text or an integer literal is too long, or there are too many tokens.
-    """
+
+def number(value: Fraction | int, decimals: int = -1) -> Node:
+    """Return the node of a number."""
+    return Node("num", value=Fraction(value), decimals=decimals)
+
+
+def tokenize(text: str) -> list[str]:
+    """Split a formula into tokens; `Unreadable` for a character that no formula has."""
     if len(text) > MAX_CHARACTERS and not text.strip().isdigit():
-        raise OverLimit(
-            f"the answer has {len(text)} characters: over the limit of {MAX_CHARACTERS}"
-        )
+        raise over_length(text)
     tokens, position, end = [], 0, len(text.rstrip())
     while position < end:
         match = _TOKEN.match(text, position)

@@ -21,7 +21,9 @@ _UNICODE = {
     "∛": "\\sqrt[3] ",
     "°": "^\\circ ",
     # A command that ends in a letter needs a space.
-    **{k: f"{v} " if v[-1].isalpha() else v for k, v in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)},
+    **{
+        k: f"{v} " if v[-1].isalpha() else v for k, v in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)
+    },
 }
 _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
@@ -31,43 +33,23 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FULLWIDTH = str.maketrans({0xFF10 + i: str(i) for i in range(10)})
 
 _SPELLINGS = """
-frac dfrac tfrac cfrac
-binom dbinom tbinom choose
-le leq leqslant leqq
-ge geq geqslant geqq
-ne neq
-ldots dots cdots dotsc dotsb dotsm hdots
-times ast cdot bullet
-emptyset varnothing
-vert lvert rvert mid
-circ degree degrees
-cup bigcup
-cap bigcap
-phi varphi
-epsilon varepsilon
-theta vartheta
-wedge land
-vee lor
-infty infin
-{ lbrace
-} rbrace
-[ lbrack
-] rbrack
-( lparen
-) rparen
-< lt
-> gt
-: colon
+frac dfrac tfrac cfrac; binom dbinom tbinom choose
+le leq leqslant leqq; ge geq geqslant geqq; ne neq
+ldots dots cdots dotsc dotsb dotsm hdots; times ast cdot bullet
+emptyset varnothing; vert lvert rvert mid; circ degree degrees; cup bigcup; cap bigcap
+phi varphi; epsilon varepsilon; theta vartheta; wedge land; vee lor; infty infin
+{ lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen; ) rparen; < lt; > gt; : colon
 """
-"""A command and its other names, one group per line."""
-_GROUPS = [line.split() for line in _SPELLINGS.strip().splitlines()]
+"""Groups of a command and its other names."""
+_GROUPS = [group.split() for group in re.split(r"[;\n]", _SPELLINGS.strip())]
 _RENAMES = {name: first for first, *names in _GROUPS for name in names}
-_DROPPED = set(
-    "left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle"
-    " textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace"
-    " negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal"
-    " mathrel mathord bf it rm ensuremath phantom vphantom hphantom".split()
-)
+_DROPPED_NAMES = """
+left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle
+textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace
+negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal
+mathrel mathord bf it rm ensuremath phantom vphantom hphantom
+"""
+_DROPPED = frozenset(_DROPPED_NAMES.split())
 _TEXT_COMMANDS = (
     r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
 )
@@ -89,7 +71,7 @@ _PLAIN_FUNCTIONS = re.compile(
     r"|ln|log|exp|(?:gcd|lcm|max|min)(?=\s*\())(?![A-Za-z])"
 )
 _PLAIN_WORDS = re.compile(
-    r"(?<![A-Za-z\\])(pi|infinity|infty|oo|inf|theta|alpha|beta|gamma|lambda|omega|phi|sigma)(?![A-Za-z])",
+    r"(?<![A-Za-z\\])(pi|infinity|infty|oo|inf|theta|alpha|beta|gamma|lambda|omega|phi|sigma)(?![A-Za-z])"
 )
 _PLAIN_NAMES = {"infinity": "infty", "oo": "infty", "inf": "infty"}
 _ASIN = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}

@@ -105,21 +105,18 @@ def _parts_agree(gold: tuple[Form, ...], answer: tuple[Form, ...], same: Same) -
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> bool:
-    names = [is_name(r.parts[0], r.texts[0]) for r in (gold, answer)]
-    if all(names):
+    if all(is_name(r.parts[0], r.texts[0]) for r in (gold, answer)):
         if isinstance(gold.parts[0], Words) or isinstance(answer.parts[0], Words):
             return same(gold.parts[-1], answer.parts[-1])
         if gold.texts[0] == answer.texts[0]:
-            values = [value_of(r, same, is_gold=True) for r in (gold, answer)]
-            return values[0] is not None and values[1] is not None and same(values[0], values[1])
+            g, a = (value_of(r, same, is_gold=True) for r in (gold, answer))
+            return g is not None and a is not None and same(g, a)
     if len(gold.parts) != 2 or len(answer.parts) != 2:
         return sorted(gold.texts) == sorted(answer.texts)
-    differences = [_difference(r) for r in (gold, answer)]
-    if differences[0] is None or differences[1] is None:
+    left, right = _difference(gold), _difference(answer)
+    if left is None or right is None:
         return gold.texts == answer.texts and _parts_agree(gold.parts, answer.parts, same)
-    if differences[0].symbols != differences[1].symbols:
-        return False
-    return proportional(differences[0], differences[1], positive=False)
+    return left.symbols == right.symbols and proportional(left, right, positive=False)
 
 
 def _difference(relation: Relation) -> Node | None:
@@ -154,14 +151,10 @@ def as_intervals(form: Form) -> list[RealInterval] | None:
         if any(p is None for p in parts):
             return None
         return [interval for part in parts if part is not None for interval in part]
-    if isinstance(form, Collection):
-        return _collection_intervals(form)
     if isinstance(form, Relation):
         return _relation_intervals(form)
-    return None
-
-
-def _collection_intervals(form: Collection) -> list[RealInterval] | None:
+    if not isinstance(form, Collection):
+        return None
     nodes = [item.node for item in form.items if isinstance(item, Expression)]
     if len(nodes) != len(form.items):
         return None
@@ -183,20 +176,13 @@ def _relation_intervals(relation: Relation) -> list[RealInterval] | None:
     if any(n.symbols for i, n in enumerate(nodes) if i != at):
         return None
     if len(nodes) == 2:
-        operator = relation.operators[0]
-        bound = nodes[1 - at]
+        operator, bound = relation.operators[0], nodes[1 - at]
         operator = _FLIPPED.get(operator, operator) if at == 1 else operator
-        return {
-            "<": [RealInterval(MINUS_INFINITY, bound, True, True)],
-            "le": [RealInterval(MINUS_INFINITY, bound, True, False)],
-            ">": [RealInterval(bound, INFINITY, True, True)],
-            "ge": [RealInterval(bound, INFINITY, False, True)],
-            "ne": [
-                RealInterval(MINUS_INFINITY, bound, True, True),
-                RealInterval(bound, INFINITY, True, True),
-            ],
-            "=": [RealInterval(bound, bound, False, False)],
-        }.get(operator)
+        below = RealInterval(MINUS_INFINITY, bound, True, operator != "le")
+        above = RealInterval(bound, INFINITY, operator != "ge", True)
+        point = RealInterval(bound, bound, False, False)
+        sets = {"<": [below], ">": [above], "ne": [below, above], "=": [point]}
+        return {**sets, "le": [below], "ge": [above]}.get(operator)
     if len(nodes) != 3 or at != 1:
         return None
     first, second = relation.operators

@@ -1,6 +1,11 @@
 """math-verify for formulas that this package does not parse: sums, integrals, limits.
 
-The whole answer must be one LaTeX formula; no number is extracted from other text.
+The whole answer must be one LaTeX formula; no number is extracted from other text. Definite
+integrals and limits of constants, for which algebra may take seconds, are first compared by their
+numerical values. A value counts only if it is certain: the quadrature over a bounded interval
+converges, or the limit agrees at two points close to it (or far out).
+
+Importing this module takes seconds.
 """
 
 from __future__ import annotations
@@ -10,18 +15,34 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import mpmath
+from mpmath import mp
+
 from megatron_rl.rewards.base import VerifierDown
 from megatron_rl.rewards.math.node import OverLimit, Unreadable
 
-_COMMANDS = re.compile(
-    r"\\(?:sum|prod|int|iint|oint|lim|setminus|cap|complement|det|operatorname|partial|nabla|Re|Im"
-    r"|arcsec)(?![A-Za-z])|\\begin\{"
-)
+try:
+    import math_verify
+    import sympy
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+except ImportError as e:
+    raise VerifierDown(f"math-verify is missing ({e}): install megatron_rl[rewards]") from e
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 # Sums and products of so many terms would be computed term by term.
 _MANY_TERMS = re.compile(
     r"\\(?:sum|prod)(?![A-Za-z]).*?\^\s*\{?\s*(?:\d{5,}|\d+\s*(?:\\times\s*\d+\s*)?[\^!])"
 )
 _EASY_DEGREE = 20
+QUADRATURE = ((15, 1e-6), (30, 1e-20))
+"""(digits, relative error to reach) of integrals, coarse to fine."""
+LIMIT_DIGITS = 400
+NEAR, FAR = (20, 30), (0, 1)
+"""A limit is evaluated 10^-20 and 10^-30 from its point, or at 10^20 and 10^30 + 1 (odd)."""
+STEADY = 1e-12
+"""Largest relative difference of a limit's two values."""
+DIFFERENT, SAME = 1e-4, 1e-15
+"""Relative differences above which two values differ, and below which they are equal."""
 
 begin: Callable[[], object] = lambda: None  # noqa: E731
 """Called before math-verify computes; a worker sets it to limit the time."""
@@ -41,41 +62,18 @@ _WARM_UP_PARSER = (
 
 
 def warm_up() -> None:
-    """Load math-verify and its grammar (seconds), before any verdict's time limit.
-
-    Raises:
-        VerifierDown: math-verify is not installed.
-    """
+    """Load math-verify and its grammar (seconds), before any verdict's time limit."""
     for answer, gold in _WARM_UP:
         verify(answer, gold)
     for text in _WARM_UP_PARSER:
         _parse(text)
 
 
-def handles(text: str) -> bool:
-    """Return True if a normalized text has a construct that is left to math-verify."""
-    return _COMMANDS.search(text) is not None
-
-
 def verify(answer: str, gold: str) -> bool | None:
-    """Compare two normalized texts by math-verify; None if it cannot decide.
-
-    Raises:
-        VerifierDown: math-verify is not installed.
-    """
-    if not (handles(answer) or handles(gold)):
-        return None
+    """Compare two normalized texts by math-verify; None if it cannot decide."""
     for text in (answer, gold):
         if _MANY_TERMS.search(text):
             raise OverLimit(f"too many terms in {text[:60]}")
-    try:
-        import sympy
-        from math_verify import verify as stock_verify
-
-        from megatron_rl.rewards.math.numeric import same_number
-    except ImportError as e:
-        raise VerifierDown(f"math-verify is missing ({e}): install megatron_rl[rewards]") from e
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     begin()
     try:
         sides = [_parse(text) for text in (gold, answer)]
@@ -88,12 +86,11 @@ def verify(answer: str, gold: str) -> bool | None:
     if decided is not None:
         return decided
     # No timeout by signals: the worker has a hard limit, and this may run in any thread.
-    return bool(stock_verify(sides[0], sides[1], timeout_seconds=None))
+    return bool(math_verify.verify(sides[0], sides[1], timeout_seconds=None))
 
 
 def _summed(side: Any) -> Any:
     """Put sums of polynomials in closed form; math-verify would sum them numerically, slowly."""
-    import sympy
 
     def is_easy(part: Any) -> bool:
         if not isinstance(part, sympy.Sum) or not part.function.is_polynomial(*part.variables):
@@ -104,8 +101,6 @@ def _summed(side: Any) -> Any:
 
 
 def _parse(text: str) -> Any:
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-
     settings = NormalizationConfig(
         basic_latex=True,
         units=False,
@@ -121,3 +116,78 @@ def _parse(text: str) -> Any:
         )
     except Exception as e:  # noqa: BLE001 - its parser raises bare Exception for bad LaTeX
         raise Unreadable(f"math-verify cannot parse it: {str(e)[:80]}") from None
+
+
+class _Uncertain(ValueError):
+    """The value is not certain."""
+
+
+def same_number(gold: Any, answer: Any) -> bool | None:
+    """Compare two sympy constants with integrals or limits; None if the result is not certain."""
+    sides = (gold, answer)
+    if not all(isinstance(s, sympy.Expr) and not s.free_symbols for s in sides):
+        return None
+    parts = {p for side in sides for p in side.atoms(sympy.Integral, sympy.Limit)}
+    others = (sympy.Sum, sympy.Product, sympy.Derivative)
+    if not parts or any(s.has(*others) for s in sides):
+        return None
+    error = 1.0
+    for digits, tolerance in QUADRATURE:
+        try:
+            values = {p: _value(p, digits, tolerance) for p in parts}
+            with mp.workdps(digits):
+                a, b = (_number(side.xreplace(values), digits) for side in sides)
+                error = abs(a - b) / max(1, abs(a), abs(b))
+        except (_Uncertain, TypeError, ValueError, NameError, ArithmeticError):
+            return None
+        if error > DIFFERENT:
+            return False
+    return True if error < SAME else None
+
+
+def _value(part: Any, digits: int, tolerance: float) -> Any:
+    if part.args[0].has(sympy.Integral, sympy.Limit):
+        raise _Uncertain("nested integrals or limits")
+    if isinstance(part, sympy.Limit):
+        with mp.workdps(LIMIT_DIGITS):
+            return _limit(part)
+    with mp.workdps(digits):
+        return _integral(part, tolerance)
+
+
+def _integral(integral: Any, tolerance: float) -> Any:
+    if len(integral.limits) != 1 or len(integral.limits[0]) != 3:
+        raise _Uncertain("not one definite integral")
+    variable, *ends = integral.limits[0]
+    if not all(e.is_finite and e.is_real for e in ends):
+        raise _Uncertain("a tail that may oscillate or fall slowly")
+    function = sympy.lambdify(variable, integral.function, "mpmath")
+    low, high = (mpmath.mpmathify(e.evalf(mpmath.mp.dps)) for e in ends)
+    value, error = mpmath.quad(function, [low, high], error=True)
+    if not mpmath.isfinite(value) or error > tolerance * max(1, abs(value)):
+        raise _Uncertain("no convergence")
+    return sympy.sympify(value)
+
+
+def _limit(limit: Any) -> Any:
+    expression, variable, point, direction = limit.args
+    function = sympy.lambdify(variable, expression, "mpmath")
+    if point in (sympy.oo, -sympy.oo):
+        sign = 1 if point == sympy.oo else -1
+        points = [sign * (mpmath.mpf(10) ** n + odd) for n, odd in zip(NEAR, FAR, strict=True)]
+    else:
+        sign = -1 if str(direction) == "-" else 1
+        at = mpmath.mpmathify(point.evalf(LIMIT_DIGITS))
+        points = [at + sign * mpmath.mpf(10) ** -n for n in NEAR]
+    first, second = (mpmath.mpmathify(function(p)) for p in points)
+    if not mpmath.isfinite(second) or abs(first - second) > STEADY * max(1, abs(second)):
+        raise _Uncertain("the two values differ")
+    return sympy.sympify(second)
+
+
+def _number(expression: Any, digits: int) -> Any:
+    value = expression.evalf(digits)
+    real, imaginary = value.as_real_imag()
+    if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
+        raise _Uncertain("not a number")
+    return mpmath.mpc(mpmath.mpmathify(real), mpmath.mpmathify(imaginary))

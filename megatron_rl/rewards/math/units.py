@@ -65,7 +65,7 @@ _TEXT_UNIT = re.compile(
 _PERCENT = re.compile(r"^(?P<value>.+?)\s*(?:\\%|%)$")
 _DEGREES = re.compile(r"^(?P<value>.+?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:[CF])?$")
 _MONEY = re.compile(r"^(?P<sign>[-+]?)\s*(?:\\\$|\$|€|£|¥)\s*(?P<value>.+)$")
-_NOT_UNITS = set("or and mod if for where when with to than over".split())
+_NOT_UNITS = {"or", "and", "mod", "if", "for", "where", "when", "with", "to", "than", "over"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,7 @@ class Unit:
 def split_unit(text: str, *, letters: bool = True) -> tuple[str, Unit] | None:
     """Split a text into value and unit; None if it does not end in a unit.
 
-    Args:
-        text: normalized text.
-        letters: a single letter in plain text (`5 m`) may be a unit; else it is a variable.
+    A single letter in plain text (`5 m`) is a variable unless `letters` may be units.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -129,10 +127,5 @@ def _named(value: str, words: str, power: str, *, nouns: bool) -> tuple[str, Uni
         kind, size = known
         suffix = f"^{exponent}" if exponent > 1 else ""
         return value, Unit("units" if kind == "units" else kind + suffix, size**exponent)
-    if (
-        not nouns
-        or set(name.lower().split()) & _NOT_UNITS
-        or not re.fullmatch(r"[A-Za-z .'-]+", name)
-    ):
-        return None
-    return (value, Unit("noun")) if re.search(r"\d", value) else None
+    is_name = re.fullmatch(r"[A-Za-z .'-]+", name) and not set(name.lower().split()) & _NOT_UNITS
+    return (value, Unit("noun")) if nouns and is_name and re.search(r"\d", value) else None

@@ -10,12 +10,19 @@ from functools import lru_cache
 from itertools import product
 
 from megatron_rl.rewards.base import Outcome, Verdict
-from megatron_rl.rewards.math import stock
 from megatron_rl.rewards.math.compare import same
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, read_form
-from megatron_rl.rewards.math.node import MAX_CHARACTERS, MAX_DIGITS, Node, OverLimit, Unreadable
+from megatron_rl.rewards.math.node import (
+    MAX_CHARACTERS,
+    MAX_DIGITS,
+    Node,
+    OverLimit,
+    Unreadable,
+    number,
+    over_length,
+)
 from megatron_rl.rewards.math.normalize import clean, plain_to_latex, text_form, untext
 from megatron_rl.rewards.math.units import Unit, split_unit
 
@@ -25,6 +32,10 @@ _GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)(?!,)")
 _GOLD_CHOICE = re.compile(r"^\(?\s*([A-J])\s*\)?[.:]?(?:\s+(.+))?$")
 _CHOICE = re.compile(r"^\(?\s*([A-Ja-j])\s*\)?\s*(?:[.):,]\s*|\s+|$)(.*)$")
+_FOR_MATH_VERIFY = re.compile(
+    r"\\(?:sum|prod|int|iint|oint|lim|setminus|cap|complement|det|operatorname|partial|nabla|Re|Im"
+    r"|arcsec)(?![A-Za-z])|\\begin\{"
+)
 _CHOICE_WORD = re.compile(r"^(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?[.]?$", re.IGNORECASE)
 
 
@@ -71,45 +82,43 @@ def math_verdict(
     try:
         gold = strip_math_delimiters(unbox(gold))
     except (NoAnswer, OverLimit):
-        reason = f"gold answer {shown(gold)}: a box is not closed, or too large"
+        reason = f"gold answer {shorten(gold)}: a box is not closed, or too large"
         return Verdict(Outcome.UNPARSABLE, reason)
     try:
         return _compare(answer, gold)
     except OverLimit as e:
-        return Verdict(Outcome.TIMED_OUT, f"{shown(answer)}: {e}")
+        return Verdict(Outcome.TIMED_OUT, f"{shorten(answer)}: {e}")
     except RecursionError:
-        return Verdict(Outcome.TIMED_OUT, f"{shown(answer)}: nested too deep")
+        return Verdict(Outcome.TIMED_OUT, f"{shorten(answer)}: nested too deep")
 
 
-def shown(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a text for a reason."""
     text = " ".join(text[: 2 * SHOWN].split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _compare(answer: str, gold: str) -> Verdict:
-    right = Verdict(Outcome.CORRECT, f"{shown(answer)} is {shown(gold)}")
-    wrong = Verdict(Outcome.WRONG, f"{shown(answer)} is not {shown(gold)}")
+    right = Verdict(Outcome.CORRECT, f"{shorten(answer)} is {shorten(gold)}")
+    wrong = Verdict(Outcome.WRONG, f"{shorten(answer)} is not {shorten(gold)}")
     if answer == gold:
         return right
     if len(answer) > MAX_DIGITS + 1:
-        raise OverLimit(f"an answer of {len(answer)} characters: over the limit of {MAX_DIGITS}")
+        raise over_length(answer, MAX_DIGITS)
     integers = [_INTEGER.match(t) for t in (answer, gold)]
     if integers[0] is not None and integers[1] is not None:
         # Digit by digit, at any length.
         signs = [m[1].replace("+", "") if m[2] != "0" else "" for m in integers if m is not None]
         return right if integers[0][2] == integers[1][2] and signs[0] == signs[1] else wrong
     if len(answer) > MAX_CHARACTERS:
-        raise OverLimit(
-            f"an answer of {len(answer)} characters: over the limit of {MAX_CHARACTERS}"
-        )
-    answer_text, gold_text = normal(answer), normal(gold)
-    if text_form(answer_text) == text_form(gold_text):
+        raise over_length(answer)
+    answer, gold = normal(answer), normal(gold)
+    if text_form(answer) == text_form(gold):
         return right
-    choice = _compare_choice(answer_text, gold_text)
+    choice = _compare_choice(answer, gold)
     if choice is not None:
         return right if choice else wrong
-    return _compare_readings(answer_text, gold_text, right, wrong)
+    return _compare_readings(answer, gold, right, wrong)
 
 
 def _compare_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) -> Verdict:
@@ -123,23 +132,27 @@ def _compare_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) ->
             limit = str(e)
         except Undefined as e:
             undefined = str(e)
-            if not has_value(g.form):
-                reason = f"gold answer {shown(gold)} has no value: {e}"
+            if not _has_value(g.form):
+                reason = f"gold answer {shorten(gold)} has no value: {e}"
                 return Verdict(Outcome.UNPARSABLE, reason)
     if limit or answers.over_limit or (golds.over_limit and not golds.readings):
         raise OverLimit(limit or answers.error or golds.error)
     if not (golds.readings and answers.readings):
-        decided = stock.verify(answer, gold)
+        decided = None
+        if _FOR_MATH_VERIFY.search(answer) or _FOR_MATH_VERIFY.search(gold):
+            from megatron_rl.rewards.math import stock
+
+            decided = stock.verify(answer, gold)
         if decided is not None:
             return right if decided else wrong
         if golds.readings:
-            return Verdict(Outcome.UNPARSABLE, f"answer {shown(answer)}: {answers.error}")
-        return Verdict(Outcome.UNPARSABLE, f"gold answer {shown(gold)}: {golds.error}")
+            return Verdict(Outcome.UNPARSABLE, f"answer {shorten(answer)}: {answers.error}")
+        return Verdict(Outcome.UNPARSABLE, f"gold answer {shorten(gold)}: {golds.error}")
     return Verdict(Outcome.WRONG, f"{wrong.reason} ({undefined})") if undefined else wrong
 
 
 def is_readable(gold: str) -> bool:
-    """Return True if a gold answer can be parsed here or by math-verify, not only compared as text."""
+    """Return True if a gold answer can be parsed here or by math-verify."""
     try:
         text = strip_math_delimiters(unbox(gold))
     except (NoAnswer, OverLimit):
@@ -147,10 +160,10 @@ def is_readable(gold: str) -> bool:
     if not 0 < len(text) <= MAX_CHARACTERS:
         return False
     text = normal(text)
-    return bool(read(text, is_gold=True).readings) or stock.handles(text)
+    return bool(read(text, is_gold=True).readings or _FOR_MATH_VERIFY.search(text))
 
 
-def has_value(form: Form) -> bool:
+def _has_value(form: Form) -> bool:
     """Return False for a constant expression without a value, True for anything else."""
     if not isinstance(form, Expression) or form.node.symbols:
         return True
@@ -206,25 +219,24 @@ def _candidates(text: str, is_gold: bool) -> Iterator[tuple[str, Unit | None]]:
 
 def _same_reading(gold: Reading, answer: Reading) -> bool:
     g, a = gold.unit, answer.unit
+    forms = [gold.form, answer.form]
     if g is not None and a is not None:
         if not g.agrees(a):
             return False
         if g.size != a.size and g.kind == a.kind:
-            return same(_scaled(gold.form, g.size), _scaled(answer.form, a.size))
-        return same(gold.form, answer.form)
-    unit = g or a
-    if unit is not None and unit.kind == "angle":
-        other, value = (answer.form, gold.form) if g else (gold.form, answer.form)
+            forms = [_scaled(gold.form, g.size), _scaled(answer.form, a.size)]
+    elif (unit := g or a) is not None and unit.kind == "angle":
+        degrees = 0 if g else 1
+        other = forms[1 - degrees]
         if isinstance(other, Expression) and other.node.has("pi"):
-            radians = _scaled(value, Fraction(1, 180), Node("pi"))
-            return same(radians, other) if g else same(other, radians)
-    return same(gold.form, answer.form)
+            forms[degrees] = _scaled(forms[degrees], Fraction(1, 180), Node("pi"))
+    return same(forms[0], forms[1])
 
 
 def _scaled(form: Form, size: Fraction, *factors: Node) -> Form:
     if not isinstance(form, Expression):
         return form
-    return Expression(Node("mul", (form.node, Node("num", value=size), *factors)))
+    return Expression(Node("mul", (form.node, number(size), *factors)))
 
 
 def _compare_choice(answer: str, gold: str) -> bool | None:
