@@ -12,11 +12,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config import RunConfig
+from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.spec import EvaluateOnly, Spec
-
-
-class OrchestratorFailed(RuntimeError):
-    """The orchestrator's process did not start or failed; its own log has the cause."""
 
 
 class OrchestratorProcess:
@@ -30,7 +27,7 @@ class OrchestratorProcess:
         evaluate_only: evaluate version 0 and train nothing.
 
     Raises:
-        OrchestratorFailed: it ended, or did not bind within `timeouts.startup_seconds`.
+        RunError: it ended, or did not bind within `timeouts.startup_seconds`.
     """
 
     def __init__(
@@ -67,9 +64,9 @@ class OrchestratorProcess:
         deadline = time.monotonic() + seconds
         while not self._endpoint_file.exists():
             if (reason := self.ended()) is not None:
-                raise OrchestratorFailed(f"the orchestrator did not start: {reason}")
+                raise RunError(f"the orchestrator did not start: {reason}")
             if time.monotonic() > deadline:
-                raise OrchestratorFailed(
+                raise RunError(
                     "the orchestrator did not bind its socket within timeouts.startup_seconds ="
                     f" {seconds}"
                 )
@@ -88,15 +85,15 @@ class OrchestratorProcess:
         """Wait for its own end.
 
         Raises:
-            OrchestratorFailed: it failed, or still runs after `seconds`.
+            RunError: it failed, or still runs after `seconds`.
         """
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise OrchestratorFailed(f"the orchestrator did not end within {seconds} s") from None
+            raise RunError(f"the orchestrator did not end within {seconds} s") from None
         if status:
-            raise OrchestratorFailed(f"the orchestrator failed: {self.ended()}")
+            raise RunError(f"the orchestrator failed: {self.ended()}")
 
     def kill_on_error(self, kind: object, *_: object) -> None:
         """Kill it if a `with` block ends with an error (`contextlib.ExitStack.push`)."""

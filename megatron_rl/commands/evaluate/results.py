@@ -1,4 +1,4 @@
-"""What an evaluation found, as JSON: estimates of each set, rows for the fitter, and completions.
+"""The results of an evaluation: estimates, completions, points for the fitter, and tables.
 
 `--json` writes one object, layout `megatron_rl.commands.evaluate/1`:
 
@@ -8,8 +8,8 @@
                "mean_at_n": {"value": 0.41, "standard_error": 0.07}, "pass_at_k": {"1": {...}},
                "majority_at_n": {...}, "by_difficulty": [...], "verdicts": {...}, ...}]}
 
-`pass_rate_stderr` is the error from sampling, for these prompts (as in metrics.jsonl: what scatters
-a curve's points); the other standard errors are over prompts (what scatters sets of questions).
+`pass_rate_stderr` is the error from sampling, for these prompts (the scatter of a curve's points,
+as in metrics.jsonl); the other standard errors are over prompts.
 """
 
 from __future__ import annotations
@@ -17,169 +17,195 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
 
-from megatron_rl.commands.evaluate.estimators import Estimate, Row, by_difficulty
-from megatron_rl.commands.evaluate.questions import EvaluationSet
-from megatron_rl.commands.evaluate.sampling import Answer
-from megatron_rl.commands.evaluate.votes import WITHOUT_VOTES
-from megatron_rl.orchestrator.evaluation import sampling_stderr
-from megatron_rl.rewards import Outcome
+from megatron_rl.commands.evaluate.estimators import by_difficulty, estimates
+from megatron_rl.commands.evaluate.evaluation_sets import Sets
+from megatron_rl.orchestrator.evaluation import EvaluatedSample, sampling_stderr
+from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, bare_answer, last_box
+from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
+from megatron_rl.rewards.math.normalize import text_form
+from megatron_rl.rewards.math.verdict import normal
 
 SCHEMA = "megatron_rl.commands.evaluate/1"
+RIGHT = "right"
+"""Vote of every correct answer: they are all equal to the gold answer."""
+WITHOUT_VOTES = frozenset({"code"})
+"""Verifiers of answers that have no majority: equal programs are hardly ever equal texts."""
+Row = dict[str, Any]
 
 
-def powers_of_two(samples: int) -> list[int]:
-    """1, 2, 4 ... and the number itself: the k of pass@k."""
-    return sorted({*(2**i for i in range(samples.bit_length()) if 2**i <= samples), samples})
-
-
-def table_of(
-    questions: EvaluationSet, answers: list[Answer], samples: int
-) -> tuple[list[list[bool]], list[list[str | None]]]:
-    """`passed[prompt][sample]`, and the votes."""
-    passed = [[False] * samples for _ in questions.prompts]
-    votes: list[list[str | None]] = [[None] * samples for _ in questions.prompts]
-    for a in answers:
-        passed[a.prompt][a.sample] = a.outcome is Outcome.CORRECT
-        votes[a.prompt][a.sample] = a.vote
-    return passed, votes
-
-
-def rows_of(questions: EvaluationSet, answers: list[Answer], samples: int) -> list[Row]:
-    """The per-difficulty table, all prompts last; no levels where there is one alone."""
-    passed, votes = table_of(questions, answers, samples)
-    can_vote = not any(p.kind in WITHOUT_VOTES for p in questions.prompts)
-    rows = by_difficulty(
-        [p.difficulty or "none" for p in questions.prompts],
-        passed,
-        ks=powers_of_two(samples),
-        answers=votes if can_vote else None,
-    )
-    return rows if len(rows) > 2 else rows[-1:]
-
-
-def measured(questions: EvaluationSet, answers: list[Answer], samples: int) -> dict[str, Any]:
-    """The estimates of one set.
-
-    Args:
-        questions: the set.
-        answers: its completions.
-        samples: completions of each prompt.
-    """
-    passed, _ = table_of(questions, answers, samples)
-    table = np.array(passed, dtype=float)
-    rows = rows_of(questions, answers, samples)
-    whole = _row(rows[-1])
-    return {
-        "data": questions.name,
-        "num_prompts": len(questions.prompts),
-        "samples_per_prompt": samples,
-        "pass_rate": float(table.mean(axis=1).mean()),
-        "pass_rate_stderr": sampling_stderr(table),
-        **{name: whole[name] for name in ("mean_at_n", "pass_at_k", "majority_at_n")},
-        "by_difficulty": [_row(row) for row in rows[:-1]],
-        "verdicts": dict(sorted(Counter(a.outcome.value for a in answers).items())),
-        "completion_tokens_mean": float(np.mean([a.tokens for a in answers])),
-        "truncated_fraction": float(np.mean([a.truncated for a in answers])),
-        "interrupted_fraction": float(np.mean([a.interrupted for a in answers])),
-    }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "difficulty": row.difficulty,
-        "num_prompts": row.prompts,
-        "mean_at_n": _estimate(row.mean),
-        "pass_at_k": {str(k): _estimate(e) for k, e in row.passed.items()},
-        "majority_at_n": None if row.majority is None else _estimate(row.majority),
-    }
-
-
-def _estimate(estimate: Estimate) -> dict[str, float | None]:
-    return {"value": estimate.value, "standard_error": estimate.standard_error}
-
-
-def beside_the_run(row: dict[str, Any], found: dict[str, Any]) -> dict[str, float]:
-    """The run's own evaluation of the same weights and prompts, and how far it is.
-
-    Args:
-        row: the run's row of metrics.jsonl, or its part of one task.
-        found: `measured` of the same set.
-    """
-    error = float(np.hypot(row["pass_rate_stderr"], found["pass_rate_stderr"]))
-    return {
-        "pass_rate": row["pass_rate"],
-        "pass_rate_stderr": row["pass_rate_stderr"],
-        "difference_in_standard_errors": (found["pass_rate"] - row["pass_rate"]) / error,
-    }
+def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
+    """Return a completion's answer in a form in which equal answers are equal, or None."""
+    if kind in WITHOUT_VOTES or verdict.outcome is Outcome.NO_ANSWER:
+        return None
+    if verdict.passed:
+        return RIGHT
+    try:
+        tail = after_thinking(text, think_end, required=False)
+        box = last_box(tail)
+        answer = bare_answer(tail) if box is None else box
+    except (NoAnswer, OverLimit):
+        return None
+    if len(answer) > MAX_CHARACTERS:
+        return None
+    return f"= {text_form(normal(answer)) if kind == 'math' else answer.strip()}"
 
 
 def completion_rows(
-    sets: list[EvaluationSet], answers: Iterable[Answer]
-) -> Iterator[dict[str, Any]]:
-    """A row for each completion."""
-    by_name = {s.name: s for s in sets}
-    for a in answers:
-        prompt = by_name[a.data].prompts[a.prompt]
-        yield {
-            "data": a.data,
-            "id": by_name[a.data].ids[a.prompt],
-            "sample": a.sample,
-            "kind": prompt.kind,
-            "difficulty": prompt.difficulty,
-            "prompt": prompt.text,
-            "gold": prompt.gold,
-            "completion": a.text,
-            "tokens": a.tokens,
-            "truncated": a.truncated,
-            "interrupted": a.interrupted,
-            "verdict": a.outcome.value,
-            "reason": a.reason,
-            "vote": a.vote,
-        }
+    sets: Sets, samples: Iterable[EvaluatedSample], tokenizer: Tokenizer, think_end: str
+) -> list[Row]:
+    """Return the row of `--jsonl` for each completion; prompts are numbered over all sets."""
+    prompts = [(name, *pair) for name, pairs in sets.items() for pair in pairs]
+    rows = []
+    for sample in samples:
+        data, question_id, prompt = prompts[sample.prompt]
+        text = str(tokenizer.decode(sample.token_ids, skip_special_tokens=False))
+        rows.append(
+            {
+                "data": data,
+                "id": question_id,
+                "sample": sample.sample,
+                "kind": prompt.kind,
+                "difficulty": prompt.difficulty,
+                "prompt": prompt.text,
+                "gold": prompt.gold,
+                "completion": text,
+                "tokens": len(sample.token_ids),
+                "truncated": sample.truncated,
+                "interrupted": sample.interrupted,
+                "verdict": sample.verdict.outcome.value,
+                "reason": sample.verdict.reason,
+                "vote": vote(prompt.kind, text, sample.verdict, think_end),
+            }
+        )
+    return rows
 
 
-def fit_rows(result: dict[str, Any], series: str) -> list[dict[str, Any]]:
-    """A point of a curve for each set, as `megatron-rl fit` reads them.
+def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:
+    """Return the estimates of one set from its rows, n for each prompt."""
+    passed = np.array([row["verdict"] == Outcome.CORRECT for row in rows]).reshape(-1, n)
+    answers = np.array([row["vote"] for row in rows], dtype=object).reshape(-1, n)
+    votes = None if any(row["kind"] in WITHOUT_VOTES for row in rows) else answers
+    levels = [row["difficulty"] or "none" for row in rows[::n]]
+    means = {
+        "completion_tokens_mean": "tokens",
+        "truncated_fraction": "truncated",
+        "interrupted_fraction": "interrupted",
+    }
+    return {
+        "data": name,
+        "samples_per_prompt": n,
+        "pass_rate": float(passed.mean()),
+        "pass_rate_stderr": sampling_stderr(passed.astype(float)),
+        **estimates(passed, votes),
+        "by_difficulty": by_difficulty(levels, passed, votes),
+        "verdicts": dict(sorted(Counter(row["verdict"] for row in rows).items())),
+        **{mean: float(np.mean([row[key] for row in rows])) for mean, key in means.items()},
+    }
 
-    Args:
-        result: the object of `--json`; it must know the run's compute.
-        series: name of the curve; with several sets theirs follows.
-    """
-    several = len(result["sets"]) > 1
+
+def compare_with_run(one: dict[str, Any], evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return a set's results, with the run's own on the same weights and prompts if it has them."""
+    data, _, task = one["data"].partition("/")
+    run = evaluation.get("tasks", {}).get(task) if task else evaluation
+    if data != "run" or not run:
+        return one
+    error = np.hypot(run["pass_rate_stderr"], one["pass_rate_stderr"])
+    comparison = {
+        "pass_rate": run["pass_rate"],
+        "pass_rate_stderr": run["pass_rate_stderr"],
+        "difference_in_standard_errors": float((one["pass_rate"] - run["pass_rate"]) / error),
+    }
+    return {**one, "run_evaluation": comparison}
+
+
+def fit_rows(result: dict[str, Any], series: str) -> list[Row]:
+    """Return a point of a curve for each set; with several sets, their names follow `series`."""
     names = ("pass_rate", "pass_rate_stderr", "num_prompts", "samples_per_prompt")
     return [
         {
-            "series": f"{series}/{found['data']}" if several else series,
+            "series": f"{series}/{one['data']}" if len(result["sets"]) > 1 else series,
             "step": result["step"],
             **result["compute"],
-            **{name: found[name] for name in names},
+            **{name: one[name] for name in names},
         }
-        for found in result["sets"]
+        for one in result["sets"]
     ]
 
 
-def add_points(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add points to a file of them; a point of the same series and step is replaced."""
+def add_points(path: Path, rows: list[Row]) -> None:
+    """Add points to a file; a point of the same series and step is replaced."""
     old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    key = ("series", "step")
-    new = {tuple(row[k] for k in key) for row in rows}
-    kept = [r for line in old if line.strip() and (r := json.loads(line))]
-    kept = [r for r in kept if tuple(r.get(k) for k in key) not in new]
-    points = sorted([*kept, *rows], key=lambda r: (str(r.get("series")), r.get("step") or 0))
-    write_lines(path, points)
+    points = {(r.get("series"), r.get("step")): r for r in map(json.loads, filter(str.strip, old))}
+    points |= {(r["series"], r["step"]): r for r in rows}
+    write_lines(path, [points[key] for key in sorted(points, key=lambda k: (str(k[0]), k[1] or 0))])
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write JSON Lines, as a whole or not at all."""
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Write JSON Lines, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f"{path.name}.tmp")
     with work.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     os.replace(work, path)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a table for each set, and the run's own pass rate if it has one."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    step = "" if result["step"] is None else f" (step {result['step']})"
+    say(f"{result['checkpoint']}{step}")
+    for one in result["sets"]:
+        console.print(_table(one))
+        verdicts = ", ".join(f"{n} {kind}" for kind, n in one["verdicts"].items())
+        say(
+            f"{verdicts}; {one['completion_tokens_mean']:.0f} tokens on average,"
+            f" {one['truncated_fraction']:.1%} truncated,"
+            f" {one['interrupted_fraction']:.1%} interrupted"
+        )
+        if (run := one.get("run_evaluation")) is not None:
+            say(
+                f"the run's own evaluation {_pass_rate(run)}, this one {_pass_rate(one)} (errors"
+                f" from sampling): {run['difference_in_standard_errors']:+.1f} standard errors off"
+            )
+
+
+def _table(one: dict[str, Any]) -> Table:
+    n = one["samples_per_prompt"]
+    ks = [k for k in one["pass_at_k"] if k != "1"]
+    majority = [] if one["majority_at_n"] is None else [f"majority@{n}"]
+    title = f"{one['data']} (percent)"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("difficulty", no_wrap=True)
+    for name in ("prompts", f"mean@{n}", *(f"pass@{k}" for k in ks), *majority):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in (*one["by_difficulty"], {"difficulty": "all", **one}):
+        columns = [row["mean_at_n"], *(row["pass_at_k"][k] for k in ks)]
+        columns += [row["majority_at_n"]] * len(majority)
+        cells = [_percent(estimate) for estimate in columns]
+        table.add_row(row["difficulty"], str(row["num_prompts"]), *cells)
+    return table
+
+
+def _percent(estimate: dict[str, Any]) -> str:
+    error = estimate["standard_error"]
+    return f"{100 * estimate['value']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def _pass_rate(row: dict[str, Any]) -> str:
+    return f"{row['pass_rate']:.1%} ± {row['pass_rate_stderr']:.1%}"

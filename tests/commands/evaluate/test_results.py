@@ -1,4 +1,4 @@
-"""From verdicts to what is written: votes, estimates of a set, points for the fitter."""
+"""From verdicts to output: votes, estimates of a set, tables, points for the fitter."""
 
 from __future__ import annotations
 
@@ -7,74 +7,69 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from megatron_rl.commands.evaluate import results
-from megatron_rl.commands.evaluate.questions import EvaluationSet
-from megatron_rl.commands.evaluate.sampling import Answer
-from megatron_rl.commands.evaluate.votes import RIGHT, vote
 from megatron_rl.data import Prompt
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
+from megatron_rl.orchestrator.evaluation import EvaluatedSample
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.scaling.io import read
 
 WRONG = Verdict(Outcome.WRONG, "")
 
 
-def answer(prompt: int, sample: int, text: str, passed: bool, **more: Any) -> Answer:
-    values: dict[str, Any] = {
-        "data": "set",
-        "tokens": 10,
-        "truncated": False,
-        "interrupted": False,
-        "outcome": Outcome.CORRECT if passed else Outcome.WRONG,
-        "reason": "",
-        "vote": text,
-        **more,
-    }
-    return Answer(prompt=prompt, sample=sample, text=text, **values)
-
-
-def questions(*levels: str, kind: str = "math") -> EvaluationSet:
-    prompts = [
-        Prompt(i, f"q{i}", [1], "gold", task="set", kind=kind, difficulty=level)
-        for i, level in enumerate(levels)
+def rows(*levels: str, kind: str = "math") -> list[dict[str, Any]]:
+    """Return the rows of two prompts of 4 samples: 3 right of 4, and 1 right of 4."""
+    return [
+        {
+            "data": "set",
+            "kind": kind,
+            "difficulty": level,
+            "verdict": "correct" if vote == right else "wrong",
+            "vote": vote,
+            "tokens": 10,
+            "truncated": False,
+            "interrupted": False,
+        }
+        for level, votes, right in zip(levels, ("aaab", "bbcd"), "ac", strict=True)
+        for vote in votes
     ]
-    return EvaluationSet("set", prompts, [f"id{i}" for i in range(len(levels))])
-
-
-# Two prompts of 4 samples: 3 right of 4, 1 right of 4.
-ANSWERS = [
-    *(answer(0, i, t, t == "a") for i, t in enumerate("aaab")),
-    *(answer(1, i, t, t == "c") for i, t in enumerate("bbcd")),
-]
 
 
 def test_estimates_of_a_set_equal_those_by_hand() -> None:
-    found = results.measured(questions("1", "2"), ANSWERS, 4)
-    assert found["pass_rate"] == pytest.approx((3 / 4 + 1 / 4) / 2)
+    one = results.set_results("set", rows("1", "2"), 4)
+    assert one["pass_rate"] == pytest.approx((3 / 4 + 1 / 4) / 2)
     # sampling error: each prompt has variance 3/16 * 4/3 = 1/4 over samples, /4 samples;
     # sqrt(2 * 1/16) / 2 prompts
-    assert found["pass_rate_stderr"] == pytest.approx((2 / 16) ** 0.5 / 2)
+    assert one["pass_rate_stderr"] == pytest.approx((2 / 16) ** 0.5 / 2)
     # error over prompts: sd of (3/4, 1/4) is sqrt(1/8), over sqrt(2)
-    assert found["mean_at_n"]["standard_error"] == pytest.approx(0.25)
+    assert one["mean_at_n"]["standard_error"] == pytest.approx(0.25)
     # pass@2 = 1 - C(n-c, 2) / C(4, 2): 1 - 0/6 and 1 - 3/6
-    assert found["pass_at_k"]["2"]["value"] == pytest.approx((1 + 0.5) / 2)
-    assert found["pass_at_k"]["4"]["value"] == 1.0
-    # the commonest answer is right for the first prompt, wrong (b, twice) for the second
-    assert found["majority_at_n"]["value"] == 0.5
-    assert [r["difficulty"] for r in found["by_difficulty"]] == ["1", "2"]
-    assert [r["mean_at_n"]["value"] for r in found["by_difficulty"]] == [0.75, 0.25]
-    assert found["verdicts"] == {"correct": 4, "wrong": 4}
+    assert one["pass_at_k"]["2"]["value"] == pytest.approx((1 + 0.5) / 2)
+    assert one["pass_at_k"]["4"]["value"] == 1.0
+    # the most common answer is right for the first prompt, wrong (b, twice) for the second
+    assert one["majority_at_n"]["value"] == 0.5
+    assert [r["difficulty"] for r in one["by_difficulty"]] == ["1", "2"]
+    assert [r["mean_at_n"]["value"] for r in one["by_difficulty"]] == [0.75, 0.25]
+    assert one["verdicts"] == {"correct": 4, "wrong": 4}
 
 
 def test_one_level_has_no_table_and_programs_have_no_votes() -> None:
-    found = results.measured(questions("", "", kind="code"), ANSWERS, 4)
-    assert found["by_difficulty"] == []
-    assert found["majority_at_n"] is None
+    one = results.set_results("set", rows("", "", kind="code"), 4)
+    assert one["by_difficulty"] == []
+    assert one["majority_at_n"] is None
 
 
-@pytest.mark.parametrize(("samples", "ks"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
-def test_pass_at_k_is_told_for_powers_of_two_and_for_all(samples: int, ks: list[int]) -> None:
-    assert results.powers_of_two(samples) == ks
+def test_the_table_has_a_row_for_each_level_and_one_for_all(capsys: Any) -> None:
+    one = results.set_results("set", rows("1", "2"), 4)
+    results.show({"checkpoint": "run", "step": 8, "sets": [one]})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run (step 8)"
+    for name in ("mean@4", "pass@2", "pass@4", "majority@4"):
+        assert name in lines[3]
+    cells = [[c.strip() for c in line.split("│")[1:4]] for line in lines if line.startswith("│")]
+    assert cells == [["1", "1", "75.0"], ["2", "1", "25.0"], ["all", "2", "50.0 ± 25.0"]]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,7 @@ def test_pass_at_k_is_told_for_powers_of_two_and_for_all(samples: int, ks: list[
         ("math", "x</think>\\boxed{\\frac{1}{2}}", WRONG, "= \\frac12"),
         ("math", "x</think>\\boxed{\\dfrac12}", WRONG, "= \\frac12"),
         ("exact", "x</think>\\boxed{12}<eos>", WRONG, "= 12"),
-        ("math", "x</think>\\boxed{0.5}", Verdict(Outcome.CORRECT, ""), RIGHT),
+        ("math", "x</think>\\boxed{0.5}", Verdict(Outcome.CORRECT, ""), results.RIGHT),
         ("math", "x</think>nothing", Verdict(Outcome.NO_ANSWER, ""), None),
         ("math", "x</think>\\boxed{" + "{" * 10**5 + "}", Verdict(Outcome.TIMED_OUT, ""), None),
         ("math", "x</think>\\boxed{" + "7" * 10**5 + "}", Verdict(Outcome.TIMED_OUT, ""), None),
@@ -93,7 +88,7 @@ def test_pass_at_k_is_told_for_powers_of_two_and_for_all(samples: int, ks: list[
 def test_equal_answers_have_one_vote(
     kind: str, text: str, verdict: Verdict, wanted: str | None
 ) -> None:
-    assert vote(kind, text, verdict, "</think>") == wanted
+    assert results.vote(kind, text, verdict, "</think>") == wanted
 
 
 def result(step: int, rate: float) -> dict[str, Any]:
@@ -126,14 +121,42 @@ def test_points_of_several_sets_are_several_series(tmp_path: Path) -> None:
 
 
 def test_the_difference_to_the_runs_own_evaluation_is_in_standard_errors() -> None:
-    row = {"pass_rate": 0.5, "pass_rate_stderr": 0.03}
-    beside = results.beside_the_run(row, {"pass_rate": 0.6, "pass_rate_stderr": 0.04})
-    assert beside["difference_in_standard_errors"] == pytest.approx(2.0)
+    run = {"pass_rate": 0.5, "pass_rate_stderr": 0.03}
+    one = {"data": "run", "pass_rate": 0.6, "pass_rate_stderr": 0.04}
+    compared = results.compare_with_run(one, run)["run_evaluation"]
+    assert compared["difference_in_standard_errors"] == pytest.approx(2.0)
+    task = results.compare_with_run({**one, "data": "run/sums"}, {"tasks": {"sums": run}})
+    assert task["run_evaluation"] == compared
+    for data in ("math500", "run/other"):
+        assert "run_evaluation" not in results.compare_with_run({**one, "data": data}, run)
 
 
-def test_completions_are_written_with_prompt_gold_and_verdict(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    results.write_lines(path, results.completion_rows([questions("1", "2")], ANSWERS))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 8
-    assert rows[4]["id"] == "id1" and rows[4]["verdict"] == "wrong" and rows[4]["gold"] == "gold"
+def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    sets = {
+        name: [(f"id {name}", Prompt(0, f"q {name}", [1], "gold", kind="exact"))]
+        for name in ("a", "b")
+    }
+    ids = tokenizer.encode("</think>\\boxed{5}<eos>").ids
+    samples = [
+        EvaluatedSample(
+            prompt=prompt,
+            sample=0,
+            token_ids=ids,
+            truncated=False,
+            interrupted=False,
+            verdict=WRONG,
+        )
+        for prompt in (0, 1)
+    ]
+    rows = results.completion_rows(sets, samples, tokenizer, "</think>")
+    results.write_lines(tmp_path / "x.jsonl", rows)
+    written = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [(r["data"], r["id"], r["prompt"]) for r in written] == [
+        ("a", "id a", "q a"),
+        ("b", "id b", "q b"),
+    ]
+    assert written[1]["verdict"] == "wrong" and written[1]["gold"] == "gold"
+    assert written[1]["completion"] == "</think>\\boxed{5}<eos>"
+    assert written[1]["vote"] == "= 5" and written[1]["tokens"] == len(ids)

@@ -1,4 +1,4 @@
-"""What a path means to `evaluate`: a model, a checkpoint, a run; and what the command refuses."""
+"""The model that `evaluate` finds at a path, its evaluation sets, and its errors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.evaluate.questions import load_sets
-from megatron_rl.commands.evaluate.source import compute_at, evaluation_at, find_source, metrics_of
+from megatron_rl.commands.evaluate.evaluation_sets import load_sets
+from megatron_rl.commands.evaluate.model_source import find_source
 from megatron_rl.config import ConfigError, RunConfig, load_config
 from megatron_rl.config.saved import save_config
-from megatron_rl.data.prompt_format import PromptFormat, read_format
+from megatron_rl.data.prompt_format import PromptFormat, read_format, save_tiny_tokenizer
 from megatron_rl.data.question import DataError
-from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.metrics.metrics_file import MetricsWriter
 
 SMALL = ["--task.heldout_prompts", "5", "--task.train_prompts", "100"]
@@ -25,7 +24,7 @@ SMALL = ["--task.heldout_prompts", "5", "--task.train_prompts", "100"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run with two checkpoints, a torn one and a model at the end."""
+    """Make the folder of a run with two checkpoints, a torn one and a final model."""
     folder = tmp_path / "run"
     config = load_config(None, ["--output_dir", str(folder), "--seed", "7", *SMALL])
     save_config(config)
@@ -75,13 +74,18 @@ def test_a_moved_run_is_found_and_options_win(run: Path, tmp_path: Path) -> None
     assert source.config.generation.answer_budget_tokens == 3
 
 
-def test_compute_is_that_of_the_step(run: Path) -> None:
-    rows = metrics_of(find_source(run, None, []))
-    assert compute_at(8, rows) == {"compute_tokens": 80}
-    assert compute_at(16, rows) == {"compute_tokens": 160}
-    assert compute_at(9, rows) == {}
-    found = evaluation_at(16, rows)
-    assert found is not None and found["pass_rate"] == 0.4
+def test_compute_and_evaluation_are_those_of_the_weight_version(run: Path) -> None:
+    first, newest = (
+        find_source(run / "checkpoints" / "step_000008", None, []),
+        find_source(run, None, []),
+    )
+    assert first.compute == {"compute_tokens": 80} and first.evaluation is None
+    assert newest.compute == {"compute_tokens": 160}
+    assert newest.evaluation is not None and newest.evaluation["pass_rate"] == 0.4
+    (run / "checkpoints" / "step_000008").rename(run / "checkpoints" / "step_000009")
+    other = run / "checkpoints" / "step_000009"
+    (other / "trainer.json").write_text(json.dumps({"format": 1, "step": 9}))
+    assert find_source(other, None, []).compute == {}
 
 
 def test_a_hugging_face_directory_without_a_run_has_the_defaults(tmp_path: Path) -> None:
@@ -137,8 +141,8 @@ def test_sets_are_the_runs_own_and_files_by_name(tmp_path: Path, tiny: Any) -> N
     lines = [{"prompt": f"1+{i}=?", "answer": str(1 + i), "level": i % 2} for i in range(4)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sets = load_sets(["run", str(path)], *tiny, kind="exact", limit=3)
-    assert [(s.name, len(s.prompts)) for s in sets] == [("run", 3), ("sums", 3)]
-    (first, second, _) = sets[1].prompts
+    assert {name: len(prompts) for name, prompts in sets.items()} == {"run": 3, "sums": 3}
+    (_, first), (_, second), _ = sets["sums"]
     assert first.text == "<bos>1+0=?<think>" and first.gold == "1"
     assert first.kind == "exact" and first.meta == {"eos": "<eos>"}
     assert second.difficulty == "1"

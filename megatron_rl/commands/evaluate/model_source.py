@@ -1,0 +1,108 @@
+"""The model to evaluate: a Hugging Face directory, or a checkpoint of a training run.
+
+A run's folder holds `config.yaml`, `metrics.jsonl`, `checkpoints/step_000020/` (complete with a
+`trainer.json`) and, after its end, the Hugging Face directory `final/`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.config.saved import NAME as CONFIG
+from megatron_rl.metrics.metrics_file import Row, read_metrics
+
+COMPUTE = ("compute_tokens", "compute_device_hours", "compute_flops", "wall_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model, its run, and the configuration for sampling."""
+
+    path: Path
+    is_megatron: bool
+    config: RunConfig
+    run: Path | None
+    """Folder of the run."""
+    step: int | None
+    """Weight version."""
+    compute: dict[str, float] = field(default_factory=dict)
+    """Compute that the run had spent at this version; empty if unknown."""
+    evaluation: dict[str, Any] | None = None
+    """The run's own evaluation of this version."""
+
+
+def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelSource:
+    """Find the model at a path (of a run: the newest checkpoint), with its run's configuration.
+
+    Args:
+        path: Hugging Face directory, checkpoint folder, or a run's folder.
+        config: file to use instead of the run's own.
+        overrides: dotted options on top.
+
+    Raises:
+        ConfigError: nothing to evaluate, or an invalid configuration.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    if (path / "checkpoints").is_dir():
+        complete = [p.parent for p in path.glob("checkpoints/step_*/trainer.json")]
+        if not (complete := [p for p in complete if p.name[5:].isdigit()]):
+            raise ConfigError(f"{path}/checkpoints: no complete checkpoint (step_*/trainer.json)")
+        path = max(complete, key=lambda p: int(p.name[5:]))
+    is_megatron = (path / "trainer.json").is_file()
+    run = next((p for p in path.resolve().parents[:2] if (p / CONFIG).is_file()), None)
+    file = config or (run / CONFIG if run is not None else None)
+    if is_megatron and file is None:
+        raise ConfigError(
+            f"{path}: no {CONFIG} in the run's folder above it; give the run's configuration with"
+            " --config"
+        )
+    if not is_megatron and not ((path / "config.json").is_file() and [*path.glob("*.safetensors")]):
+        raise ConfigError(
+            f"{path}: neither a Hugging Face directory (config.json and *.safetensors), nor a"
+            " run's folder, nor a complete checkpoint of one (trainer.json); `megatron-rl convert`"
+            " makes a Hugging Face directory of a Megatron-LM checkpoint"
+        )
+    if file is None:
+        overrides = ["--model", str(path), *overrides]
+    if run is None:
+        return ModelSource(path, is_megatron, load_config(file, overrides), run, None)
+    step = None
+    if is_megatron:
+        step = json.loads((path / "trainer.json").read_text())["step"]
+    elif path.resolve() == run / "final" and (run / "summary.json").is_file():
+        step = json.loads((run / "summary.json").read_text())["steps"]
+    settings = load_config(file, ["--output_dir", str(run), *overrides])  # it may have moved
+    rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    return ModelSource(path, is_megatron, settings, run, step, *_measurements(step, rows))
+
+
+def _measurements(
+    step: int | None, rows: list[Row]
+) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Return the compute spent at a weight version, and the run's evaluation of it."""
+    evaluations = [r for r in rows if r["kind"] == "eval" and r["step"] == step]
+    steps = [r for r in rows if r["kind"] == "step" and r["step"] + 1 == step]
+    last = [*steps, *evaluations][-1:]
+    compute = {name: row[name] for row in last for name in COMPUTE if name in row}
+    return compute, evaluations[-1] if evaluations else None
+
+
+def huggingface_directory(source: ModelSource, target: Path) -> Path:
+    """Return the model's Hugging Face directory, converted to `target` if it is Megatron's.
+
+    Raises:
+        ConvertError: the checkpoint is incomplete, or of another model than the run's.
+    """
+    if not source.is_megatron:
+        return source.path
+    from megatron_rl.commands.convert.resumable import Output
+    from megatron_rl.commands.convert.to_huggingface import convert
+    from megatron_rl.models.start_checkpoint import start_directory
+
+    output = Output(target, 10**9, report=lambda _: None)
+    return convert(source.path, output, start_directory(source.config))
