@@ -155,6 +155,7 @@ def test_number_of_samples_gives_standard_errors(tmp_path):
         ("hours,pass\n1,.1\n", r"line 1: no compute column .*--compute-column; there are: hours"),
         ("gpu_hours,pass\n1,.1\n", r"no reward column .*--reward-column"),
         ("", "the file is empty"),
+        ("gpu_hours,pass_rate\n", "the file is empty or has no rows"),
     ],
 )  # fmt: skip
 def test_bad_tables_name_file_line_and_column(tmp_path, text, message):

@@ -23,8 +23,9 @@ def read_csv(path: Path) -> Table:
         problem = f"not UTF-8 text ({error.reason})"
         raise PointsError(problem, "Save it as UTF-8", file=file) from None
     kept = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip() and t[0] != "#"]
-    if not kept:
-        raise PointsError("the file is empty", "Give a header line and rows", file=file)
+    if len(kept) < 2:
+        remedy = "Give a header line and rows"
+        raise PointsError("the file is empty or has no rows", remedy, file=file)
     first = kept[0][1]
     delimiter = "\t" if path.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","
     reader = csv.reader([t for _, t in kept], delimiter=delimiter)
