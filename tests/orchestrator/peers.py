@@ -124,16 +124,17 @@ class Late(AtOnce):
 class Generator:
     """Returns each completion after a random time; a swap takes effect between two tokens."""
 
-    def __init__(self, endpoint, index, seed, slowness=0.002, fail_after=None):
+    def __init__(self, endpoint, index, seed, slowness=0.002, fail_after=None, late=0.0):
         self.index, self.version, self.rng = index, -1, random.Random(seed)
         self.socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, f"generator-{index}".encode())
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
-        self.slowness, self.fail_after = slowness, fail_after
-        self.versions, self.max_ahead, self.tasks = [], 0, set()
+        self.slowness, self.fail_after, self.late = slowness, fail_after, late
+        self.versions, self.temperature, self.tasks = [], None, set()
 
     async def run(self):
+        await asyncio.sleep(self.late)
         await self.send(m.Hello(role="generator", rank=2 + self.index, version=0, capacity=24))
         while True:
             message = m.decode(await self.socket.recv())
@@ -149,6 +150,7 @@ class Generator:
                     )
                 )  # fmt: skip
             elif isinstance(message, m.Generate):
+                self.temperature = message.temperature
                 for i, budget in enumerate(message.thinking_budgets):
                     task = asyncio.create_task(self.complete(message, i, budget))
                     self.tasks.add(task)
@@ -265,11 +267,14 @@ def run(
     kind="exact",
     beside=None,
     evaluated=None,
+    late=0.0,
+    evaluate_only=None,
     **trainer,
 ):
     """Run to the end and return the rows and the peers.
 
-    `beside(verification)` runs as a concurrent task.
+    `beside(verification)` runs as a concurrent task. The second generator is `late` seconds late.
+    With `evaluate_only` there is no trainer, and the generators start with version 0.
     """
     verification = verification or AtOnce(verify)
 
@@ -290,13 +295,19 @@ def run(
             RunMetrics(rows, 4, evaluated),
             socket,
             state,
+            evaluate_only,
         )
         generators = [
-            Generator(endpoint, i, 10 * seed + i, slowness, fail_after)
+            Generator(endpoint, i, 10 * seed + i, slowness, fail_after, late * i)
             for i in range(config.roles.engines)
         ]
         peer = Trainer(endpoint, start=state.step if state else 0, directory=directory, **trainer)
-        tasks = [asyncio.create_task(p.run()) for p in (*generators, peer)]
+        peers = [*generators, peer]
+        if evaluate_only:
+            peers = generators
+            for generator in generators:
+                generator.version = 0
+        tasks = [asyncio.create_task(p.run()) for p in peers]
         try:
             async with verification:
                 if beside is not None:
