@@ -33,7 +33,7 @@ CUDA_ARCHITECTURES = ("80", "90a", "100")
 """Real architectures; the PTX of the last one serves newer devices."""
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
-_X86 = (
+_X86 = [
     "-mavx512f",
     "-mavx512bw",
     "-mavx512vl",
@@ -44,32 +44,25 @@ _X86 = (
     # g++ 12 takes its own _mm512_undefined_* for uninitialized variables.
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
-)
+]
 
 
 class BuildError(RuntimeError):
     """The library can't be built; the message names the missing tool or the failed command."""
 
 
-def source_hash() -> str:
-    """Return 16 hexadecimal digits over the names and bytes of `csrc`."""
+def library_name(cuda: bool) -> str:
+    """Return the file name of the library, with a hash over the names and bytes of `csrc`."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def library_name(cuda: bool) -> str:
-    """Return the file name of the library of these sources."""
-    return f"megatron_rl_kernels-{source_hash()}-{'cuda' if cuda else 'cpu'}.so"
+    return f"megatron_rl_kernels-{digest.hexdigest()[:16]}-{'cuda' if cuda else 'cpu'}.so"
 
 
 def cache_directory() -> Path:
     """Return the folder of libraries built on first use (`MEGATRON_RL_CACHE` overrides it)."""
-    if "MEGATRON_RL_CACHE" in os.environ:
-        return Path(os.environ["MEGATRON_RL_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megatron_rl"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MEGATRON_RL_CACHE") or Path(base, "megatron_rl"))
 
 
 def find_nvcc() -> str | None:
@@ -121,11 +114,7 @@ def _compile_cuda(nvcc: str, out: Path) -> str:
 
 
 def build(out: Path, *, cuda: bool) -> Path:
-    """Build the library into the file `out`, which is replaced as a whole at the end.
-
-    Args:
-        out: file to make.
-        cuda: compile the CUDA kernels in; needs nvcc. Architectures unknown to it are left out.
+    """Build the library, with the CUDA kernels or without, and put it at `out` when it is done.
 
     Raises:
         BuildError: no compiler, no torch headers, or a compiler error (with its text).
@@ -145,7 +134,7 @@ def build(out: Path, *, cuda: bool) -> Path:
     with tempfile.TemporaryDirectory(prefix=".kernels-", dir=out.parent) as name:
         work = Path(name)
         for source in sources:
-            own = _X86 if source == "gemm_bf16.cpp" else ()
+            own = _X86 if source == "gemm_bf16.cpp" else []
             target = work / f"{source}.o"
             _run([compiler, *flags, *own, "-c", SOURCES / source, "-o", target])
         objects, linker, prefix = [work / f"{s}.o" for s in sources], [compiler], "-Wl,"
@@ -180,13 +169,10 @@ def wants_cuda() -> bool:
 
 
 def build_for_install(directory: Path) -> Path | None:
-    """Build the library into a package directory; return None where the tools are missing.
+    """Build the library into a package directory and remove those of other sources there.
 
-    Libraries of other sources in that directory are removed.
-
-    Args:
-        directory: for setup.py `<build_lib>/megatron_rl/kernels`, or the source folder for an
-            editable install.
+    Returns:
+        The library, or None where the tools are missing.
 
     Raises:
         BuildError: `MEGATRON_RL_BUILD_CUDA` requires the CUDA code, and it can't be built.
@@ -233,16 +219,12 @@ def find_or_build(*, cuda: bool) -> Path:
 def main() -> None:
     """Build the library from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cpu", action="store_true", help="leave the CUDA code out")
-    parser.add_argument("--out", type=Path, help="directory (default: the cache)")
-    parser.add_argument("--install", action="store_true", help="into the package, as setup.py does")
-    arguments = parser.parse_args()
-    if arguments.install:
+    parser.add_argument("--install", action="store_true", help="into the package, not the cache")
+    if parser.parse_args().install:
         print(build_for_install(INSTALLED) or "")
-        return
-    cuda = not arguments.cpu and find_nvcc() is not None
-    directory = arguments.out or cache_directory()
-    print(build(directory / library_name(cuda), cuda=cuda))
+    else:
+        cuda = wants_cuda()
+        print(build(cache_directory() / library_name(cuda), cuda=cuda))
 
 
 if __name__ == "__main__":

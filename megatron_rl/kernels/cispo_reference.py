@@ -1,7 +1,9 @@
 """The row operators in plain torch: the fallback without a compiler, and the reference of tests.
 
-Same schemas and results as `csrc`, on any device. Shape legend: C rows, V logits of this rank's
-vocabulary shard, R shards.
+Same schemas and results as `csrc`, on any device. Logits are fp32 [C, V]. Targets are ids of the
+whole vocabulary, of which this shard holds those from `first`; columns from `columns` on are
+padding without probability; `scale` is 1 / temperature. Shape legend: C rows, V columns of this
+rank's vocabulary shard, R shards.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The two entry points for losses over the LM head, with autograd, for eager and compiled code.
 
-    linear_loss       the loss itself, for CISPO and every loss that is a sum of functions of single
-                      log-probs: gradients are computed in the forward pass, three products
+    linear_loss       CISPO, or another loss that is a sum of functions of single log-probs: the
+                      forward pass computes the gradients, three products
     linear_logprobs   log-probs with gradient, for losses of any shape: four products
 
-Both sum the hidden gradient over the tensor-parallel ranks. Under sequence parallelism, gather the
-hidden states without a second sum (`gather_from_sequence_parallel_region(...,
-tensor_parallel_output_grad=False)`).
-
-The gradient of a head with `main_grad` (Megatron's fp32 gradient buffer) is added there, by the
-convention of Megatron's fused weight gradients; else autograd delivers it in the head's own type.
+Both sum the hidden gradient over the tensor-parallel ranks: gather hidden states by
+`gather_from_sequence_parallel_region(..., tensor_parallel_output_grad=False)`. The gradient of a
+head with `main_grad` (Megatron's fp32 buffer) is added there, as Megatron's fused weight gradients
+are; else autograd delivers it in the head's own type.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ class _Loss(torch.autograd.Function):
         grads: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         direct = _main_grad(weight_VH) if loss_scale is not None and grads[1] else None
-        done = linear.one_pass(
+        rows_5T, hidden_grad_TH, weight_grad_VH = linear.one_pass(
             hidden_TH,
             weight_VH,
             targets_T,
@@ -104,9 +102,9 @@ class _Loss(torch.autograd.Function):
             **settings,
         )
         ctx.direct, ctx.loss_scale, ctx.weight = direct is not None, loss_scale, weight_VH
-        ctx.save_for_backward(done.hidden_grad_TH, None if ctx.direct else done.weight_grad_VH)
-        ctx.mark_non_differentiable(done.rows_5T)
-        return done.rows_5T[4].double().sum().float(), done.rows_5T
+        ctx.save_for_backward(hidden_grad_TH, None if ctx.direct else weight_grad_VH)
+        ctx.mark_non_differentiable(rows_5T)
+        return rows_5T[4].double().sum().float(), rows_5T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, get_args, override
+from typing import Literal, get_args, override
 
 import torch
 from torch import Tensor
@@ -55,17 +55,15 @@ class HeadProducts(ABC):
         """Write grads weight into `out`."""
 
     @abstractmethod
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
-        """Write grads^T hidden into `out`, or add it if `accumulate`."""
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+        """Write grads^T hidden into `out`, or add it to it if `add`."""
 
 
 class CpuBf16(HeadProducts):
     """GEMMs of `csrc/gemm_bf16.cpp`; `kind` is one of `library.CPU_KERNELS`, not `generic`."""
 
     def __init__(self, kind: str) -> None:
-        self.kind = CPU_KERNELS[kind]
+        self.kind = CPU_KERNELS.index(kind)
         self.name = f"bf16 x bf16 -> fp32 on CPU ({kind})"
 
     @override
@@ -77,20 +75,8 @@ class CpuBf16(HeadProducts):
         torch.ops.megatron_rl.bf16_hidden_grad_(grads_CV, weight_VH, out_CH, self.kind)
 
     @override
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
-        torch.ops.megatron_rl.bf16_weight_grad_(grads_CV, hidden_CH, out_VH, accumulate, self.kind)
-
-
-@contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = on
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+        torch.ops.megatron_rl.bf16_weight_grad_(grads_CV, hidden_CH, out_VH, add, self.kind)
 
 
 class Upcast(HeadProducts):
@@ -101,9 +87,17 @@ class Upcast(HeadProducts):
         self.on_cuda = device == "cuda"
         self.name = f"{'TF32' if tf32 and self.on_cuda else 'fp32'} products of exact upcasts"
 
-    def _mode(self) -> Any:
-        # Restores the caller's setting; on CPU there is none.
-        return _tf32(self.tf32) if self.on_cuda else nullcontext()
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        if not self.on_cuda:
+            yield
+            return
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
 
     @staticmethod
     def _blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -133,10 +127,8 @@ class Upcast(HeadProducts):
                 out_CH.addmm_(grads_CV[:, block].float(), w_BH, beta=0.0 if first else 1.0)
 
     @override
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
-        hidden_CH, beta = hidden_CH.float(), 1.0 if accumulate else 0.0
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+        hidden_CH, beta = hidden_CH.float(), 1.0 if add else 0.0
         with self._mode():
             fp32 = grads_CV.dtype == torch.float32
             step = len(out_VH) if fp32 else _upcast_rows(len(out_VH))
@@ -178,11 +170,9 @@ class CudaTorch(HeadProducts):
         torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
 
     @override
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
         grads_VC = grads_CV.t()
-        if not accumulate:
+        if not add:
             torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
         elif _addmm_takes_fp32():
             torch.addmm(out_VH, grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
@@ -225,53 +215,37 @@ class TransformerEngine(CudaTorch):
             super().hidden_grad(grads_CV, weight_VH, out_CH)
 
     @override
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
         if self._takes(grads_CV, hidden_CH, out_VH):
-            fp32 = torch.float32
-            self.gemm(
-                hidden_CH, grads_CV, out_dtype=fp32, layout="NT", out=out_VH, accumulate=accumulate
-            )
+            options = {"out_dtype": torch.float32, "layout": "NT", "accumulate": add}
+            self.gemm(hidden_CH, grads_CV, out=out_VH, **options)
         else:
-            super().weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
+            super().weight_grad(grads_CV, hidden_CH, out_VH, add)
 
 
-class Mixed(HeadProducts):
-    """bf16 products for the logits, fp32 products for the gradients (`logit_grads: fp32`)."""
+class Combined(HeadProducts):
+    """Logits of one kind, rounded to bf16 on request, and gradients of another."""
 
-    def __init__(self, forward: HeadProducts, backward: HeadProducts) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: HeadProducts, backward: HeadProducts, rounded: bool) -> None:
+        self.forward, self.backward, self.rounded = forward, backward, rounded
         self.narrow_hidden_grad = backward.narrow_hidden_grad
-        self.name = f"{forward.name}; backward: {backward.name}"
+        backward_name = "" if backward is forward else f"; backward: {backward.name}"
+        self.name = f"{forward.name}{' rounded to bf16' if rounded else ''}{backward_name}"
 
     @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         self.forward.logits(hidden_CH, weight_VH, out_CV)
+        if self.rounded:
+            for rows_V in out_CV.split(64):  # no second [C, V]
+                rows_V.copy_(rows_V.bfloat16())
 
     @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
         self.backward.hidden_grad(grads_CV, weight_VH, out_CH)
 
     @override
-    def weight_grad(
-        self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, accumulate: bool
-    ) -> None:
-        self.backward.weight_grad(grads_CV, hidden_CH, out_VH, accumulate)
-
-
-class RoundedLogits(Mixed):
-    """The products of `precision: bf16`: those of another kind, with logits rounded to bf16."""
-
-    def __init__(self, products: HeadProducts) -> None:
-        super().__init__(products, products)
-        self.name = f"logits rounded to bf16; {products.name}"
-
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        super().logits(hidden_CH, weight_VH, out_CV)
-        for rows_V in out_CV.split(64):  # no second [C, V]
-            rows_V.copy_(rows_V.bfloat16())
+    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+        self.backward.weight_grad(grads_CV, hidden_CH, out_VH, add)
 
 
 def _bf16_products(device: str, tf32: bool) -> HeadProducts:
@@ -305,12 +279,14 @@ def select(
     load()
     tf32 = precision == "tf32"
     grads = {"auto": operands, "bf16": torch.bfloat16, "fp32": torch.float32}[logit_grads]
-    products: HeadProducts = Upcast(tf32, device)
+    forward: HeadProducts = Upcast(tf32, device)
+    backward = forward
     if operands == torch.bfloat16:
-        bf16 = _bf16_products(device, tf32)
-        products = bf16 if grads == torch.bfloat16 else Mixed(bf16, products)
-    if precision == "bf16":
-        products = RoundedLogits(products)
+        forward = _bf16_products(device, tf32)
+        backward = forward if grads == torch.bfloat16 else backward
+    products, rounded = forward, precision == "bf16"
+    if rounded or backward is not forward:
+        products = Combined(forward, backward, rounded)
     log.info(
         "LM head: precision %s, %s operands, %s logit gradients on %s: %s",
         precision,

@@ -44,11 +44,9 @@ SCHEMAS = {
 """Row operators; `csrc/library.cpp` registers the same ones."""
 GEMMS = ("bf16_logits_", "bf16_hidden_grad_", "bf16_weight_grad_")
 """bf16 -> fp32 products on CPU; in the compiled library only."""
-CPU_KERNELS = {"generic": 0, "avx512_bf16": 1, "amx": 2}
-"""Kinds of bf16 products on CPU, with their numbers in `csrc/gemm_bf16.h`.
-
-`generic` multiplies fp32 upcasts in torch; `avx512_bf16` is vdpbf16ps, `amx` is tdpbf16ps.
-"""
+CPU_KERNELS = ("generic", "avx512_bf16", "amx")
+"""Kinds of bf16 products on CPU, in the order of `csrc/gemm_bf16.h`: fp32 upcasts in torch,
+vdpbf16ps, tdpbf16ps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,8 @@ REFERENCE = KernelLibrary(None, False, ("generic",), "generic")
 def _open(path: Path) -> KernelLibrary:
     torch.ops.load_library(str(path))
     handle = ctypes.CDLL(str(path))
-    kinds = tuple(k for k, n in CPU_KERNELS.items() if handle.megatron_rl_can_run_gemm(n))
-    best = {n: k for k, n in CPU_KERNELS.items()}[handle.megatron_rl_best_gemm()]
+    kinds = tuple(k for i, k in enumerate(CPU_KERNELS) if handle.megatron_rl_can_run_gemm(i))
+    best = CPU_KERNELS[handle.megatron_rl_best_gemm()]
     return KernelLibrary(path, bool(handle.megatron_rl_has_cuda()), kinds, best)
 
 

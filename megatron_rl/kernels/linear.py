@@ -1,9 +1,9 @@
 """The head and a policy loss in chunks over tokens: [T, V] never exists.
 
     one pass    logits -> row kernel (log-prob, entropy, coefficient, gradient in place) -> hidden
-                and weight gradient: three products, nothing computed twice. For losses whose
-                derivative by a token's log-prob follows from that log-prob alone.
-    two passes  log-probs of all tokens first; the coefficients arrive with the backward pass, which
+                and weight gradient: three products. For losses whose derivative by a log-prob
+                follows from that log-prob alone.
+    two passes  log-probs of all tokens; the coefficients arrive with the backward pass, which
                 computes the logits again: four products. For all other losses.
 
 Under tensor parallelism each rank holds V columns of the vocabulary; per chunk the ranks exchange
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron_rl.kernels import heads
 CHUNK_BYTES = {"cpu": 136 * 2**20, "cuda": 3175 * 2**20}
 """Default memory budget of a chunk's logits per device type."""
 CPU_ROWS, CPU_LOGITS = 256, 2**18
-"""Default limit of a chunk on CPU, in tokens or, where that is more, in logits."""
+"""Default limit of a chunk on CPU, in tokens or, if that is more, in logits."""
 
 Coefficients = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(log-probs [C], chunk of T) -> (loss terms [C], derivative of the loss by log-prob [C])."""
@@ -45,10 +45,9 @@ class CispoInputs:
     def checked(self, T: int) -> CispoInputs:
         """Return contiguous fp32 inputs; raise ValueError for other shapes than [T]."""
         inputs = [self.generator_logprobs_T, self.advantages_T, self.weights_T]
-        if any(t.shape != (T,) for t in inputs):
-            raise ValueError(
-                f"CISPO's inputs are {[list(t.shape) for t in inputs]}: [{T}] each is needed"
-            )
+        shapes = [list(t.shape) for t in inputs]
+        if shapes != [[T]] * 3:
+            raise ValueError(f"CISPO's inputs are {shapes}: [{T}] each is needed")
         logprobs_T, advantages_T, weights_T = (t.to(torch.float32).contiguous() for t in inputs)
         return CispoInputs(logprobs_T, advantages_T, weights_T, self.max_ratio)
 
@@ -64,28 +63,15 @@ class HeadSettings(TypedDict, total=False):
     temperature: float
     """Divides the logits; 1 by default."""
     vocabulary: int | None
-    """Real tokens of the whole vocabulary; later columns of the head are padding. Default: all
-    rows of the head are real."""
+    """Real tokens of the whole vocabulary; later rows of the head are padding. None: no padding."""
     group: dist.ProcessGroup | None
-    """Tensor-parallel group whose ranks hold the vocabulary's shards in order; default: no
-    shards."""
+    """Tensor-parallel group; its ranks hold the vocabulary's shards in order. Default: none."""
     precision: heads.Precision
     """See `heads.Precision`; fp32 by default."""
     logit_grads: heads.LogitGrads
     """See `heads.LogitGrads`; auto by default."""
     chunk_bytes: int | None
     """Memory budget of a chunk's logits; default: `CHUNK_BYTES`."""
-
-
-class OnePass(NamedTuple):
-    """Results of a pass over all tokens; gradients that were not requested are None."""
-
-    rows_5T: Tensor
-    """log-prob, entropy, ratio (0 for other losses), coefficient, loss term."""
-    hidden_grad_TH: Tensor | None
-    """Of the operands' type, summed over the tensor-parallel ranks."""
-    weight_grad_VH: Tensor | None
-    """fp32, of this rank's shard."""
 
 
 def row_stride(V: int, device: str) -> int:
@@ -193,50 +179,44 @@ class _Chunks:
 
 
 class _Gradients:
-    """The sums of both gradients over chunks."""
+    """The sums of both gradients over chunks; a gradient that is not requested is None."""
 
     def __init__(
         self, chunks: _Chunks, hidden: bool, weight: bool, weight_grad_VH: Tensor | None
     ) -> None:
-        self.chunks = chunks
-        shape, h = chunks.hidden_TH.shape, chunks.hidden_TH
-        self.sum_TH = self.grad_TH = self.part_CH = None
-        if hidden and (chunks.group is not None or h.dtype == torch.float32):
-            self.sum_TH = h.new_empty(shape, dtype=torch.float32)
-        elif hidden:
-            self.grad_TH = torch.empty_like(h, memory_format=torch.contiguous_format)
-            if not chunks.products.narrow_hidden_grad:
-                self.part_CH = h.new_empty(chunks.rows, shape[1], dtype=torch.float32)
-        self.weight_VH: Tensor | None = None
+        self.chunks, h, fp32 = chunks, chunks.hidden_TH, torch.float32
+        # A sum over ranks is fp32 and is rounded once.
+        dtype = h.dtype if chunks.group is None else fp32
+        self.hidden_TH = h.new_empty(h.shape, dtype=dtype) if hidden else None
+        self.part_CH: Tensor | None = None
+        if hidden and dtype != fp32 and not chunks.products.narrow_hidden_grad:
+            self.part_CH = h.new_empty(chunks.rows, h.shape[1], dtype=fp32)
+        self.weight_VH = weight_grad_VH if weight else None
         self.started = weight_grad_VH is not None
-        if weight:
-            self.weight_VH = weight_grad_VH
-            if self.weight_VH is None:
-                # The first chunk writes all of it; without chunks it is 0.
-                make = torch.empty if chunks.T else torch.zeros
-                self.weight_VH = make(chunks.weight_VH.shape, dtype=torch.float32, device=h.device)
+        if weight and self.weight_VH is None:
+            # The first chunk writes all of it; without chunks it is 0.
+            make = h.new_empty if chunks.T else h.new_zeros
+            self.weight_VH = make(chunks.weight_VH.shape, dtype=fp32)
 
     def add(self, chunk: slice, grads_CV: Tensor) -> None:
         c = self.chunks
-        if self.sum_TH is not None:
-            c.products.hidden_grad(grads_CV, c.weight_VH, self.sum_TH[chunk])
-        elif self.part_CH is not None and self.grad_TH is not None:
-            part_CH = self.part_CH[: chunk.stop - chunk.start]
-            c.products.hidden_grad(grads_CV, c.weight_VH, part_CH)
-            self.grad_TH[chunk] = part_CH
-        elif self.grad_TH is not None:
-            c.products.hidden_grad(grads_CV, c.weight_VH, self.grad_TH[chunk])
+        if self.hidden_TH is not None:
+            out_CH = self.hidden_TH[chunk]
+            fp32_CH = out_CH if self.part_CH is None else self.part_CH[: len(out_CH)]
+            c.products.hidden_grad(grads_CV, c.weight_VH, fp32_CH)
+            if self.part_CH is not None:
+                out_CH.copy_(fp32_CH)
         if self.weight_VH is not None:
             c.products.weight_grad(grads_CV, c.hidden_TH[chunk], self.weight_VH, self.started)
             self.started = True
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (hidden gradient, weight gradient) after the sum over tensor-parallel ranks."""
-        if self.sum_TH is not None:
+        if self.hidden_TH is not None:
             if self.chunks.group is not None and self.chunks.T:
-                dist.all_reduce(self.sum_TH, group=self.chunks.group)
-            self.grad_TH = self.sum_TH.to(self.chunks.hidden_TH.dtype)
-        return self.grad_TH, self.weight_VH
+                dist.all_reduce(self.hidden_TH, group=self.chunks.group)
+            self.hidden_TH = self.hidden_TH.to(self.chunks.hidden_TH.dtype)
+        return self.hidden_TH, self.weight_VH
 
 
 def one_pass(
@@ -249,8 +229,8 @@ def one_pass(
     weight_grad_VH: Tensor | None = None,
     loss_scale: float = 1.0,
     **settings: Unpack[HeadSettings],
-) -> OnePass:
-    """Return log-probs, loss terms and the requested gradients in three products.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute log-probs, loss terms and the requested gradients in three products.
 
     Args:
         hidden_TH: bf16 or fp32, the same on all tensor-parallel ranks.
@@ -261,11 +241,15 @@ def one_pass(
         weight_grad_VH: fp32 tensor that the head's gradient is added to (Megatron's main grad).
         loss_scale: factor of the gradients (not of the loss terms).
         settings: see `HeadSettings`.
+
+    Returns:
+        Rows [5, T]: log-prob, entropy, ratio (0 for other losses), coefficient, loss term; the
+        hidden gradient [T, H] of the operands' type, summed over the tensor-parallel ranks; the
+        fp32 weight gradient [V, H] of this shard. Gradients that are not requested are None.
     """
     chunks = _Chunks(hidden_TH, weight_VH, targets_T, **settings)
+    sums, ops = _Gradients(chunks, *grads, weight_grad_VH), torch.ops.megatron_rl
     rows_5T = hidden_TH.new_zeros(5, chunks.T, dtype=torch.float32)
-    sums = _Gradients(chunks, *grads, weight_grad_VH)
-    ops = torch.ops.megatron_rl
     loss = loss.checked(chunks.T) if isinstance(loss, CispoInputs) else loss
     one_kernel = chunks.group is None and any(grads) and loss_scale == 1.0
     for chunk, logits_CV, grads_CV in chunks:
@@ -281,10 +265,9 @@ def one_pass(
         else:
             rows_5T[4, chunk], rows_5T[3, chunk] = loss(logprobs_C, chunk)
         if any(grads):
-            c_C = rows_5T[3, chunk] * loss_scale
-            chunks.to_gradients(chunk, logits_CV, top_C, mass_C, c_C)
+            chunks.to_gradients(chunk, logits_CV, top_C, mass_C, rows_5T[3, chunk] * loss_scale)
             sums.add(chunk, grads_CV)
-    return OnePass(rows_5T, *sums.finish())
+    return rows_5T, *sums.finish()
 
 
 def log_probs(

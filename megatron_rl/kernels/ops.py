@@ -4,19 +4,8 @@
     megatron_rl::linear_cispo       one pass of `linear`: loss, rows [5, T], gradients
     megatron_rl::scaled             an fp32 gradient times a scalar, in another type
 
-They are built from the row operators (`csrc/library.cpp`, `library.SCHEMAS`):
-
-    row_stats     fp32 logits [C, V] -> [4, C] largest logit, sum e^d, sum d e^d, target's logit;
-                  targets are global ids, this shard holds ids from `first`, columns from `columns`
-                  on are padding, d = scale (x - largest)
-    merge_rows    [R, 4, C] of all shards -> [4, C] log-prob, entropy, largest logit, sum e^d
-    cispo_terms   [C] log-probs, generator's, advantages, weights -> [3, C] ratio, coefficient, loss
-    row_grads_    logits become coefficient scale (onehot - p), 0 in padding; `bf16`: in the front
-                  half of each row's bytes
-    cispo_rows_   all four at once for one shard -> [5, C] log-prob, entropy, ratio, coefficient,
-                  loss
-
-Shape legend: T tokens, C rows, V vocabulary of this rank, H hidden, R shards.
+They are built from the row operators of `csrc` (`cispo_reference` documents those). Shape legend:
+T tokens, V vocabulary of this rank, H hidden.
 """
 
 from __future__ import annotations
@@ -52,11 +41,7 @@ def fp32_linear(
     return logits_TV
 
 
-@fp32_linear.register_fake
-def _(
-    hidden_TH: Tensor, weight_VH: Tensor, precision: str = "fp32", logit_grads: str = "auto"
-) -> Tensor:
-    return hidden_TH.new_empty(hidden_TH.shape[0], weight_VH.shape[0], dtype=torch.float32)
+fp32_linear.register_fake(lambda h, w, *_: h.new_empty(len(h), len(w), dtype=torch.float32))
 
 
 @torch.library.custom_op("megatron_rl::fp32_linear_backward", mutates_args=())
@@ -73,11 +58,9 @@ def fp32_linear_backward(
     return hidden_grad_TH.to(hidden_TH.dtype), weight_grad_VH.to(weight_VH.dtype)
 
 
-@fp32_linear_backward.register_fake
-def _(
-    grad_TV: Tensor, hidden_TH: Tensor, weight_VH: Tensor, precision: str, logit_grads: str
-) -> tuple[Tensor, Tensor]:
-    return hidden_TH.new_empty(hidden_TH.shape), weight_VH.new_empty(weight_VH.shape)
+fp32_linear_backward.register_fake(
+    lambda grad, h, w, *_: (h.new_empty(h.shape), w.new_empty(w.shape))
+)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -114,7 +97,7 @@ def _linear_cispo(
     """Return loss, rows [5, T], hidden and fp32 weight gradient; empty if not requested."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    done = linear.one_pass(
+    rows_5T, *grads = linear.one_pass(
         hidden_TH,
         weight_VH,
         targets_T,
@@ -127,10 +110,9 @@ def _linear_cispo(
         logit_grads=logit_grads,  # type: ignore[arg-type]
         chunk_bytes=chunk_bytes,
     )
-    grads = (done.hidden_grad_TH, done.weight_grad_VH)
     empty = (hidden_TH.new_empty(0), hidden_TH.new_empty(0, dtype=torch.float32))
     hidden, weight = (e if g is None else g for g, e in zip(grads, empty, strict=True))
-    return done.rows_5T[4].double().sum().float(), done.rows_5T, hidden, weight
+    return rows_5T[4].double().sum().float(), rows_5T, hidden, weight
 
 
 @_linear_cispo.register_fake
@@ -176,9 +158,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@scaled.register_fake
-def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
+scaled.register_fake(lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype))
 
 
 def linear_cispo(

@@ -31,7 +31,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     leaf = (case.hidden_TH.requires_grad_(), case.weight_VH.requires_grad_())
     loss = case.loss
     cispo = (loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP)
-    kind = library.CPU_KERNELS[library.cpu_kernel(library.load())]
+    kind = library.CPU_KERNELS.index(library.cpu_kernel(library.load()))
     rows = {
         "row_stats": (x.clone(), y, 0, V, 1.0),
         "row_grads_": (x.clone(), y, 0, V, 1.0, x.amax(1), torch.ones(C), adv, False),

@@ -1,5 +1,5 @@
 // Registration under torch's stable ABI: one file for every supported torch, with or without GPU.
-// ../ops.py documents the schemas, ../library.py registers the fakes.
+// ../cispo_reference.py documents the operators, ../library.py registers the fakes.
 #include <cstdlib>
 #include <memory>
 
