@@ -1,129 +1,175 @@
-"""The memory plan as text and as JSON."""
+"""The memory plan of a run, as text and as JSON."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.plan.generator_memory import GIB, Assumptions, GeneratorMemory
-from megatron_rl.commands.plan.layout import Layout
-from megatron_rl.commands.plan.memory import Memory, StageMemory
-from megatron_rl.commands.plan.search import Search
-from megatron_rl.commands.plan.transfer import Transfer
+from megatron_rl.commands.plan.layouts import (
+    layout_options,
+    layout_problems,
+    layout_values,
+    search,
+)
+from megatron_rl.commands.plan.memory import GIB, RESERVE_GIB, LayoutMemory, estimate
+from megatron_rl.config import NAMED_MODELS, ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
+DOES_NOT_FIT = 3
+"""Exit status: no layout fits."""
 SCHEMA = "megatron_rl.memory_plan/1"
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "transfer")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "transfer", "total")
+LINK_BYTES_PER_SECOND = 50.0e9
+"""Peak of 400 Gb/s InfiniBand."""
 
 
-def gib(size: float) -> str:
-    """A size in GiB."""
-    return f"{size / GIB:.2f}"
+def memory_plan(
+    run: RunConfig,
+    world: int | None = None,
+    reserve_gib: float = RESERVE_GIB,
+    search_layouts: bool = False,
+    json_path: Path | None = None,
+) -> int:
+    """Print the memory plan of a configuration; return 0, or `DOES_NOT_FIT`.
 
-
-def print_model(name: str, architecture: Architecture) -> None:
-    """Name and size of the model."""
-    a = architecture
-    active = a.active_parameters()
-    some = "" if active == a.parameters() else f", {active:,} active"
-    print(f"model: {name}, {a.parameters():,} parameters{some}")
-
-
-def print_problems(title: str, found: list[str]) -> None:
-    """Reasons, one a line."""
-    print(title)
-    for reason in found:
-        print(f"  - {reason}")
-
-
-def print_memory(layout: Layout, memory: Memory, assumed: Assumptions) -> None:
-    """A column per pipeline stage that differs, and the generator's lines."""
-    print(f"layout: {layout}")
-    stages = _different(memory.stages)
-    rows = [("trainer rank of stage", [str(stage.stage) for stage in stages])]
-    rows.append(("parameters", [f"{stage.count.total:,}" for stage in stages]))
-    rows += [
-        (f"{part} GiB", [gib(getattr(stage, part)) for stage in stages])
-        for part in (*PARTS, "total")
-    ]
-    for name, cells in rows:
-        print(f"  {name:<24}" + "".join(f"{cell:>17}" for cell in cells))
-    room = assumed.gpu_gib - assumed.reserve_gib
-    print(f"  of {room:g} GiB ({assumed.gpu_gib:g} less a reserve of {assumed.reserve_gib:g})")
-    print_generator(memory.generator)
-
-
-def print_generator(generator: GeneratorMemory) -> None:
-    """Weights and cache of a generator rank."""
-    g = generator
+    Args:
+        run: its `roles.gpu_gib` and `roles.gpus_per_node` describe the GPUs.
+        world: ranks of the run; None: those of the configuration.
+        reserve_gib: memory of a trainer's GPU that must stay free.
+        search_layouts: propose layouts even if the given one fits.
+        json_path: file to write the plan to.
+    """
+    architecture, roles = read_architecture(run), run.roles
+    total, active = architecture.parameters(), architecture.active_parameters()
+    print(f"model: {run.model}, {total:,} parameters", end="")
+    print(f", {active:,} active" if active != total else "")
+    world = world or roles.world_size
+    problems = layout_problems(run, architecture)
+    if roles.world_size != world:
+        problems.append(
+            f"the configuration has {roles.world_size} ranks (roles.trainer_ranks"
+            f" {roles.trainer_ranks} + roles.generator_ranks {roles.generator_ranks}), but --world"
+            f" is {world}"
+        )
+    memory = None
+    if problems:
+        _print_reasons("the configured layout cannot run:", problems)
+    else:
+        memory = estimate(run, architecture, reserve_gib)
+        _print_memory(memory, reserve_gib)
+        if memory.misfits:
+            _print_reasons("the configured layout does not fit:", memory.misfits)
+        else:
+            print(f"fits {world} GPUs of {roles.gpu_gib:g} GiB")
+    num_bytes = update_bytes(run, architecture)
+    seconds = num_bytes / LINK_BYTES_PER_SECOND
     print(
-        f"generator rank: {gib(g.weights)} GiB weights, {gib(g.workspace)} GiB workspace,"
-        f" {gib(max(g.kv_cache, 0))} GiB KV cache = {g.kv_tokens:,} tokens ="
+        f"weight update: {num_bytes / 1e9:.1f} GB to every generator rank, {seconds:.2f} s at"
+        " 400 Gb/s"
+    )
+    fits, layouts = memory is not None and not memory.misfits, []
+    if search_layouts or not fits:
+        layouts = search(run, architecture, world, reserve_gib)
+        _print_layouts(layouts)
+    layouts = [layout for layout in layouts if not layout.misfits]
+    if json_path is not None:
+        configured = {"layout": layout_values(run)} if memory is None else _as_json(memory)
+        content = {
+            "schema": SCHEMA,
+            "assumptions": {"gpu_gib": roles.gpu_gib, "reserve_gib": reserve_gib},
+            "configured": {"problems": problems, **configured},
+            "transfer": {"num_bytes": num_bytes, "seconds": seconds},
+            "proposed": [_as_json(layout) for layout in layouts],
+        }
+        json_path.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if fits or layouts else DOES_NOT_FIT
+
+
+def read_architecture(run: RunConfig) -> Architecture:
+    """Return the architecture of a run's model, from its directory or its name.
+
+    Raises:
+        ConfigError: no config.json, an unsupported one, or no torch.
+    """
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "counting the parameters of a model needs torch: pip install 'megatron_rl[cpu]'"
+        ) from None
+    from megatron_rl.models import architecture, named_config
+    from megatron_rl.models.tiny import CONFIGS
+
+    path = Path(run.start_checkpoint or run.model) / "config.json"
+    if path.is_file() and (run.start_checkpoint is not None or run.model not in NAMED_MODELS):
+        config = json.loads(path.read_text())
+    elif run.model in NAMED_MODELS:
+        config = named_config(run.model)
+    elif run.model in CONFIGS:
+        config = CONFIGS[run.model]
+    else:
+        raise ConfigError(f"model: {path} does not exist: give a Hugging Face directory")
+    try:
+        return architecture(config)
+    except ValueError as e:
+        raise ConfigError(f"model {run.model}: {e}") from None
+
+
+def update_bytes(run: RunConfig, architecture: Architecture) -> int:
+    """Return the bytes of a weight update, which every generator rank receives."""
+    width = 2 if run.generator_dtype == "bf16" else 4
+    return (1 if run.weights.quantization == "fp8" else width) * architecture.parameters()
+
+
+def _print_reasons(title: str, reasons: list[str]) -> None:
+    print(title, *(f"  - {reason}" for reason in reasons), sep="\n")
+
+
+def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
+    """Print a column for the first, the fullest and the last stage, and the generator's memory."""
+    print(f"layout: {layout_options(memory.run)}")
+    shown = {stage.stage: stage for stage in (memory.stages[0], memory.worst, memory.stages[-1])}
+    stages = [shown[number] for number in sorted(shown)]
+    rows = {"trainer rank of stage": [str(stage.stage) for stage in stages]}
+    rows["parameters"] = [f"{sum(stage.count.values()):,}" for stage in stages]
+    for part in PARTS:
+        rows[f"{part} GiB"] = [f"{getattr(stage, part) / GIB:.2f}" for stage in stages]
+    for name, cells in rows.items():
+        print(f"  {name:<24}" + "".join(f"{cell:>17}" for cell in cells))
+    total, g = memory.run.roles.gpu_gib, memory.generator
+    print(
+        f"  of {total - reserve_gib:g} GiB ({total:g} less a reserve of {reserve_gib:g})\n"
+        f"generator rank: {g.weights / GIB:.2f} GiB weights, {g.workspace / GIB:.2f} GiB workspace,"
+        f" {max(g.kv_cache, 0) / GIB:.2f} GiB KV cache = {g.kv_tokens:,} tokens ="
         f" {g.sequences:.1f} sequences of {g.sequence_tokens:,} tokens per engine"
     )
 
 
-def print_transfer(transfer: Transfer) -> None:
-    """Bytes and seconds of an update."""
-    print(f"weight update: {transfer.num_bytes / 1e9:.1f} GB to every generator rank")
-    for link, seconds in transfer.seconds.items():
-        print(f"  {seconds:8.2f} s over {link}")
-
-
-def print_search(search: Search) -> None:
-    """Layouts that fit, or the nearest miss."""
-    for i, one in enumerate(search.found):
-        worst, g = one.memory.worst, one.memory.generator
+def _print_layouts(layouts: list[LayoutMemory]) -> None:
+    """Print the layouts that fit, or the nearest one."""
+    for i, layout in enumerate(layouts):
+        options = layout_options(layout.run)
+        if layout.misfits:
+            _print_reasons(f"no layout fits; the nearest is {options}", layout.misfits)
+            break
         print(
-            f"{'proposed' if i == 0 else 'or'}: {one.layout}\n"
-            f"  {gib(worst.total)} GiB on the fullest trainer rank, {g.sequences:.0f} full"
-            f" sequences per engine\n  {one.layout.options()}"
+            f"{'or' if i else 'proposed'}: {options}\n"
+            f"  {layout.worst.total / GIB:.2f} GiB on the fullest trainer rank,"
+            f" {layout.generator.sequences:.0f} full sequences per engine"
         )
-    if not search.found and search.nearest is not None:
-        print_problems(
-            f"no layout fits: {search.tried} layouts divide the model; the nearest is"
-            f" {search.nearest.layout}",
-            list(search.nearest.memory.misfits),
-        )
-    elif not search.found:
+    if not layouts:
         print("no layout fits: none divides the model")
 
 
-def _different(stages: tuple[StageMemory, ...]) -> list[StageMemory]:
-    """The first, the last, and the fullest stage."""
-    worst = max(stages, key=lambda stage: stage.total)
-    return sorted({stages[0], worst, stages[-1]}, key=lambda stage: stage.stage)
-
-
-def as_json(
-    layout: Layout,
-    problems: list[str],
-    memory: Memory | None,
-    transfer: Transfer,
-    search: Search | None,
-    assumed: Assumptions,
-) -> dict[str, Any]:
-    """Schema `megatron_rl.memory_plan/1`; sizes in bytes."""
-
-    def of(layout: Layout, memory: Memory) -> dict[str, Any]:
-        stages = [{**asdict(stage), "total": stage.total} for stage in memory.stages]
-        generator = memory.generator
-        kept = {"kv_tokens": generator.kv_tokens, "sequences": generator.sequences}
-        return {
-            "layout": layout.values(),
-            "stages": stages,
-            "generator": {**asdict(generator), **kept},
-            "misfits": list(memory.misfits),
-        }
-
-    found = () if search is None else search.found
+def _as_json(memory: LayoutMemory) -> dict[str, Any]:
+    g = memory.generator
     return {
-        "schema": SCHEMA,
-        "assumptions": asdict(assumed),
-        "configured": {"layout": layout.values(), "problems": problems}
-        | ({} if memory is None else of(layout, memory)),
-        "transfer": asdict(transfer),
-        "proposed": [of(one.layout, one.memory) for one in found],
+        "layout": layout_values(memory.run),
+        "stages": [{**asdict(stage), "total": stage.total} for stage in memory.stages],
+        "generator": {**asdict(g), "kv_tokens": g.kv_tokens, "sequences": g.sequences},
+        "misfits": memory.misfits,
     }

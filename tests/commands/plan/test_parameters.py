@@ -1,7 +1,7 @@
 """Parameters per rank are exactly those of the module that Megatron builds for that rank.
 
-A process takes the place of one rank after the other: `torch.distributed`'s fake backend gives it
-the groups of a world without anybody in them, and the module is built on the meta device.
+One process acts as one rank after the other: the fake backend of `torch.distributed` gives it the
+groups of a world without other processes, and the module is built on the meta device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.commands.plan.layout import Layout, division_problems
-from megatron_rl.commands.plan.parameter_count import count_stages
-from megatron_rl.config import RunConfig
+from megatron_rl.commands.plan.layouts import layout_problems
+from megatron_rl.commands.plan.memory import count_stages
+from megatron_rl.config import Parallel, RunConfig
 from megatron_rl.models import architecture, named_config
+from megatron_rl.models.base import Architecture
 from megatron_rl.models.tiny import CONFIGS
 
 SP = {"sequence_parallel": True}
@@ -29,21 +30,25 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3 TP2": ("tiny_qwen3", 4, {"tensor": 2, **SP}),
     "scout EP4": ("tiny_scout", 4, {"expert": 4}),
     "scout TP2 EP2 ETP2 PP3": (
-        *("tiny_scout", 12),
+        "tiny_scout",
+        12,
         {"tensor": 2, "expert": 2, "expert_tensor": 2, "pipeline": 3, **SP},
     ),
     "scout TP2 EP4 ETP1": ("tiny_scout", 4, {"tensor": 2, "expert": 4, **SP}),
     "qwen3 moe TP2 EP2 PP3": (
-        *("tiny_qwen3_moe", 6),
+        "tiny_qwen3_moe",
+        6,
         {"tensor": 2, "expert": 2, "pipeline": 3, **SP},
     ),
     "llama 8b TP4 PP2 VPP4": (
-        *("llama-3.1-8b", 16),
+        "llama-3.1-8b",
+        16,
         {"tensor": 4, "pipeline": 2, "virtual_pipeline": 4},
     ),
     "llama 4 scout TP4 EP16": ("llama-4-scout-17b-16e", 16, {"tensor": 4, "expert": 16, **SP}),
     "llama 4 scout TP8 PP4 EP4 ETP2": (
-        *("llama-4-scout-17b-16e", 32),
+        "llama-4-scout-17b-16e",
+        32,
         {"tensor": 8, "pipeline": 4, "expert": 4, "expert_tensor": 2, **SP},
     ),
 }
@@ -57,9 +62,9 @@ def config_of(name: str) -> dict[str, Any]:
     return CONFIGS.get(name) or named_config(name)
 
 
-def built(run: RunConfig, found: Any, rank: int) -> int:
-    """Parameters of the module that Megatron builds for a rank."""
-    from megatron_rl.trainer import build  # before any import of megatron.core
+def built(run: RunConfig, arch: Architecture, rank: int) -> int:
+    """Count the parameters of the module that Megatron builds for a rank."""
+    from megatron_rl.trainer import megatron_build as build
 
     parallel_state = build.parallel_state
     p = run.parallel
@@ -76,11 +81,11 @@ def built(run: RunConfig, found: Any, rank: int) -> int:
             expert_tensor_parallel_size=p.expert_tensor,
             create_gloo_process_groups=False,
         )
-        config = build.transformer_config(run, found, use_te=False)
+        config = build.transformer_config(run, arch, use_te=False)
         config.use_cpu_initialization = True
         with torch.device("meta"):
             modules = [
-                build.build_module(run, found, config, False, chunk)
+                build.build_module(run, arch, config, False, chunk)
                 for chunk in range(p.virtual_pipeline)
             ]
         return sum(q.numel() for module in modules for q in module.parameters())
@@ -92,22 +97,21 @@ def built(run: RunConfig, found: Any, rank: int) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_has_as_many_parameters_as_megatron_builds(layout: str) -> None:
     name, ranks, sizes = LAYOUTS[layout]
-    found = architecture(config_of(name))
+    arch = architecture(config_of(name))
     run = RunConfig.model_validate({"roles": {"trainer_ranks": ranks}, "parallel": sizes})
-    chosen = Layout.of(run)
-    assert not division_problems(run, chosen, found)
-    counts = count_stages(found, chosen)
+    assert not layout_problems(run, arch)
+    counts = count_stages(arch, run.parallel)
     # Stages are the slowest dimension of the ranks; all ranks of a stage are alike.
-    per_stage = ranks // chosen.pipeline
+    per_stage = ranks // run.parallel.pipeline
     for stage, count in enumerate(counts):
         for rank in {stage * per_stage, (stage + 1) * per_stage - 1}:
-            assert built(run, found, rank) == count.total, (stage, rank)
+            assert built(run, arch, rank) == count.total(), (stage, rank)
 
 
-def test_the_shards_of_a_model_make_up_the_whole() -> None:
-    found = architecture(named_config("llama-4-scout-17b-16e"))
-    (alone,) = count_stages(found, Layout(1, 1))
-    assert alone.total == found.parameters() == 107_769_861_120
-    (sharded,) = count_stages(found, Layout(16, 1, tensor=4, expert=16, sequence_parallel=True))
-    assert sharded.expert * 16 == alone.expert
-    assert sharded.total < alone.total / 10
+def test_the_shards_of_a_model_add_up_to_the_model() -> None:
+    arch = architecture(named_config("llama-4-scout-17b-16e"))
+    (whole,) = count_stages(arch, Parallel())
+    assert whole.total() == arch.parameters() == 107_769_861_120
+    (sharded,) = count_stages(arch, Parallel(tensor=4, expert=16, sequence_parallel=True))
+    assert sharded["expert"] * 16 == whole["expert"]
+    assert sharded.total() < whole.total() / 10

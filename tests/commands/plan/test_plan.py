@@ -1,10 +1,8 @@
-"""The memory plan: what fits, what does not and why, and the layout that is proposed."""
+"""The memory plan: layouts that fit, reasons of those that do not, and proposals."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,16 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.commands.plan import dry_run
-from megatron_rl.commands.plan.generator_memory import GIB, Assumptions
-from megatron_rl.commands.plan.layout import Layout, division_problems, node_problems
-from megatron_rl.commands.plan.memory import estimate
-from megatron_rl.commands.plan.search import search
-from megatron_rl.commands.plan.transfer import LINKS, estimate_transfer
+from megatron_rl.commands.plan.layouts import layout_problems, search, with_layout
+from megatron_rl.commands.plan.memory import GIB, RESERVE_GIB, estimate
+from megatron_rl.commands.plan.plan_report import LINK_BYTES_PER_SECOND, update_bytes
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.models import architecture, named_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SCOUT, DENSE = "llama-4-scout-17b-16e", "llama-3.1-8b"
-OF_192, OF_80 = Assumptions(192.0), Assumptions(80.0)
+OF_192 = {"roles": {"gpu_gib": 192.0, "gpus_per_node": 4}}
+"""Sections of a run on GPUs of 192 GiB, 4 per node; the default is 80 GiB and 8 per node."""
 
 
 def run_of(model: str, **sections: Any) -> RunConfig:
@@ -49,14 +46,14 @@ def dense() -> Any:
 
 def test_states_of_a_dense_model_add_up_by_hand(dense: Any) -> None:
     run = run_of(DENSE)
-    memory = estimate(run, Layout(16, 64), dense, OF_80)
-    (stage,) = memory.stages
+    (stage,) = estimate(with_layout(run, 16, 64), dense).stages
     n = 8_030_261_248
     assert (stage.parameters, stage.gradients, stage.optimizer) == (2 * n, 4 * n, 12 * n / 16)
-    without = estimate(run, Layout(16, 64, distributed_optimizer=False), dense, OF_80)
-    assert without.stages[0].optimizer == 12 * n
-    fp32 = estimate(run_of(DENSE, precision={"params": "fp32"}), Layout(1, 1), dense, OF_80)
-    assert (fp32.stages[0].parameters, fp32.stages[0].optimizer) == (4 * n, 8 * n)
+    (without,) = estimate(with_layout(run, 16, 64, distributed_optimizer=False), dense).stages
+    assert without.optimizer == 12 * n
+    run = run_of(DENSE, precision={"params": "fp32"})
+    (fp32,) = estimate(with_layout(run, 1, 1), dense).stages
+    assert (fp32.parameters, fp32.optimizer) == (4 * n, 8 * n)
 
 
 def test_activations_of_a_layer_add_up_by_hand(dense: Any) -> None:
@@ -67,7 +64,8 @@ def test_activations_of_a_layer_add_up_by_hand(dense: Any) -> None:
     mlp, edges = 3 * 14_336 * 2, 3 * 4096 * 2
 
     def of(**sizes: Any) -> float:
-        return estimate(run, Layout(16, 64, **sizes), dense, OF_80).stages[0].activations / tokens
+        stages = estimate(with_layout(run, 16, 64, **sizes), dense).stages
+        return stages[0].activations / tokens
 
     layer = norms + attention + mlp
     assert of() == 32 * layer + edges
@@ -80,51 +78,49 @@ def test_activations_of_a_layer_add_up_by_hand(dense: Any) -> None:
     assert of(pipeline=2) == 2 * 16 * layer + edges / 3
 
 
-def test_less_is_kept_the_more_is_recomputed_and_sharded(scout: Any) -> None:
+def test_more_recomputation_and_sharding_keep_less(scout: Any) -> None:
     run = run_of(SCOUT)
     base = {"tensor": 4, "expert": 16, "sequence_parallel": True}
     sizes = [
-        estimate(run, Layout(16, 64, **base, recompute=kind), scout, OF_192).worst.activations
+        estimate(with_layout(run, 16, 64, **base, recompute=kind), scout).worst.activations
         for kind in ("full", "selective", "none")
     ]
     assert sizes == sorted(sizes) and sizes[0] < sizes[2] / 5
-    virtual = Layout(16, 64, pipeline=2, virtual_pipeline=2, expert=8)
-    plain = virtual.with_(virtual_pipeline=1)
-    more, less = (estimate(run, x, scout, OF_192).stages[0].activations for x in (virtual, plain))
+    virtual = with_layout(run, 16, 64, pipeline=2, virtual_pipeline=2, expert=8)
+    plain = with_layout(run, 16, 64, pipeline=2, expert=8)
+    more, less = (estimate(x, scout).stages[0].activations for x in (virtual, plain))
     assert more / less == pytest.approx(1 + 1 / 4, rel=0.01)  # section 4.2.3: 1 + (p - 1) / (p v)
 
 
-def test_a_misfit_says_what_is_too_large(scout: Any) -> None:
-    layout = Layout(16, 64, tensor=4, expert=16, sequence_parallel=True, recompute="full")
-    trainers, generators = estimate(run_of(SCOUT), layout, scout, OF_80).misfits
-    assert "on a rank of stage 0 and 74.0 GiB are there" in trainers
+def test_a_misfit_names_what_is_too_large(scout: Any) -> None:
+    sizes = {"tensor": 4, "expert": 16, "sequence_parallel": True, "recompute": "full"}
+    memory = estimate(with_layout(run_of(SCOUT), 16, 64, **sizes), scout)
+    trainers, generators = memory.misfits
+    assert "on a rank of stage 0, but 74.0 GiB are available" in trainers
     assert "optimizer 75.3, gradients 32.9, parameters 16.4" in trainers
     assert "leave a KV cache of 0.0 GiB" in generators
     assert "raise roles.generator_tensor_parallel" in generators
 
 
 def test_scout_on_80_gpus_of_192_and_of_80_gib_has_a_layout(scout: Any) -> None:
-    run = run_of(SCOUT)
-    large = search(run, scout, 80, 4, OF_192)
-    small = search(run, scout, 80, 8, OF_80)
-    best, tight = large.found[0], small.found[0]
-    assert (best.layout.trainer_ranks, best.layout.generator_ranks) == (16, 64)
-    # 16 GPUs of 80 GiB are 1,280 GiB; the states of training alone are 18 bytes a parameter.
-    assert tight.layout.trainer_ranks * 74 * GIB > 18 * scout.parameters()
-    for found, assumed, node in ((large, OF_192, 4), (small, OF_80, 8)):
-        assert len(found.found) == 5
-        for one in found.found:
-            assert one.layout.world == 80 and not one.memory.misfits
-            assert not division_problems(run, one.layout, scout)
-            assert not node_problems(one.layout, node)
-            room = (assumed.gpu_gib - assumed.reserve_gib) * GIB
-            assert one.memory.worst.total <= room and one.memory.generator.sequences >= 1
+    large = search(run_of(SCOUT, **OF_192), scout, 80)
+    small = search(run_of(SCOUT), scout, 80)
+    best, tight = large[0].run.roles, small[0].run.roles
+    assert (best.trainer_ranks, best.generator_ranks) == (16, 64)
+    # 16 GPUs of 80 GiB are 1,280 GiB; training needs 18 bytes per parameter.
+    assert tight.trainer_ranks * 74 * GIB > 18 * scout.parameters()
+    for layouts in (large, small):
+        assert len(layouts) == 5
+        for layout in layouts:
+            assert layout.run.roles.world_size == 80 and not layout.misfits
+            assert not layout_problems(layout.run, scout)
+            available = (layout.run.roles.gpu_gib - RESERVE_GIB) * GIB
+            assert layout.worst.total <= available and layout.generator.sequences >= 1
 
 
-def test_eight_gpus_do_not_hold_scout_and_the_nearest_says_why(scout: Any) -> None:
-    found = search(run_of(SCOUT), scout, 8, 8, OF_192)
-    assert found.found == () and found.tried > 20 and found.nearest is not None
-    assert "optimizer" in found.nearest.memory.misfits[0]
+def test_eight_gpus_do_not_hold_scout_and_the_nearest_layout_says_why(scout: Any) -> None:
+    (nearest,) = search(run_of(SCOUT, roles={"gpu_gib": 192.0}), scout, 8)
+    assert nearest.run.roles.world_size == 8 and "optimizer" in nearest.misfits[0]
 
 
 @pytest.mark.parametrize(
@@ -135,31 +131,37 @@ def test_eight_gpus_do_not_hold_scout_and_the_nearest_says_why(scout: Any) -> No
         ({"expert": 32}, ["must divide roles.trainer_ranks"]),
         ({"tensor": 2}, ["only together with parallel.sequence_parallel"]),
         ({"pipeline": 16, "virtual_pipeline": 2}, ["virtual_pipeline is 2: 48 layers"]),
-        ({"generator_tensor": 64}, ["roles.generator_tensor_parallel is 64", "40 attention"]),
+        (
+            {"generator_tensor_parallel": 64},
+            ["roles.generator_tensor_parallel is 64", "40 attention"],
+        ),
     ],
 )
-def test_a_layout_that_divides_nothing_is_told_all_reasons(
+def test_a_layout_that_divides_nothing_lists_the_reasons(
     scout: Any, sizes: dict[str, Any], reasons: list[str]
 ) -> None:
-    found = "\n".join(division_problems(run_of(SCOUT), Layout(16, 64, **sizes), scout))
+    problems = "\n".join(layout_problems(with_layout(run_of(SCOUT), 16, 64, **sizes), scout))
     for reason in reasons:
-        assert reason in found
+        assert reason in problems
 
 
-def test_engines_and_tensor_groups_stay_in_a_node() -> None:
-    assert node_problems(Layout(16, 64, tensor=4, generator_tensor=2), 4) == []
-    (crossing,) = node_problems(Layout(6, 8, generator_tensor=4), 8)
-    assert "the engine of ranks 6-9 lies on two nodes of 8 GPUs" in crossing
-    assert "parallel.tensor is 8" in node_problems(Layout(16, 64, tensor=8), 4)[0]
+def test_engines_and_tensor_groups_stay_in_a_node(scout: Any) -> None:
+    def problems(*sizes: int, node: int, **parallel: Any) -> list[str]:
+        run = run_of(SCOUT, roles={"gpus_per_node": node})
+        return layout_problems(with_layout(run, *sizes, **parallel), scout)
+
+    assert problems(16, 64, 2, node=4, tensor=4, sequence_parallel=True) == []
+    (crossing,) = problems(6, 8, 4, node=8)
+    assert "the engine of ranks 6-9 spans two nodes of 8 GPUs" in crossing
+    (wide,) = problems(16, 64, node=4, tensor=8, sequence_parallel=True)
+    assert "parallel.tensor is 8: a node has 4 GPUs" in wide
 
 
 def test_an_update_moves_the_model_in_the_generators_format(dense: Any) -> None:
-    update = estimate_transfer(run_of(DENSE), dense)
-    assert update.num_bytes == 2 * 8_030_261_248
-    assert update.seconds["400 Gb/s InfiniBand"] == pytest.approx(0.3212, rel=1e-3)
-    assert update.seconds.keys() == LINKS.keys()
-    fp8 = estimate_transfer(run_of(DENSE, weights={"quantization": "fp8"}), dense)
-    assert fp8.num_bytes == 8_030_261_248
+    num_bytes = update_bytes(run_of(DENSE), dense)
+    assert num_bytes == 2 * 8_030_261_248
+    assert num_bytes / LINK_BYTES_PER_SECOND == pytest.approx(0.3212, rel=1e-3)
+    assert update_bytes(run_of(DENSE, weights={"quantization": "fp8"}), dense) == 8_030_261_248
 
 
 def test_the_command_prints_the_plan_and_writes_json(
@@ -167,18 +169,21 @@ def test_the_command_prints_the_plan_and_writes_json(
 ) -> None:
     scout_yaml, out = str(EXAMPLES / "scalerl_scout.yaml"), tmp_path / "plan.json"
     assert exits(["plan", scout_yaml, "--world", "80", "--json", str(out)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("107,769,861,120 parameters", "8,826,393,600", "fits 80 GPUs of 186 GiB"):
-        assert text in said
+        assert text in output
     content = json.loads(out.read_text())
     assert content["configured"]["misfits"] == [] and content["proposed"] == []
     arguments = ["plan", scout_yaml, "--world", "80", "--gpu-gib", "80", "--gpus-per-node", "8"]
     assert exits([*arguments, "--json", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "the configured layout does not fit:" in said and "proposed: 32 trainers" in said
+    output = capsys.readouterr().out
+    assert (
+        "the configured layout does not fit:" in output
+        and "proposed: --roles.trainer_ranks 32" in output
+    )
     proposed = json.loads(out.read_text())["proposed"][0]
-    # What is proposed can be typed: the same command with the options fits.
-    options = next(line for line in said.splitlines() if line.startswith("  --roles")).split()
+    # The same command with the proposed options fits.
+    options = output.partition("proposed: ")[2].splitlines()[0].split()
     assert exits([*arguments, *options]) == 0
     assert "fits 80 GPUs of 80 GiB" in capsys.readouterr().out
     assert proposed["layout"]["roles"]["trainer_ranks"] == 32
@@ -189,12 +194,12 @@ def test_a_world_of_another_size_and_one_that_nothing_fits(
 ) -> None:
     yaml = str(EXAMPLES / "scalerl_scout.yaml")
     assert exits(["plan", yaml, "--world", "8", "--gpu-gib", "192"]) == 3
-    said = capsys.readouterr().out
-    assert "the configuration has 80 ranks" in said and "--world is 8" in said
-    assert "no layout fits:" in said
+    output = capsys.readouterr().out
+    assert "the configuration has 80 ranks" in output and "but --world is 8" in output
+    assert "no layout fits; the nearest is" in output
 
 
-def test_a_bad_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(["plan", str(tmp_path / "no.yaml")]) == 2
     assert "no such configuration file" in capsys.readouterr().err
 
@@ -207,11 +212,9 @@ def test_the_examples_fit_their_hardware_with_the_papers_values(name: str) -> No
     assert (o.learning_rate, o.warmup_steps, o.eps, o.weight_decay) == (5e-7, 100, 1e-15, 0.01)
     budgets = g.max_prompt_tokens + g.thinking_budget_tokens[1] + g.answer_budget_tokens
     assert budgets == 16_384 and run.precision.logits == "fp32"
-    found = architecture(named_config(run.model))
-    layout, roles = Layout.of(run), run.roles
-    assert not division_problems(run, layout, found)
-    assert not node_problems(layout, roles.gpus_per_node)
-    assert not estimate(run, layout, found, Assumptions(roles.gpu_gib)).misfits
+    arch, roles = architecture(named_config(run.model)), run.roles
+    assert not layout_problems(run, arch)
+    assert not estimate(run, arch).misfits
     assert roles.world_size == (8 if name.endswith("node") else 80)
 
 
@@ -223,13 +226,13 @@ def test_the_dry_run_of_an_example_needs_no_gpu_and_no_checkpoint(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(sys, "argv", [str(script)])
     assert exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "learning_rate: 5.0e-07", "768 completions", "nodes 0-3 (ranks 0-15)",
         "start_checkpoint: not set", "fits 80 GPUs of 186 GiB",
         f"--nnodes 20 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 {script}",
     ):  # fmt: skip
-        assert text in said, text
+        assert text in output, text
     monkeypatch.setenv("RANK", "1")  # under torchrun one rank says it
     main_returns = exits(["train", "--config", str(EXAMPLES / f"{name}.yaml"), "--dry-run"])
     assert (main_returns, capsys.readouterr().out) == (0, "")
@@ -245,7 +248,7 @@ def test_paths_are_looked_for_and_launch_lines_repeat_the_options(tmp_path: Path
         roles={"trainer_ranks": 2, "generator_ranks": 1},
     )
     lines = dry_run.path_lines(run)
-    assert any("can be made" in line for line in lines)
+    assert any("can be created" in line for line in lines)
     assert any(line.startswith("start_checkpoint") and "found" in line for line in lines)
     assert "task.path: data.jsonl: missing" in lines
     (line,) = dry_run.launch_lines(run, Path("my.yaml"), ["--seed", "3"])
@@ -259,7 +262,7 @@ def test_a_named_model_is_refused_without_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_rl.config import ConfigError
-    from megatron_rl.launch.start import start_directory
+    from megatron_rl.models.start_checkpoint import start_directory
 
     with pytest.raises(ConfigError, match=r"start_checkpoint is missing: model = 'llama-3.1-8b'"):
         start_directory(run_of(DENSE))

@@ -1,0 +1,184 @@
+"""Layouts of a run: the sizes in its sections `roles` and `parallel`.
+
+The search returns those that divide the model and fit, best first, by a rule of thumb. ScaleRL used
+one trainer rank per four generator ranks, so the trainer count that fits and is nearest to a fifth
+of the ranks is best. Its layouts are in the order of their cost in throughput: recomputation
+(`full` repeats a third of the compute), then pipeline stages (a bubble each), tensor-parallel ranks
+(two all-reduces per layer and direction), expert-tensor and expert-parallel ranks. Engines are as
+narrow as possible with a cache for `ENOUGH_SEQUENCES`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, estimate, generator_memory
+from megatron_rl.config import Parallel, RunConfig
+from megatron_rl.models.division import problems
+
+if TYPE_CHECKING:
+    from megatron_rl.models.base import Architecture
+
+TRAINER_SHARE = 0.2
+ENOUGH_SEQUENCES = 8
+"""Completions of full length that fit an engine's cache; most are shorter."""
+RECOMPUTE = ("none", "selective", "full")
+MOST = 5
+"""Number of layouts that a search returns."""
+
+
+def with_layout(
+    run: RunConfig,
+    trainer_ranks: int,
+    generator_ranks: int,
+    generator_tensor_parallel: int = 1,
+    **parallel: Any,
+) -> RunConfig:
+    """Return the run with other sizes, which are not checked; `parallel` starts at its defaults."""
+    sizes = {
+        "trainer_ranks": trainer_ranks,
+        "generator_ranks": generator_ranks,
+        "generator_tensor_parallel": generator_tensor_parallel,
+    }
+    roles = run.roles.model_copy(update=sizes)
+    return run.model_copy(update={"roles": roles, "parallel": Parallel.model_construct(**parallel)})
+
+
+def layout_values(run: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the sizes as sections of a configuration."""
+    names = {"trainer_ranks", "generator_ranks", "generator_tensor_parallel"}
+    return {"roles": run.roles.model_dump(include=names), "parallel": run.parallel.model_dump()}
+
+
+def layout_options(run: RunConfig) -> str:
+    """Return the sizes as command-line options; `parallel` without its defaults."""
+    values, default = layout_values(run), Parallel().model_dump()
+    return " ".join(
+        f"--{section}.{key} {str(value).lower() if isinstance(value, bool) else value}"
+        for section, keys in values.items()
+        for key, value in keys.items()
+        if section == "roles" or value != default[key]
+    )
+
+
+def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:
+    """Return the reasons why this model cannot run in this layout."""
+    try:
+        RunConfig.model_validate(run.model_dump())
+    except ValidationError as e:
+        return [str(error.get("ctx", {}).get("error", error["msg"])) for error in e.errors()]
+    reasons = problems(run.parallel, architecture)
+    width, node = run.roles.generator_tensor_parallel, run.roles.gpus_per_node
+    key = f"roles.generator_tensor_parallel is {width}"
+    if architecture.heads % width:
+        reasons.append(
+            f"{key}: vLLM cannot divide the {architecture.heads} attention heads of the model; use"
+            " a size that divides them"
+        )
+    if architecture.groups % width and width % architecture.groups:
+        reasons.append(
+            f"{key}: vLLM can neither divide nor replicate the {architecture.groups} key-value"
+            " heads of the model"
+        )
+    if run.parallel.tensor > node:
+        reasons.append(
+            f"parallel.tensor is {run.parallel.tensor}: a node has {node} GPUs, and tensor-parallel"
+            " ranks should share one; use parallel.pipeline beyond"
+        )
+    for first in range(run.roles.trainer_ranks, run.roles.world_size, width):
+        if first // node != (first + width - 1) // node:
+            reasons.append(
+                f"{key}: the engine of ranks {first}-{first + width - 1} spans two nodes of {node}"
+                " GPUs; use a size that divides both roles.gpus_per_node and roles.trainer_ranks"
+            )
+            break
+    return reasons
+
+
+def search(
+    run: RunConfig, architecture: Architecture, world: int, reserve_gib: float = RESERVE_GIB
+) -> list[LayoutMemory]:
+    """Return layouts of `world` ranks that fit, best first.
+
+    If none fits, return only the one that needs the least memory, with its misfits; an empty list
+    if none divides the model. The context-parallel size of `run` is kept.
+    """
+    nearest: list[LayoutMemory] = []
+    for trainers in _trainer_counts(world):
+        engine = _engine_ranks(run, architecture, world - trainers)
+        fitting = []
+        for sizes in _parallel_sizes(run, architecture, trainers):
+            candidate = with_layout(run, trainers, world - trainers, engine, **sizes)
+            if problems(candidate.parallel, architecture):
+                continue
+            memory = estimate(candidate, architecture, reserve_gib)
+            if not memory.misfits:
+                fitting.append(memory)
+            elif not nearest or memory.worst.total < nearest[0].worst.total:
+                nearest = [memory]
+        fitting = [memory for memory in fitting if not layout_problems(memory.run, architecture)]
+        if fitting:
+            return sorted(fitting, key=_cost)[:MOST]
+    return nearest
+
+
+def _cost(memory: LayoutMemory) -> tuple[int, ...]:
+    """Return the sizes that cost throughput, most expensive first."""
+    p = memory.run.parallel
+    return RECOMPUTE.index(p.recompute), p.pipeline, p.tensor, p.expert_tensor, p.expert
+
+
+def _engine_ranks(run: RunConfig, architecture: Architecture, ranks: int) -> int:
+    """Return the narrowest engine with enough cache, else the one with the largest."""
+    sequences = {
+        width: generator_memory(with_layout(run, 1, ranks, width), architecture).sequences
+        for width in _powers(run.roles.gpus_per_node)
+        if ranks % width == 0 and architecture.heads % width == 0
+    }
+    enough = [width for width, count in sequences.items() if count >= ENOUGH_SEQUENCES]
+    return enough[0] if enough else max(sequences, key=lambda width: sequences[width])
+
+
+def _trainer_counts(world: int) -> list[int]:
+    """Return counts without prime factors above 5 (they divide no model), the best first."""
+    counts = [n for n in range(1, world) if 30**20 % n == 0]
+    return sorted(counts, key=lambda n: (abs(math.log(n / (world * TRAINER_SHARE))), -n))
+
+
+def _parallel_sizes(
+    run: RunConfig, architecture: Architecture, trainers: int
+) -> Iterator[dict[str, Any]]:
+    context, experts = run.parallel.context, architecture.experts
+    for tensor, pipeline, expert, shards_experts, recompute in itertools.product(
+        _powers(run.roles.gpus_per_node),
+        _divisors(trainers),
+        _divisors(experts or 1),
+        (False, True) if experts else (False,),
+        RECOMPUTE,
+    ):
+        expert_tensor = tensor if shards_experts else 1
+        is_new = expert_tensor > 1 or not shards_experts
+        dense_ranks, expert_ranks = tensor * context * pipeline, expert * expert_tensor * pipeline
+        if is_new and trainers % dense_ranks == 0 and trainers % expert_ranks == 0:
+            yield {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": context,
+                "expert": expert,
+                "expert_tensor": expert_tensor,
+                "sequence_parallel": tensor > 1,
+                "recompute": recompute,
+            }
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]
