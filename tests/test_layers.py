@@ -22,12 +22,12 @@ MAY_IMPORT: dict[str, list[str]] = {
     "recipes": ["section"],
     "rewards": ["section"],
     "config": ["section", "algorithm", "recipes", "rewards"],
-    "compat": ["config"],
-    "kernels": ["config", "compat", "algorithm"],
+    "compat": [],
+    "kernels": [],
     "models": ["config", "compat"],
-    "data": ["config", "messages", "algorithm", "rewards"],
-    "metrics": ["config", "messages", "scaling"],
-    "weights": ["config", "messages", "compat", "models"],
+    "data": ["config", "algorithm"],
+    "metrics": ["config", "scaling"],
+    "weights": ["config", "messages", "models"],
     "orchestrator": ["config", "messages", "algorithm", "data", "rewards", "metrics"],
     "generator": ["config", "messages", "compat", "models", "weights"],
     "trainer": [
@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         *[*CONFIGURATION, "messages", "scaling", "compat", "kernels", "models", "data", "metrics"],
         *["weights", "orchestrator", "generator", "trainer", "launch"],
     ],
-    "cli": ["config", "compat", "scaling", "orchestrator", "train", "commands"],
+    "cli": ["section", "config", "compat", "scaling", "orchestrator", "train", "commands"],
 }
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Importing a module of these reaches nothing heavy, not even through others.

@@ -1,1 +1,1 @@
-"""Commands beside training; nothing that a run executes imports them."""
+"""Commands other than training; nothing that a run executes imports them."""

@@ -81,16 +81,12 @@ class MicroBatch:
         old_is_current: bool,
     ) -> Tokens:
         """Return the tokens of a chunk of T, with log-probs and entropies under the policy."""
-        old_C: Tensor | None = None
-        if old_is_current:
-            old_C = logprobs_C.detach()
-        elif self.old_logprobs_T is not None:
-            old_C = self.old_logprobs_T[chunk]
         generator_C, reference_T = self.generator_logprobs_T[chunk], self.reference_logprobs_T
+        old_C = generator_C if self.old_logprobs_T is None else self.old_logprobs_T[chunk]
         return Tokens(
             logprobs_T=logprobs_C,
             generator_logprobs_T=generator_C,
-            old_logprobs_T=generator_C if old_C is None else old_C,
+            old_logprobs_T=logprobs_C.detach() if old_is_current else old_C,
             advantages_T=self.advantages_T[chunk],
             loss_weights_T=self.loss_weights_T[chunk],
             sequences_T=self.sequences_T[chunk],
