@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TextIO
 
@@ -32,11 +33,7 @@ SHOWN = {
 class ProgressLog:
     """Prints step, rate, remaining time, last reward and pass rate, lag and waiting shares.
 
-    Args:
-        total_steps: optimizer steps of the whole run.
-        first_step: updates already made (a resumed run).
-        interval_seconds: least time between two lines [s]; evaluations and the end come at once.
-        stream: standard output by default.
+    A resumed run starts at `first_step`. Evaluations and the end do not wait for the interval.
     """
 
     def __init__(
@@ -97,7 +94,6 @@ class ProgressLog:
 
 
 def _pass_rate(row: Row) -> str:
-    """Return the pass rate with its error, and that of each task."""
     stderr = row.get("pass_rate_stderr")
     text = f"pass rate {row['pass_rate']:.3f}" + (f" ±{stderr:.3f}" if stderr else "")
     tasks = (row.get("tasks") or {}).items()
@@ -105,7 +101,9 @@ def _pass_rate(row: Row) -> str:
     return text + (f" ({each})" if each else "")
 
 
-def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
+def print_table(
+    title: str, lines: Iterable[tuple[str, str]], console: Console | None = None
+) -> None:
     """Print (name, text) lines as a table."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)

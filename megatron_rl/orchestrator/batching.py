@@ -1,8 +1,9 @@
-"""The trainer's batch from complete groups: filters, advantages, loss weights."""
+"""The trainer's batch from complete groups: filters, advantages, loss weights; its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ from numpy.typing import ArrayLike
 
 from megatron_rl.algorithm.advantages import advantages as group_advantages
 from megatron_rl.algorithm.aggregation import token_weights
-from megatron_rl.algorithm.rewards import length_penalty
+from megatron_rl.algorithm.length_control import length_penalty
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import Batch, Sample, ScoreRequest
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.orchestrator.rollout_metrics import rollout_metrics
+
+LONG_COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ def _trained_samples(
     """Return the trained completions of the kept groups with advantages and loss weights."""
 
     def rewards(group: Group) -> np.ndarray:
-        return shaped_rewards(group, baseline_samples(group, algorithm), algorithm)
+        samples = baseline_samples(group, algorithm)
+        verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
+        return verified + _penalties(group, samples, algorithm)
 
     others: list[np.ndarray] = []
     if algorithm.advantage_std_over == "all":
@@ -153,12 +157,6 @@ def is_dropped(group: Group, algorithm: Algorithm) -> bool:
     return algorithm.zero_variance_filter and len({group.reward(s) for s in samples}) == 1
 
 
-def shaped_rewards(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
-    """Return verified rewards plus length penalties, [samples]."""
-    verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
-    return verified + _penalties(group, samples, algorithm)
-
-
 def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
     if algorithm.length_penalty == "none":
         return np.zeros(len(samples))
@@ -193,3 +191,69 @@ def _sampled_mask(sample: Sample) -> np.ndarray:
     mask = np.ones(len(sample.token_ids), dtype=bool)
     mask[slice(*sample.forced)] = False
     return mask
+
+
+# ---------------------------------------------------------------- metrics of rollouts
+
+
+def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[str, Any]:
+    """Return the rollout part of a step's row; `kept` are the groups that are trained."""
+    samples = [s for g in groups for s in g.ordered]
+    lags: Counter[int] = Counter()
+    for span in (span for s in samples for span in s.spans if span.end > span.start):
+        lags[step - span.version] += span.end - span.start
+    long = [s for s in samples if len(s.token_ids) > LONG_COMPLETION_TOKENS]
+    return {
+        **task_metrics(groups, kept),
+        "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
+        "tokens": sum(len(s.token_ids) for s in samples),
+        "completion_tokens_max": max(len(s.token_ids) for s in samples),
+        "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
+        "lag_max": max(lags, default=0),
+        "lag_histogram": {str(lag): n for lag, n in sorted(lags.items())},
+        "multi_version_fraction": _multi_version_fraction(samples),
+        "multi_version_fraction_long": _multi_version_fraction(long),
+        "completions_long": len(long),
+        "prompt_ids": [g.prompt_id for g in groups],
+    }
+
+
+def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
+    """Return the metrics that exist for a step and for each of its tasks.
+
+    A mean over nothing is left out.
+    """
+    samples = [s for g in groups for s in g.ordered]
+    rewards = [r for g in groups for s in g.ordered if (r := g.reward(s)) is not None]
+    verdicts = Counter(v.outcome.value for g in groups for v in g.verdicts.values())
+    means: dict[str, list[float]] = {
+        "reward_mean": rewards,
+        "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
+        "completion_tokens_mean": [len(s.token_ids) for s in samples],
+    }
+    return {
+        **{name: float(np.mean(values)) for name, values in means.items() if values},
+        "prompts_trained": len(kept),
+        "prompts_dropped_zero_variance": len(groups) - len(kept),
+        "completions": len(samples),
+        "completions_without_reward": len(samples) - len(rewards),
+        "completions_truncated": sum(s.finish_reason == "length" for s in samples),
+        "verdicts": dict(sorted(verdicts.items())),
+    }
+
+
+def by_task(
+    tasks: Iterable[str], groups: list[Group], kept: list[Group]
+) -> dict[str, dict[str, Any]]:
+    """Return `task_metrics` of each task; a task without a prompt in the step has zero counts."""
+    return {
+        task: task_metrics(
+            [g for g in groups if g.task == task], [g for g in kept if g.task == task]
+        )
+        for task in tasks
+    }
+
+
+def _multi_version_fraction(samples: list[Sample]) -> float:
+    multi = sum(len({span.version for span in s.spans}) > 1 for s in samples)
+    return multi / len(samples) if samples else 0.0

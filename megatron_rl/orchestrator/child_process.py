@@ -17,14 +17,7 @@ from megatron_rl.orchestrator.spec import EvaluateOnly, Spec
 
 
 class OrchestratorProcess:
-    """The orchestrator as a child process.
-
-    Args:
-        config: the run's configuration.
-        model_dir: Hugging Face directory of the tokenizer.
-        phases: wall seconds of the phases before, by name.
-        checkpoint: checkpoint folder to resume from, or None.
-        evaluate_only: evaluate version 0 and train nothing.
+    """The orchestrator as a child process; see `Spec` for the arguments.
 
     Raises:
         RunError: it ended, or did not bind within `timeouts.startup_seconds`.
@@ -55,10 +48,9 @@ class OrchestratorProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
         )
-        endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
-        self.endpoint = (
-            endpoint if one_node else endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])
-        )
+        self.endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
+        if not one_node:
+            self.endpoint = self.endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])
 
     def _wait_for_endpoint(self, seconds: float) -> str:
         deadline = time.monotonic() + seconds

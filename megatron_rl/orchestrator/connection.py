@@ -41,8 +41,7 @@ class Connection:
     async def next_event(self, seconds: float) -> Event | None:
         """Return the next event, or None after so many seconds without one."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._events.get()
+            return await asyncio.wait_for(self._events.get(), seconds)
         return None
 
     def send(self, to: str, message: m.Message) -> None:

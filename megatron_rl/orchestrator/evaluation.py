@@ -1,4 +1,4 @@
-"""Evaluations of a run: their steps, the generators pinned to a version, and their rows."""
+"""Evaluations of a run: their steps, their requests to generators, and their rows."""
 
 from __future__ import annotations
 
@@ -45,17 +45,8 @@ def steps_left(planned: Sequence[int], evaluated: set[int], first_step: int) -> 
     return left if left == missing else left | {first_step}
 
 
-class EvaluatedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion of an evaluation with its verdict, one line of `EvaluateOnly.samples_file`."""
-
-    prompt: int
-    sample: int
-    """0 to n - 1."""
-    token_ids: list[int]
-    truncated: bool
-    interrupted: bool
-    """The interruption phrase ended thinking."""
-    verdict: Verdict
+EvaluatedSample = tuple[m.Sample, Verdict]
+"""A completion with its verdict, as JSON a line of `EvaluateOnly.samples_file`."""
 
 
 @dataclass(slots=True)
@@ -69,7 +60,7 @@ class EvaluationRun:
     compute: dict[str, float]
     """Compute spent up to this version."""
     samples: dict[tuple[int, int], EvaluatedSample] = field(default_factory=dict)
-    """(prompt, index) -> verified completion."""
+    """(prompt, index) -> completion and verdict."""
     started: float | None = None
 
     def check_versions(self, sample: m.Sample) -> None:
@@ -82,17 +73,9 @@ class EvaluationRun:
                 " it runs"
             )
 
-    def add(self, sample: m.Sample, verdict: Verdict) -> EvaluatedSample:
+    def add(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verified completion."""
-        evaluated = self.samples[sample.prompt_id, sample.index] = EvaluatedSample(
-            prompt=sample.prompt_id,
-            sample=sample.index,
-            token_ids=sample.token_ids,
-            truncated=sample.finish_reason == "length",
-            interrupted=sample.forced[1] > sample.forced[0],
-            verdict=verdict,
-        )
-        return evaluated
+        self.samples[sample.prompt_id, sample.index] = sample, verdict
 
     @property
     def complete(self) -> bool:
@@ -119,16 +102,18 @@ class EvaluationRun:
         """Return the estimates over some prompts; only correct completions pass."""
         n = self.samples_per_prompt
         samples = [self.samples[p, i] for p in prompts for i in range(n)]
-        table = np.array([s.verdict.passed for s in samples], dtype=float).reshape(-1, n)
+        table = np.array([v.passed for _, v in samples], dtype=float).reshape(-1, n)
         return {
             "pass_rate": float(table.mean(axis=1).mean()),
             "pass_rate_stderr": sampling_stderr(table),
             "pass_at_n": float(table.max(axis=1).mean()),
             "num_prompts": len(prompts),
             "samples_per_prompt": n,
-            "verdicts": dict(sorted(Counter(s.verdict.outcome.value for s in samples).items())),
-            "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s in samples])),
-            "eval_truncated_fraction": float(np.mean([s.truncated for s in samples])),
+            "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
+            "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s, _ in samples])),
+            "eval_truncated_fraction": float(
+                np.mean([s.finish_reason == "length" for s, _ in samples])
+            ),
         }
 
 
@@ -179,20 +164,18 @@ class Evaluations:
             )
 
     def start(self, generator: GeneratorState) -> list[m.Generate]:
-        """Pin a generator to its version and return the requests of its share of the prompts."""
+        """Hold a generator at its version and return the requests for its share of the prompts."""
         step = generator.version
         if step not in self._running:
             return []
-        g = self._config.generation
+        g, n = self._config.generation, self._config.evaluation.samples_per_prompt
         share = self._heldout[generator.number :: self._config.roles.engines]
-        n = self._config.evaluation.samples_per_prompt
-        generator.pinned, generator.evaluations_left = True, len(share) * n
-        generator.in_flight += len(share) * n
-        run = self._running[step]
-        run.started = run.started or time.monotonic()
-        self._metrics.evaluation_started(generator.name)
-        if not share:
-            self._unpin(generator)
+        if share:
+            generator.evaluations_left = len(share) * n
+            generator.in_flight += len(share) * n
+            run = self._running[step]
+            run.started = run.started or time.monotonic()
+            self._metrics.evaluation_started(generator.name)
         return [
             m.Generate(
                 group=prompt.id,
@@ -211,21 +194,18 @@ class Evaluations:
         self._running[sample.evaluation].check_versions(sample)
         generator.evaluations_left -= 1
         if generator.evaluations_left == 0:
-            self._unpin(generator)
+            self._metrics.evaluation_ended(generator.name)
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one writes the row."""
         run = self._running[sample.evaluation]
-        evaluated = run.add(sample, verdict)
+        sample = msgspec.structs.replace(sample, logprobs=[], routes=b"")  # their bulk is unused
+        run.add(sample, verdict)
         if self._only:
             with open(self._only.samples_file, "ab") as file:
-                file.write(msgspec.json.encode(evaluated) + b"\n")
+                file.write(msgspec.json.encode((sample, verdict)) + b"\n")
         if run.complete:
             del self._running[run.step]
             self.steps.discard(run.step)
             now = time.monotonic()
             self._metrics.evaluation(run.row(now - (run.started or now)))
-
-    def _unpin(self, generator: GeneratorState) -> None:
-        generator.pinned = False
-        self._metrics.evaluation_ended(generator.name)

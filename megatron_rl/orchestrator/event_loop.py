@@ -2,12 +2,12 @@
 
 One step of a run, in the order of its calls:
 
-    _dispatch                 Generate -> the least busy generator, while the schedule allows it
-    _receive_sample           Sample <- generator; `_verify` gives it a verdict
-    _answer_batch             Batch -> trainer, once the groups of the requested step are complete
-    _record_step              StepDone <- trainer; a row of metrics.jsonl
-    _publish_version          Published <- trainer; `_advance` sends UpdateWeights -> generators
-    _finish_update            WeightsUpdated <- generator; evaluations of this version start
+    _dispatch           Generate -> the least busy generator, while the schedule allows it
+    _receive_sample     Sample <- generator; `_verify` and `_record_verdict` complete its group
+    _answer_batch       Batch -> trainer, once the groups of the requested step are complete
+    _record_step        StepDone <- trainer; a row of metrics.jsonl
+    _publish_version    Published <- trainer; `_advance` sends UpdateWeights -> generators
+    _finish_update      WeightsUpdated <- generator; an evaluation of this version starts
 
 Groups are trained in dispatch order, regardless of which finishes first. With v the next step, c
 the first group that no step took yet, and B prompts per step, group i is trained in step
@@ -16,23 +16,21 @@ of version s only if the schedule lets version s sample for that step: `v + (i -
 for PipelineRL-k. No token can then be older than k steps when it is trained: generators wait when
 they are k steps ahead, and the trainer waits for its groups.
 
-All events are in one queue: messages of the peers, and verdicts of the verifier pool. Dispatch
-waits while the pool is behind.
+Verdicts of the verifier pool are events like messages. Dispatch waits while the pool is behind.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import zmq.asyncio
 
 from megatron_rl import messages as m
-from megatron_rl.algorithm.thinking_budget import thinking_budgets
+from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
-from megatron_rl.data import Prompt, PromptSet
+from megatron_rl.data import PromptSet
 from megatron_rl.messages import TRAINER
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import is_dropped
@@ -43,7 +41,7 @@ from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.spec import EvaluateOnly
 from megatron_rl.orchestrator.state import State, restored_groups, save_state, saved_groups
-from megatron_rl.orchestrator.steps import StepBuilder, prompt_stream
+from megatron_rl.orchestrator.steps import StepBuilder
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Verdict
 
@@ -79,12 +77,10 @@ class Orchestrator:
         self.trainer_done: m.TrainerDone | None = None
         self._evaluate_only = evaluate_only
         if evaluate_only is None:
-            self.curriculum = prompt_stream(config, prompts)
+            self.steps = StepBuilder(config, prompts)
         if state is not None:
             self._restore(state)
         first_step = self.groups.trained_steps
-        if evaluate_only is None:
-            self.steps = StepBuilder(config, prompts, self.curriculum, first_step)
         self.evaluations = Evaluations(config, prompts.heldout, metrics, first_step, evaluate_only)
 
     # ------------------------------------------------------------ event loop
@@ -103,7 +99,7 @@ class Orchestrator:
         async with self.connection:
             for group in self.groups.waiting:  # a resumed run: verdicts that were missing
                 for sample in group.unverified:
-                    self._verify_training(group, sample)
+                    self._verify(sample)
             while not self._is_over():
                 event = await self.connection.next_event(TICK_SECONDS)
                 if event is not None:
@@ -220,7 +216,7 @@ class Orchestrator:
             generator = self.generators.free(s.oldest_version(step))
             if generator is None:
                 return
-            group = self.groups.dispatch(self.curriculum.next, self._new_group)
+            group = self.groups.dispatch(self.steps.stream.next, self._new_group)
             generator.in_flight += group.size
             self.connection.send(
                 generator.name,
@@ -244,32 +240,28 @@ class Orchestrator:
         generator = self.generators[sender]
         generator.in_flight -= 1
         if sample.evaluation < 0:
-            group = self.groups[sample.group]
-            group.samples[sample.index] = sample
-            self._verify_training(group, sample)
-            return
-        self.evaluations.arrived(generator, sample)
-        self._verify(
-            self.prompts.heldout[sample.prompt_id],
-            sample,
-            lambda verdict: self.evaluations.verified(sample, verdict),
-        )
+            self.groups[sample.group].samples[sample.index] = sample
+        else:
+            self.evaluations.arrived(generator, sample)
+        self._verify(sample)
 
-    def _verify_training(self, group: Group, sample: m.Sample) -> None:
-        def verified(verdict: Verdict) -> None:
+    def _verify(self, sample: m.Sample) -> None:
+        """Record the verdict now, or as an event (which raises the verifier's error)."""
+        prompts = self.prompts.train if sample.evaluation < 0 else self.prompts.heldout
+        verdict = self.verification.start(prompts[sample.prompt_id], sample)
+        if isinstance(verdict, Verdict):
+            self._record_verdict(sample, verdict)
+        else:
+            post, record = self.connection.post, self._record_verdict
+            verdict.add_done_callback(lambda task: post(lambda: record(sample, task.result())))
+
+    def _record_verdict(self, sample: m.Sample, verdict: Verdict) -> None:
+        if sample.evaluation < 0:
+            group = self.groups[sample.group]
             group.verdicts[sample.index] = verdict
             self.groups.verified(group)
-
-        self._verify(self.prompts.train[group.prompt_id], sample, verified)
-
-    def _verify(self, prompt: Prompt, sample: m.Sample, then: Callable[[Verdict], None]) -> None:
-        """Call `then` with the verdict, now or as an event (which raises the verifier's error)."""
-        verdict = self.verification.start(prompt, sample)
-        if isinstance(verdict, Verdict):
-            then(verdict)
         else:
-            post = self.connection.post
-            verdict.add_done_callback(lambda task: post(lambda: then(task.result())))
+            self.evaluations.verified(sample, verdict)
 
     # ------------------------------------------------------------ training
 
@@ -293,7 +285,7 @@ class Orchestrator:
     def _record_step(self, done: m.StepDone) -> None:
         for group in self.groups.consume(done.step):
             if (pass_rate := group.pass_rate) is not None:
-                self.curriculum.record(group.prompt_id, pass_rate)
+                self.steps.stream.record(group.prompt_id, pass_rate)
         self.metrics.verifiers(self.verification)
         self.metrics.step(done)
         request = self._score_requests.pop(done.step)
@@ -314,7 +306,7 @@ class Orchestrator:
             prompts_per_step=self.config.schedule.prompts_per_step,
             consumed=self.groups.consumed,
             groups=saved_groups(self.groups.waiting),
-            curriculum=self.curriculum.state(),
+            curriculum=self.steps.stream.state(),
             compute=self.metrics.counters(),
             wall_seconds=self.metrics.wall_seconds(),
             aborted=self.metrics.aborted,
@@ -323,7 +315,8 @@ class Orchestrator:
         self.connection.send(TRAINER, m.StateSaved(step=request.step))
 
     def _restore(self, state: State) -> None:
-        self.curriculum.restore(state.curriculum)
+        self.steps.stream.restore(state.curriculum)
+        self.steps.first_step = state.step
         self.metrics.restore(state.compute, state.wall_seconds, state.aborted)
         routed = self.config.algorithm.routing_replay != "none"
         groups = restored_groups(state, self._new_group, routed)

@@ -17,10 +17,7 @@ SILENCE_SECONDS = 120.0
 
 @dataclass(slots=True)
 class GeneratorState:
-    """A generator; it takes work only after it acknowledged its first weight version.
-
-    Nothing is then sampled by weights that the trainer does not have.
-    """
+    """A generator; it gets work once it acknowledged a version, which the trainer then has."""
 
     name: str
     """`generator-<number>`."""
@@ -32,11 +29,8 @@ class GeneratorState:
     updating: Manifest | None = None
     """Version that was sent and is not acknowledged."""
     pending: deque[Manifest] = field(default_factory=deque)
-    """Versions to send after it."""
-    pinned: bool = False
-    """Held at its version by an evaluation; updates wait."""
     evaluations_left: int = 0
-    """Evaluation completions not returned."""
+    """Evaluation completions not returned; until then updates wait."""
     last_message: float = field(default_factory=time.monotonic)
 
     @property
@@ -51,7 +45,7 @@ class GeneratorState:
 
     def next_update(self) -> Manifest | None:
         """Start the next update and return its version, or None."""
-        if self.updating is not None or self.pinned or not self.pending:
+        if self.updating is not None or self.evaluations_left or not self.pending:
             return None
         self.updating = self.pending.popleft()
         return self.updating

@@ -44,7 +44,7 @@ class Group:
 
     @property
     def rewarded(self) -> list[Sample]:
-        """Completions whose verdict gives a reward."""
+        """Completions with a reward."""
         return [s for s in self.ordered if self.reward(s) is not None]
 
     @property
@@ -86,19 +86,15 @@ class GroupQueue:
     def __init__(self, per_step: int, replaced: Callable[[Group], bool]) -> None:
         self._per_step, self._is_replaced = per_step, replaced
         self._groups: dict[int, Group] = {}
-        self._again: dict[int, Group] = {}
-        """Groups of a checkpoint to generate again."""
+        self._again: dict[int, Group] = {}  # groups of a checkpoint to generate again
         self._replaced: set[int] = set()
-        self._counted = 0
-        """Dispatched groups that are neither consumed nor replaced."""
-        self._taken: dict[int, int] = {}
-        """Step -> number of groups in its batch."""
+        self._counted = 0  # dispatched groups that are neither consumed nor replaced
+        self._taken: dict[int, int] = {}  # step -> groups of its batch
         self.trained_steps = 0
         """Trained steps: the next one is v."""
         self.consumed = 0
         """Groups that trained steps took (c)."""
         self.next_index = 0
-        """Index of the next group to dispatch."""
 
     @property
     def next_step(self) -> int:

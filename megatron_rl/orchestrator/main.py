@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -44,20 +45,17 @@ def run_orchestrator(spec: Spec) -> None:
     else:
         form = read_format(model, config.generation.think_start)
         prompts = load_prompts(config, tokenizer, form)
-    state = None
+    state, step = None, None
     if spec.checkpoint:
         per_step = config.schedule.prompts_per_step
         state = load_state(Path(spec.checkpoint), prompts.fingerprint, per_step)
+        step = state.step
     path = config.output_dir / "metrics.jsonl"
-    writer = MetricsWriter(path, resume_step=None if state is None else state.step)
+    sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
     evaluated = {row["step"] for row in read_metrics(path) if row["kind"] == "eval"}
-    sink = RunSink(config, writer, 0 if state is None else state.step)
     metrics = RunMetrics(sink, config.roles.world_size, evaluated)
-    verification = Verification(
-        config.verifier,
-        prompts.verifiers,
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-    )
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    verification = Verification(config.verifier, prompts.verifiers, decode)
 
     async def serve() -> m.TrainerDone:
         async with _bound_socket(spec) as socket, verification:
@@ -73,8 +71,18 @@ def run_orchestrator(spec: Spec) -> None:
         done = asyncio.run(serve())
     finally:
         sink.close()
-    if spec.evaluate_only is None:
-        _report(config, path, {**spec.phases, **metrics.phases()}, done, metrics.aborted)
+    if spec.evaluate_only:
+        return
+    run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
+    summary = write_report(
+        config.output_dir,
+        path,
+        phases={**spec.phases, **metrics.phases()},
+        fit_compute=config.fit.compute,
+        extra={**run, "aborted_requests": metrics.aborted},
+    )
+    if config.metrics.terminal != "off":
+        print_report(summary)
 
 
 @contextlib.asynccontextmanager
@@ -94,22 +102,6 @@ async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
     finally:
         socket.close()
         context.term()
-
-
-def _report(
-    config: RunConfig, path: Path, phases: dict[str, float], done: m.TrainerDone, aborted: int
-) -> None:
-    run = {
-        "interrupted": done.interrupted,
-        "steps": done.step,
-        "aborted_requests": aborted,
-        "model": config.model,
-    }
-    summary = write_report(
-        config.output_dir, path, phases=phases, fit_compute=config.fit.compute, extra=run
-    )
-    if config.metrics.terminal != "off":
-        print_report(summary)
 
 
 def _raise_limit_of_files() -> None:

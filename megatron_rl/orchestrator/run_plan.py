@@ -7,72 +7,45 @@ from megatron_rl.metrics.terminal import print_table
 from megatron_rl.orchestrator.evaluation import evaluation_steps
 
 
-def plan_lines(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the plan as (name, text with units)."""
-    s, g = config.schedule, config.generation
+def plan_lines(config: RunConfig) -> dict[str, str]:
+    """Return the plan as name -> text with units."""
+    r, p, s, g = config.roles, config.parallel, config.schedule, config.generation
+    first, last = r.trainer_ranks, r.world_size - 1
     completions = s.prompts_per_step * s.completions_per_prompt
     ahead = (s.max_lag_steps + 1) * s.prompts_per_step
     steps = evaluation_steps(config.evaluation, s.steps)
     heldout = sum(t.heldout_prompts for t in config.tasks.values())
-    return [
-        ("recipe", config.recipe or "none"),
-        ("model", config.model),
-        *_rank_lines(config),
-        (
-            "precision",
-            f"{config.precision.params} parameters, {config.precision.logits} logits on trainer and"
-            f" generators; {config.kernels.head} loss over the LM head",
-        ),
-        ("algorithm", config.algorithm.summary()),
-        (
-            "one step",
-            f"{s.prompts_per_step} prompts x {s.completions_per_prompt} completions ="
-            f" {completions} completions over all ranks; micro-batches up to"
-            f" {s.micro_batch_tokens} tokens",
-        ),
-        (
-            "run",
-            f"{s.steps} steps = {s.steps * s.prompts_per_step} prompts,"
-            f" {s.steps * completions} completions",
-        ),
-        (
-            "lag",
-            f"{s.summary()}: at most {s.max_lag_steps} steps, up to {ahead} prompts generated"
-            " ahead",
-        ),
-        (
-            "tokens",
-            f"prompt <= {g.max_prompt_tokens}, {_lengths(config)};"
-            f" sequence <= {config.sequence_tokens}",
-        ),
-        (
-            "evaluation",
-            f"{heldout} held-out prompts x {config.evaluation.samples_per_prompt}, at steps"
-            f" {', '.join(str(x) for x in steps)}",
-        ),
-        *((config.task_key(name), _task(config, name)) for name in config.tasks),
-        ("output", str(config.output_dir)),
-    ]
+    return {
+        "recipe": config.recipe or "none",
+        "model": config.model,
+        "trainer": f"ranks {_ranks(0, first - 1)}: tensor {p.tensor} x pipeline {p.pipeline} x"
+        f" context {p.context} x data {config.data_parallel}; expert {p.expert} (expert tensor"
+        f" {p.expert_tensor})",
+        "generators": f"ranks {_ranks(first, last)}: {r.engines} vLLM engine(s) of"
+        f" {r.generator_tensor_parallel} rank(s), {g.concurrent_completions} concurrent completions"
+        " each",
+        "orchestrator": "one process on the node of rank 0",
+        "precision": f"{config.precision.params} parameters, {config.precision.logits} logits on"
+        f" trainer and generators; {config.kernels.head} loss over the LM head",
+        "algorithm": config.algorithm.summary(),
+        "one step": f"{s.prompts_per_step} prompts x {s.completions_per_prompt} completions ="
+        f" {completions} completions over all ranks; micro-batches up to {s.micro_batch_tokens}"
+        " tokens",
+        "run": f"{s.steps} steps = {s.steps * s.prompts_per_step} prompts,"
+        f" {s.steps * completions} completions",
+        "lag": f"{s.summary()}: at most {s.max_lag_steps} steps, up to {ahead} prompts generated"
+        " ahead",
+        "tokens": f"prompt <= {g.max_prompt_tokens}, {_lengths(config)}; sequence <="
+        f" {config.sequence_tokens}",
+        "evaluation": f"{heldout} held-out prompts x {config.evaluation.samples_per_prompt}, at"
+        f" steps {', '.join(str(x) for x in steps)}",
+        **{config.task_key(name): _task(config, name) for name in config.tasks},
+        "output": str(config.output_dir),
+    }
 
 
-def _rank_lines(config: RunConfig) -> list[tuple[str, str]]:
-    r, p = config.roles, config.parallel
-    trainers = f"0-{r.trainer_ranks - 1}" if r.trainer_ranks > 1 else "0"
-    first, last = r.trainer_ranks, r.world_size - 1
-    generators = f"{first}-{last}" if last > first else f"{first}"
-    return [
-        (
-            "trainer",
-            f"ranks {trainers}: tensor {p.tensor} x pipeline {p.pipeline} x context {p.context} x"
-            f" data {config.data_parallel}; expert {p.expert} (expert tensor {p.expert_tensor})",
-        ),
-        (
-            "generators",
-            f"ranks {generators}: {r.engines} vLLM engine(s) of {r.generator_tensor_parallel}"
-            f" rank(s), {config.generation.concurrent_completions} concurrent completions each",
-        ),
-        ("orchestrator", "one process on the node of rank 0"),
-    ]
+def _ranks(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else f"{first}"
 
 
 def _lengths(config: RunConfig) -> str:
@@ -97,4 +70,4 @@ def _task(config: RunConfig, name: str) -> str:
 
 def print_plan(config: RunConfig) -> None:
     """Print the plan as a table."""
-    print_table("Plan", plan_lines(config))
+    print_table("Plan", plan_lines(config).items())

@@ -15,7 +15,7 @@ class EvaluateOnly(msgspec.Struct, frozen=True, kw_only=True):
     heldout: list[Prompt]
     temperature: float
     samples_file: str
-    """File for one line of JSON per completion (`evaluation.EvaluatedSample`)."""
+    """File for a line of JSON per completion (`evaluation.EvaluatedSample`)."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

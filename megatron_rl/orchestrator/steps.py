@@ -9,39 +9,35 @@ from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.data.mixture import Mixture, shares
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.batching import BuiltBatch, build_batch
+from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task
 from megatron_rl.orchestrator.groups import GroupQueue
-from megatron_rl.orchestrator.rollout_metrics import by_task
 
 PROBE_SEQUENCES = 4
 """Sequences of a step whose log-probs are compared between trainer and generator."""
 
 
-def prompt_stream(config: RunConfig, prompts: PromptSet) -> Mixture:
-    """Build the mixture of tasks by weight, with a curriculum for each task."""
-    a, weights = config.algorithm, {name: task.weight for name, task in config.tasks.items()}
-    part = shares(weights)
-    streams = {
-        name: Curriculum(
-            size,
-            config.seed + position,
-            threshold=a.no_positive_resampling_threshold if a.no_positive_resampling else None,
-            statistic=a.no_positive_resampling_statistic,
-            at_least=math.ceil(part[name] * config.schedule.prompts_per_step),
-        )
-        for position, (name, size) in enumerate(prompts.sizes.items())
-    }
-    return Mixture(streams, prompts.sizes, weights, config.seed)
-
-
 class StepBuilder:
-    """Builds the batch of each step of a run that starts at `first_step`."""
+    """Draws prompts, and builds the batch of each step from the queue of groups."""
 
-    def __init__(
-        self, config: RunConfig, prompts: PromptSet, stream: Mixture, first_step: int
-    ) -> None:
-        self._config, self._stream, self._first_step = config, stream, first_step
+    def __init__(self, config: RunConfig, prompts: PromptSet) -> None:
+        self._config, a = config, config.algorithm
         self._prompt_ids = {p.id: p.token_ids for p in prompts.train}
+        weights = {name: task.weight for name, task in config.tasks.items()}
+        part = shares(weights)
+        streams = {
+            name: Curriculum(
+                size,
+                config.seed + position,
+                threshold=a.no_positive_resampling_threshold if a.no_positive_resampling else None,
+                statistic=a.no_positive_resampling_statistic,
+                at_least=math.ceil(part[name] * config.schedule.prompts_per_step),
+            )
+            for position, (name, size) in enumerate(prompts.sizes.items())
+        }
+        self.stream = Mixture(streams, prompts.sizes, weights, config.seed)
+        """The prompts of all tasks by weight, with a curriculum for each task."""
+        self.first_step = 0
+        """Steps trained before this start of the run."""
 
     def build(self, step: int, groups: GroupQueue, versions_needed_from: int) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.
@@ -60,10 +56,10 @@ class StepBuilder:
             self._prompt_ids,
             c.algorithm,
             probe=PROBE_SEQUENCES if self._is_probed(step) else 0,
-            save=step % c.checkpoint.every_steps == 0 and step > self._first_step,
+            save=step % c.checkpoint.every_steps == 0 and step > self.first_step,
             versions_needed_from=versions_needed_from,
         )
-        stream, metrics = self._stream, built.metrics
+        stream, metrics = self.stream, built.metrics
         lag = metrics["lag_max"]
         if lag > s.max_lag_steps:
             raise RunError(
@@ -76,9 +72,8 @@ class StepBuilder:
             metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
         if len(stream.tasks) > 1:
             tasks = metrics["tasks"] = by_task(stream.tasks, ready, built.kept)
-            for task, row in tasks.items():
-                row["prompts_excluded"] = stream.curricula[task].excluded
-                row["epoch"] = stream.curricula[task].epoch
+            for task, curriculum in stream.curricula.items():
+                tasks[task] |= {"prompts_excluded": curriculum.excluded, "epoch": curriculum.epoch}
         return built
 
     def _is_probed(self, step: int) -> bool:

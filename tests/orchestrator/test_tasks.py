@@ -9,8 +9,8 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.data.question import DataError
 from megatron_rl.metrics import METRICS
+from megatron_rl.orchestrator.batching import by_task, task_metrics
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.orchestrator.rollout_metrics import by_task, task_metrics
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rewards.verifier_settings import RewardValues

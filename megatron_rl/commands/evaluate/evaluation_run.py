@@ -76,7 +76,7 @@ def sample_and_verify(
             generator.wait(config.timeouts.shutdown_seconds)
         lines.seek(0)
         samples = [msgspec.json.decode(line, type=EvaluatedSample) for line in lines]
-    return sorted(samples, key=lambda s: (s.prompt, s.sample))
+    return sorted(samples, key=lambda pair: (pair[0].prompt_id, pair[0].index))
 
 
 def _without_training(

@@ -66,25 +66,25 @@ def completion_rows(
     """Return the row of `--jsonl` for each completion; prompts are numbered over all sets."""
     prompts = [(name, *pair) for name, pairs in sets.items() for pair in pairs]
     rows = []
-    for sample in samples:
-        data, question_id, prompt = prompts[sample.prompt]
+    for sample, verdict in samples:
+        data, question_id, prompt = prompts[sample.prompt_id]
         text = str(tokenizer.decode(sample.token_ids, skip_special_tokens=False))
         rows.append(
             {
                 "data": data,
                 "id": question_id,
-                "sample": sample.sample,
+                "sample": sample.index,
                 "kind": prompt.kind,
                 "difficulty": prompt.difficulty,
                 "prompt": prompt.text,
                 "gold": prompt.gold,
                 "completion": text,
                 "tokens": len(sample.token_ids),
-                "truncated": sample.truncated,
-                "interrupted": sample.interrupted,
-                "verdict": sample.verdict.outcome.value,
-                "reason": sample.verdict.reason,
-                "vote": vote(prompt.kind, text, sample.verdict, think_end),
+                "truncated": sample.finish_reason == "length",
+                "interrupted": sample.forced != (0, 0),
+                "verdict": verdict.outcome.value,
+                "reason": verdict.reason,
+                "vote": vote(prompt.kind, text, verdict, think_end),
             }
         )
     return rows

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from megatron_rl.commands.evaluate import results
 from megatron_rl.data import Prompt
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
-from megatron_rl.orchestrator.evaluation import EvaluatedSample
+from megatron_rl.messages import Sample
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.scaling.io import read
 
@@ -140,13 +140,19 @@ def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -
     }
     ids = tokenizer.encode("</think>\\boxed{5}<eos>").ids
     samples = [
-        EvaluatedSample(
-            prompt=prompt,
-            sample=0,
-            token_ids=ids,
-            truncated=False,
-            interrupted=False,
-            verdict=WRONG,
+        (
+            Sample(
+                group=prompt,
+                index=0,
+                prompt_id=prompt,
+                evaluation=0,
+                token_ids=ids,
+                logprobs=[],
+                forced=(0, 0),
+                spans=[],
+                finish_reason="length",
+            ),
+            WRONG,
         )
         for prompt in (0, 1)
     ]
@@ -160,3 +166,4 @@ def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -
     assert written[1]["verdict"] == "wrong" and written[1]["gold"] == "gold"
     assert written[1]["completion"] == "</think>\\boxed{5}<eos>"
     assert written[1]["vote"] == "= 5" and written[1]["tokens"] == len(ids)
+    assert written[1]["truncated"] and not written[1]["interrupted"]
