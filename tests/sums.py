@@ -17,5 +17,5 @@ def sum_error(got: Tensor, want: Tensor, absolute_terms: Tensor) -> float:
         want: the same in float64.
         absolute_terms: for each sum, the sum of the absolute values of its terms.
     """
-    error = got.detach().double() - want.double()
-    return float(error.norm() / absolute_terms.double().norm())
+    error = (got.detach().double() - want.double()).norm()
+    return float(error / absolute_terms.double().norm()) if error else 0.0

@@ -1,7 +1,6 @@
-"""The algorithm as data: its settings, and the plain maths behind each of them.
+"""The algorithm as data: settings, and the math of each of them.
 
-`settings` and `schedule` are sections of the configuration; a loss or a correction is the section
-that names it, with the maths as its method. Nothing here imports torch: losses work on whatever
-tensors they are given. Advantages, weights, filters, curriculum and interruption are numpy and run
-in the orchestrator.
+`settings` and `schedule` are sections of the configuration; so is each loss and correction, with
+its math as a method. Nothing here imports torch: losses use the methods of their tensors.
+Advantages, weights, length control and curriculum are numpy and run in the orchestrator.
 """

@@ -1,7 +1,7 @@
 """Importance correction between generator and trainer: a detached factor on a token's loss.
 
-A loss whose ratio starts from the trainer's own old policy says nothing of the way from the
-generator to that policy (other kernels, other precision, and older weights under PipelineRL). With
+A ratio to the trainer's old policy ignores the difference between the generator and that policy
+(other kernels, other precision, and older weights under PipelineRL). With
 `c_t = pi_old(y_t) / pi_gen(y_t)`:
 
     none              1
@@ -10,8 +10,8 @@ generator to that policy (other kernels, other precision, and older weights unde
     sequence_mask     0 for sequences with A < 0 that have drifted by more than a bound, else 1
                       (DeepSeek-V3.2, arXiv 2512.02556: mean_t (log pi_gen - log pi) > bound)
 
-For REINFORCE, which has no old policy, `pi_old` is the current one. Losses whose ratio is against
-the generator correct by themselves and take `none`.
+For REINFORCE, which has no old policy, `pi_old` is the current one. Losses with a ratio to the
+generator need no correction (`none`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Factor(NamedTuple):
-    """What a correction says of each token, without gradient."""
+    """The correction of each token, without gradient."""
 
     factor_T: Tensor
     corrected_T: Tensor
@@ -40,13 +40,13 @@ class Correction(Section):
     """Base of the importance corrections."""
 
     per_token: ClassVar[bool] = True
-    """Whether a token's factor follows from its own log-probs alone (no sums over a sequence)."""
+    """A factor depends on its own token's log-probs only (no sums over a sequence)."""
     kind: str
     """Name of the correction."""
 
     @abstractmethod
     def factor(self, tokens: Tokens) -> Factor:
-        """The factor on each token's loss."""
+        """Return the factor of each token's loss."""
 
 
 class NoCorrection(Correction):
@@ -56,7 +56,7 @@ class NoCorrection(Correction):
     """Importance correction."""
 
     def factor(self, tokens: Tokens) -> Factor:
-        """1 for all tokens."""
+        """Return 1 for all tokens."""
         one_T = tokens.loss_weights_T.new_ones(())
         return Factor(one_T, ~one_T.bool())
 
@@ -70,13 +70,13 @@ class TokenTruncation(Correction):
     """Cap on pi_old / pi_gen."""
 
     def factor(self, tokens: Tokens) -> Factor:
-        """Example: ratios .5 and 3 under cap 2: factors .5 and 2."""
-        ratio_T = _ratio(tokens)
+        """Return the factors; ratios .5 and 3 under cap 2 give .5 and 2."""
+        ratio_T = ratio_of(tokens.old_logprobs_T, tokens.generator_logprobs_T).detach()
         return Factor(ratio_T.clamp(max=self.max_ratio), ratio_T > self.max_ratio)
 
 
 class TokenMask(Correction):
-    """IcePop: pi_old / pi_gen inside a range, 0 outside of it."""
+    """IcePop: pi_old / pi_gen inside a range, 0 outside."""
 
     kind: Literal["token_mask"] = "token_mask"
     """Importance correction."""
@@ -86,30 +86,26 @@ class TokenMask(Correction):
     """Tokens with pi_old / pi_gen above this are masked."""
 
     def factor(self, tokens: Tokens) -> Factor:
-        """Example: ratios .4, .8 and 6 in [.5, 5]: factors 0, .8 and 0."""
-        ratio_T = _ratio(tokens)
+        """Return the factors; ratios .4, .8 and 6 in [.5, 5] give 0, .8 and 0."""
+        ratio_T = ratio_of(tokens.old_logprobs_T, tokens.generator_logprobs_T).detach()
         outside_T = (ratio_T < self.min_ratio) | (ratio_T > self.max_ratio)
         return Factor(ratio_T.masked_fill(outside_T, 0.0), outside_T)
 
 
 class SequenceMask(Correction):
-    """Off-policy sequence masking: drifted sequences of negative advantage are left out."""
+    """Off-policy sequence masking: leave out drifted sequences of negative advantage."""
 
     per_token: ClassVar[bool] = False
     kind: Literal["sequence_mask"] = "sequence_mask"
     """Importance correction."""
     max_drift_nats: PositiveFloat = 0.1
-    """Mean of log pi_gen - log pi over a sequence's tokens from which it is masked."""
+    """Mask sequences whose mean of log pi_gen - log pi over the tokens exceeds this."""
 
     def factor(self, tokens: Tokens) -> Factor:
-        """Example: A = -1, log-prob gaps .3 and .1: the mean .2 exceeds .1, both tokens are 0."""
+        """Return the factors; A = -1 and gaps .3 and .1 (mean .2 > .1) give 0 and 0."""
         drift_T = tokens.mean_by_sequence(tokens.generator_logprobs_T - tokens.logprobs_T.detach())
         masked_T = (tokens.advantages_T < 0) & (drift_T > self.max_drift_nats)
         return Factor((~masked_T).to(drift_T.dtype), masked_T)
-
-
-def _ratio(tokens: Tokens) -> Tensor:
-    return ratio_of(tokens.old_logprobs_T, tokens.generator_logprobs_T).detach()
 
 
 CorrectionChoice = Annotated[

@@ -1,8 +1,8 @@
-"""Which prompt comes next: shuffled epochs without the prompts that are solved.
+"""The order of prompts: shuffled epochs without the solved prompts.
 
-No-Positive-Resampling (ScaleRL): a prompt whose pass rate reached the threshold is never drawn
-again in later epochs. The draw is by seed and epoch alone, so two runs with the same history draw
-the same prompts, and the position is all that a checkpoint needs beside the history.
+No-Positive-Resampling (ScaleRL): a prompt whose pass rate reached the threshold is not drawn in
+later epochs. The order depends on seed, epoch and history only, so two runs with the same history
+draw the same prompts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Curriculum:
     Args:
         prompts: size of the training pool; ids are 0 .. prompts - 1.
         seed: seed of the epochs' order.
-        threshold: pass rate from which a prompt is not drawn again; None draws all of them.
-        statistic: `last` visit's pass rate, or `mean` over all visits.
-        at_least: prompts an epoch must have; with fewer unsolved ones it takes all of them again.
+        threshold: prompts with this pass rate or more are not drawn again; None draws all.
+        statistic: pass rate of the `last` visit, or `mean` over all visits.
+        at_least: smallest epoch; with fewer unsolved prompts it has all of them again.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Curriculum:
         self._prompts, self._seed = prompts, seed
         self._threshold, self._statistic, self._at_least = threshold, statistic, at_least
         self.epoch = 0
-        """Passes over the pool that were begun."""
+        """Passes over the pool, the current one included."""
         self._order: list[int] = []
         self._passed: dict[int, float] = {}
         self._visits: dict[int, int] = {}
@@ -42,7 +42,7 @@ class Curriculum:
         """Prompts left out of the current epoch."""
 
     def next(self) -> int:
-        """The next prompt id; it is consumed."""
+        """Consume and return the next prompt id."""
         if not self._order:
             order = [p for p in range(self._prompts) if not self._solved(p)]
             if len(order) < self._at_least:
@@ -54,7 +54,7 @@ class Curriculum:
         return self._order.pop()
 
     def record(self, prompt: int, pass_rate: float) -> None:
-        """Pass rate of a prompt's group, when the group is trained."""
+        """Record the pass rate of a prompt's group when the group is trained."""
         if self._statistic == "last":
             self._passed[prompt] = pass_rate
             return
@@ -68,7 +68,7 @@ class Curriculum:
         return self._passed.get(prompt, 0.0) >= self._threshold
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "epoch": self.epoch,
             "order": self._order,
@@ -78,7 +78,7 @@ class Curriculum:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved `state()`."""
+        """Restore a saved `state()`."""
         self.epoch, self._order = state["epoch"], list(state["order"])
         self._passed, self._visits = dict(state["passed"]), dict(state["visits"])
         self.excluded = state["excluded"]

@@ -3,8 +3,8 @@
     sum_t w_t * ( f_t * loss_t  +  kl_coefficient * k3_t  -  entropy_coefficient * H_t )
     k3_t = exp(d_t) - d_t - 1,    d_t = log pi_ref(y_t) - log pi(y_t)
 
-This is the only place where loss weights meet terms. `k3` estimates KL(pi || pi_ref) per token and
-is never negative (GRPO, arXiv 2402.03300, equation 4); its gradient by the log-prob is 1 - exp(d).
+Only this module multiplies terms by loss weights. `k3` estimates KL(pi || pi_ref) per token and is
+never negative (GRPO, arXiv 2402.03300, equation 4); its gradient by the log-prob is 1 - exp(d).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Terms(NamedTuple):
-    """What the objective says of each token."""
+class ObjectiveTerms(NamedTuple):
+    """The objective of each token."""
 
     loss_T: Tensor
-    """Weighted, with gradient: the loss is their sum."""
-    cut_T: Tensor
-    """bool: the loss cut the token's ratio, or masked the token."""
+    """Weighted loss with gradient; the loss of a micro-batch is their sum."""
+    clipped_T: Tensor
+    """bool: the loss clipped the token's ratio or masked the token."""
     corrected_T: Tensor
     """bool: the importance correction truncated or masked the token."""
     reference_kl_T: Tensor
@@ -37,17 +37,17 @@ class Sums(NamedTuple):
     loss: Tensor
     """With gradient."""
     tokens: Tensor
-    """Tokens of positive weight; the other counts are among these."""
+    """Tokens of positive weight; the other counts are subsets."""
     clipped: Tensor
-    """Tokens whose ratio the loss cut, or that it masked."""
+    """Tokens whose ratio the loss clipped, or that it masked."""
     corrected: Tensor
     """Tokens that the importance correction truncated or masked."""
     reference_kl: Tensor
     """k3 of KL(pi || pi_ref) in nats, unweighted."""
 
 
-def objective_terms(algorithm: Algorithm, tokens: Tokens) -> Terms:
-    """The objective of each token; `algorithm.per_token` tells whether tokens can be taken apart.
+def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
+    """Return the objective of each token; with `algorithm.per_token` a chunk of tokens is enough.
 
     Raises:
         ValueError: the KL term without reference log-probs, or the entropy term without entropies.
@@ -59,31 +59,28 @@ def objective_terms(algorithm: Algorithm, tokens: Tokens) -> Terms:
     reference_kl_T = weights_T.new_zeros(())
     if algorithm.kl_coefficient:
         if tokens.reference_logprobs_T is None:
-            raise ValueError(
-                f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}: the KL term needs the"
-                " reference policy's log-probs"
-            )
+            key = f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}"
+            raise ValueError(f"{key}: the KL term needs the reference policy's log-probs")
         difference_T = tokens.reference_logprobs_T - tokens.logprobs_T
         k3_T = difference_T.exp() - difference_T - 1
         total_T = total_T + algorithm.kl_coefficient * k3_T
         reference_kl_T = k3_T.detach()
     if algorithm.entropy_coefficient:
         if tokens.entropy_T is None:
-            raise ValueError(
-                f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}: the entropy"
-                " term needs entropies"
-            )
+            key = f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}"
+            raise ValueError(f"{key}: the entropy term needs entropies")
         total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
-    return Terms(weights_T * total_T, terms.cut_T, correction.corrected_T, reference_kl_T)
+    loss_T = weights_T * total_T
+    return ObjectiveTerms(loss_T, terms.clipped_T, correction.corrected_T, reference_kl_T)
 
 
 def objective(algorithm: Algorithm, tokens: Tokens) -> Sums:
-    """The summed objective of these tokens; raises what `objective_terms` raises."""
+    """Return the summed objective of these tokens; raises the errors of `objective_terms`."""
     terms, trained_T = objective_terms(algorithm, tokens), tokens.trained_T
     return Sums(
         loss=terms.loss_T.sum(),
         tokens=trained_T.sum(),
-        clipped=(terms.cut_T & trained_T).sum(),
+        clipped=(terms.clipped_T & trained_T).sum(),
         corrected=(terms.corrected_T & trained_T).sum(),
         reference_kl=(terms.reference_kl_T * trained_T).sum(),
     )

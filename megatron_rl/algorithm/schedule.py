@@ -1,4 +1,4 @@
-"""The `schedule` section: sizes of a step, and how far generation runs ahead of training."""
+"""The `schedule` section: sizes of a step, and the lag of training behind generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT_UPDATES_PER_PHASE = 8
 
 
 class Schedule(Section):
-    """How much is trained, and by which weights it was generated."""
+    """Sizes of a step, and the weights that generate it."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the run."""
@@ -21,18 +21,19 @@ class Schedule(Section):
     completions_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Completions generated for each prompt (the group size G)."""
     mode: Literal["pipeline", "ppo_off_policy", "synchronous"] = "pipeline"
-    """PipelineRL-k: generators stream, and stay within `max_lag_steps`. PPO-off-policy-k: generate
-    the batches of `updates_per_phase` steps, then train them. Synchronous: generate, train."""
+    """`pipeline` (PipelineRL-k): generate continuously, within `max_lag_steps`. `ppo_off_policy`:
+    generate the batches of `updates_per_phase` steps, then train them. `synchronous`: generate one
+    batch, then train it."""
     max_lag_steps: NonNegativeInt = 8
-    """k: no token is trained that weights older than k optimizer steps made. Follows from the mode
-    except in `pipeline`."""
+    """k: no trained token is sampled with weights older than k optimizer steps. Set it for
+    `pipeline` only; other modes determine it."""
     updates_per_phase: PositiveInt = 1
-    """Optimizer steps for which one phase of `ppo_off_policy` generates (there, 8 by default)."""
+    """Optimizer steps of one phase of `ppo_off_policy` (8 by default in that mode)."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one micro-batch with its padding, at most (one sequence is always allowed)."""
+    """Most tokens of one micro-batch, padding included (one sequence is always allowed)."""
     packing: bool = True
-    """Micro-batches are rows of many sequences (packed), rather than one padded row for each; the
-    gradient is the same."""
+    """Pack many sequences into one row of a micro-batch, instead of one padded row per sequence;
+    the gradient is the same."""
 
     @model_validator(mode="after")
     def _mode_fits(self) -> Self:
@@ -59,30 +60,31 @@ class Schedule(Section):
         return self
 
     def phase_start(self, step: int) -> int:
-        """First step of the phase that a step belongs to; the step itself without phases."""
+        """Return the first step of a step's phase; the step itself without phases."""
         return step - step % self.updates_per_phase
 
     def oldest_version(self, step: int) -> int:
-        """Oldest weights that may generate for a step: the one rule of all schedules.
+        """Return the oldest version that may generate for a step.
 
-        Example: pipeline with k = 8 takes versions from `step - 8` on; ppo_off_policy with k = 8
-        takes version 8 for steps 8 to 15.
+        Example: pipeline with k = 8 accepts versions from `step - 8`; ppo_off_policy with k = 8
+        accepts version 8 for steps 8 to 15.
         """
         if self.mode == "pipeline":
             return step - self.max_lag_steps
         return self.phase_start(step)
 
     def phase_steps(self, step: int) -> int:
-        """Steps whose batches must be complete before `step` is trained: its phase's, at its start.
+        """Return the number of steps whose batches must be complete before `step` is trained.
 
-        Example: 8 at step 8 and 1 at step 9 of ppo_off_policy with k = 8; 1 in other modes.
+        Example: ppo_off_policy with k = 8 has 8 at step 8, where a phase starts, and 1 at step 9;
+        other modes have 1.
         """
         if step != self.phase_start(step):
             return 1
         return min(self.updates_per_phase, self.steps - step)
 
     def summary(self) -> str:
-        """The schedule in a few words."""
+        """Return the schedule in a few words."""
         if self.mode == "pipeline":
             return f"PipelineRL-{self.max_lag_steps}"
         if self.mode == "synchronous":

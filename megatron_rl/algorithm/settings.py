@@ -1,16 +1,11 @@
-"""The `algorithm` section: all choices of a recipe that are no sizes, and what goes together."""
+"""The `algorithm` section: all choices of a recipe other than sizes, and their conflicts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.algorithm.corrections import CorrectionChoice, NoCorrection
 from megatron_rl.algorithm.losses import LossChoice
@@ -18,67 +13,69 @@ from megatron_rl.algorithm.losses.cispo import Cispo
 from megatron_rl.section import Fraction, Section, with_kind
 
 DEFAULT_KINDS = {"loss": "cispo", "correction": "none"}
-"""What is meant where a choice is given by its parameters alone."""
+"""Kind of a choice that is given by its parameters only."""
 
 
 class Algorithm(Section):
     """Loss, corrections, advantages, filters and curriculum (ScaleRL's by default)."""
 
     loss: LossChoice = Cispo()
-    """Policy loss and its parameters; its name alone (`loss: gspo`) takes the defaults."""
+    """Policy loss and its parameters; the name of a loss (`loss: gspo`) selects its defaults."""
     old_policy: Literal["generator", "trainer"] = "generator"
-    """The old policy that the ratio of ppo_clip, gspo and mini_rl starts from: the generator's own
-    log-probs (ScaleRL), or those that the trainer computes with the weights at the start of the
-    phase (`schedule.updates_per_phase`; with one update that is the current policy, ratio 1)."""
+    """Old policy in the ratio of ppo_clip, gspo and mini_rl: the log-probs of the generator
+    (ScaleRL), or log-probs that the trainer computes with the weights at the start of the phase
+    (`schedule.updates_per_phase`; with one update these are the current weights, ratio 1)."""
     correction: CorrectionChoice = NoCorrection()
-    """Importance correction from the generator to that old policy (or, for reinforce, to the
-    current one)."""
+    """Importance correction from the generator to the old policy (for reinforce: to the current
+    policy)."""
     routing_replay: Literal["none", "compare", "replay"] = "none"
-    """For mixtures of experts: generators return the experts that each token took, and the trainer
-    counts where its own routers differ (`compare`), or takes the generator's experts with the
+    """For mixtures of experts: generators return the experts of each token, and the trainer counts
+    the differences to its own routers (`compare`), or uses the generator's experts with the
     weights of its own routers (`replay`, R3 of arXiv 2510.11370)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference) in the objective; the reference is the start checkpoint."""
     kl_reset_steps: PositiveInt | None = None
-    """Optimizer steps after which the current policy becomes the reference (ProRL); never by
-    default."""
+    """Make the current policy the reference every this many optimizer steps (ProRL); default:
+    never."""
     entropy_coefficient: float = 0.0
-    """Weight of the entropy in the objective; positive rewards it."""
+    """Weight of the entropy in the objective; a positive weight increases the entropy."""
     aggregation: Literal["prompt", "sample", "token", "constant"] = "prompt"
-    """What one loss is the mean over before the mean over the batch; `constant` divides a
-    completion's sum by a constant length."""
+    """Average token losses per prompt, per completion (`sample`) or over all tokens of the batch;
+    `constant` divides the sum of each completion by a constant length."""
     constant_length_tokens: PositiveInt | None = None
-    """Length that `aggregation: constant` divides by; default: the longest completion."""
+    """Length for `aggregation: constant`; default: that of the longest possible completion."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the group's mean, or the mean of the others in it."""
+    """Baseline of a reward: the mean of its group, or the mean of the others in the group."""
     advantage_normalization: Literal["batch", "prompt", "none"] = "batch"
-    """Which standard deviation divides the centred rewards."""
+    """Divide the centered rewards by the standard deviation of the batch, of the prompt, or not."""
     advantage_std_over: Literal["trained", "all"] = "trained"
-    """Prompts of the batch's standard deviation: those that are trained, or all of the step,
-    filtered ones included."""
+    """Prompts in the standard deviation of the batch: those that are trained, or all of the step,
+    including filtered ones."""
     zero_variance_filter: bool = True
-    """Drop prompts whose completions all have one reward."""
+    """Drop prompts whose completions all have the same reward."""
     refill: bool = False
-    """Draw further prompts for the dropped ones, until the step has its number of prompts (DAPO's
+    """Draw more prompts to replace dropped ones, until the step has its number of prompts (DAPO's
     dynamic sampling)."""
     refill_max_ratio: float = Field(default=10.0, gt=1.0)
-    """Prompts drawn for one step, at most, as a multiple of `schedule.prompts_per_step`."""
+    """Limit of prompts drawn for one step, as a multiple of `schedule.prompts_per_step`."""
     truncated: Literal["drop", "mask", "train"] = "drop"
-    """Completions cut at the token budget: left out of loss and baseline, left out of the loss
-    alone (over-long filtering), or trained with their verified reward."""
+    """Completions that reached the token budget: leave them out of loss and baseline, leave them
+    out of the loss only (overlong filtering), or train them with their verified reward."""
     length_penalty: Literal["none", "right", "all"] = "none"
-    """Add clip((length_max - tokens) / length_cache - 1, -1, 0) to the reward of right completions
-    (ScaleRL's alternative to interruption), or of all (DAPO's soft over-long punishment)."""
+    """Add clip((length_max - tokens) / length_cache - 1, -1, 0) to the reward of correct
+    completions (`right`, ScaleRL's alternative to interruption) or of all (DAPO's soft overlong
+    punishment)."""
     length_max_tokens: PositiveInt | None = None
-    """Length at which the penalty reaches -1; default: the longest completion."""
+    """Length at which the penalty reaches -1; default: that of the longest possible completion."""
     length_cache_tokens: PositiveInt | None = None
-    """Length over which the penalty grows from 0; default: a fifth of `length_max_tokens`."""
+    """Length over which the penalty grows from 0 to -1; default: a fifth of
+    `length_max_tokens`."""
     no_positive_resampling: bool = True
-    """Never draw a prompt again, in later epochs, once its pass rate reached the threshold."""
+    """Do not draw a prompt in later epochs after its pass rate reached the threshold."""
     no_positive_resampling_threshold: Fraction = 0.9
-    """Pass rate from which a prompt is not drawn again."""
+    """Pass rate at or above which a prompt is not drawn again."""
     no_positive_resampling_statistic: Literal["last", "mean"] = "last"
-    """Pass rate of the last visit, or running mean over all visits."""
+    """Pass rate to compare: that of the last visit, or the mean over all visits."""
 
     @field_validator("loss", "correction", mode="before")
     @classmethod
@@ -86,99 +83,96 @@ class Algorithm(Section):
         return with_kind(value, DEFAULT_KINDS[info.field_name])
 
     @model_validator(mode="after")
-    def _go_together(self) -> Self:
-        for bad, message in self._contradictions():
-            if bad:
-                raise ValueError(message)
+    def _check(self) -> Self:
+        conflicts = [*self._loss_conflicts(), *self._other_conflicts()]
+        if conflicts:
+            raise ValueError(conflicts[0])
         return self
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        kind, against = self.loss.kind, self.loss.against
-        corrects, trainer = self.correction.kind != "none", self.old_policy == "trainer"
-        return [
-            (
-                trainer and against != "old",
+    def _loss_conflicts(self) -> Iterator[str]:
+        kind, reference = self.loss.kind, self.loss.ratio_reference
+        correction = self.correction.kind
+        if self.old_policy == "trainer" and reference != "old":
+            yield (
                 f"algorithm.old_policy is 'trainer': algorithm.loss.kind = {kind!r} has no ratio to"
-                " an old policy of the trainer; use 'generator'",
-            ),
-            (
-                corrects and against == "generator",
-                f"algorithm.correction.kind is {self.correction.kind!r}: algorithm.loss.kind ="
-                f" {kind!r} weighs with pi / pi_gen already; use 'none'",
-            ),
-            (
-                corrects and against == "old" and not trainer,
-                f"algorithm.correction.kind is {self.correction.kind!r}: with"
-                " algorithm.old_policy = 'generator' the ratio starts at the generator and there is"
-                " nothing to correct; use old_policy 'trainer', or correction 'none'",
-            ),
-            (
-                corrects and kind == "mini_rl",
-                f"algorithm.correction.kind is {self.correction.kind!r}: algorithm.loss.kind ="
-                " 'mini_rl' has its own importance weight (max_weight_ratio); use 'none'",
-            ),
-            (
-                self.kl_reset_steps is not None and not self.kl_coefficient,
+                " an old policy of the trainer; use 'generator'"
+            )
+        if correction != "none" and reference == "generator":
+            yield (
+                f"algorithm.correction.kind is {correction!r}: algorithm.loss.kind = {kind!r}"
+                " weighs with pi / pi_gen already; use 'none'"
+            )
+        if correction != "none" and reference == "old" and self.old_policy == "generator":
+            yield (
+                f"algorithm.correction.kind is {correction!r}: with algorithm.old_policy ="
+                " 'generator' the ratio starts at the generator and needs no correction; use"
+                " old_policy 'trainer', or correction 'none'"
+            )
+        if correction != "none" and kind == "mini_rl":
+            yield (
+                f"algorithm.correction.kind is {correction!r}: algorithm.loss.kind = 'mini_rl' has"
+                " its own importance weight (max_weight_ratio); use 'none'"
+            )
+
+    def _other_conflicts(self) -> Iterator[str]:
+        if self.kl_reset_steps is not None and not self.kl_coefficient:
+            yield (
                 f"algorithm.kl_reset_steps is {self.kl_reset_steps}: algorithm.kl_coefficient is 0,"
-                " so there is no reference to reset; set it above 0 or leave kl_reset_steps out",
-            ),
-            (
-                self.constant_length_tokens is not None and self.aggregation != "constant",
+                " so there is no reference to reset; set it above 0 or leave kl_reset_steps out"
+            )
+        if self.constant_length_tokens is not None and self.aggregation != "constant":
+            yield (
                 f"algorithm.constant_length_tokens is {self.constant_length_tokens}:"
-                f" algorithm.aggregation = {self.aggregation!r} divides by no constant; use"
-                " 'constant' or leave it out",
-            ),
-            (
-                self.advantage_std_over == "all" and self.advantage_normalization != "batch",
+                f" algorithm.aggregation = {self.aggregation!r} does not use it; use 'constant' or"
+                " leave it out"
+            )
+        if self.advantage_std_over == "all" and self.advantage_normalization != "batch":
+            yield (
                 "algorithm.advantage_std_over is 'all': algorithm.advantage_normalization ="
-                f" {self.advantage_normalization!r} takes no standard deviation over the batch; use"
-                " 'batch' or leave it out",
-            ),
-            (
-                self.refill and not self.zero_variance_filter,
+                f" {self.advantage_normalization!r} has no standard deviation over the batch; use"
+                " 'batch' or leave it out"
+            )
+        if self.refill and not self.zero_variance_filter:
+            yield (
                 "algorithm.refill is true: algorithm.zero_variance_filter is false, so there is"
-                " nothing to refill; set it true or refill false",
-            ),
-            (
-                self.length_penalty == "none"
-                and not (self.length_max_tokens is None and self.length_cache_tokens is None),
-                f"algorithm.length_max_tokens is {self.length_max_tokens} and"
-                f" algorithm.length_cache_tokens is {self.length_cache_tokens}:"
-                " algorithm.length_penalty = 'none' uses neither; use 'right' or 'all', or leave"
-                " them out",
-            ),
-            (
-                (self.length_cache_tokens or 0) > (self.length_max_tokens or float("inf")),
-                f"algorithm.length_cache_tokens is {self.length_cache_tokens}: it must not exceed"
-                f" algorithm.length_max_tokens = {self.length_max_tokens}",
-            ),
-        ]
+                " nothing to refill; set it true or refill false"
+            )
+        lengths = (self.length_max_tokens, self.length_cache_tokens)
+        if self.length_penalty == "none" and lengths != (None, None):
+            yield (
+                f"algorithm.length_max_tokens is {lengths[0]} and algorithm.length_cache_tokens is"
+                f" {lengths[1]}: algorithm.length_penalty = 'none' uses neither; use 'right' or"
+                " 'all', or leave them out"
+            )
+        if (lengths[1] or 0) > (lengths[0] or float("inf")):
+            yield (
+                f"algorithm.length_cache_tokens is {lengths[1]}: it must not exceed"
+                f" algorithm.length_max_tokens = {lengths[0]}"
+            )
 
     @property
     def per_token(self) -> bool:
-        """Whether a token's term follows from its own log-probs alone."""
+        """True if a token's term depends on its own log-probs only."""
         return self.loss.per_token and self.correction.per_token
 
     def resolved(self, completion_tokens: int) -> Algorithm:
-        """With the lengths that follow from the longest completion filled in."""
-        found: dict[str, int] = {}
+        """Return a copy with the default lengths, for the longest possible completion."""
+        lengths: dict[str, int] = {}
         if self.aggregation == "constant" and self.constant_length_tokens is None:
-            found["constant_length_tokens"] = completion_tokens
+            lengths["constant_length_tokens"] = completion_tokens
         if self.length_penalty != "none":
             longest = self.length_max_tokens or completion_tokens
-            found["length_max_tokens"] = longest
-            found["length_cache_tokens"] = self.length_cache_tokens or max(longest // 5, 1)
-        return self.model_copy(update=found)
+            lengths["length_max_tokens"] = longest
+            lengths["length_cache_tokens"] = self.length_cache_tokens or max(longest // 5, 1)
+        return self.model_copy(update=lengths)
 
     def summary(self) -> str:
-        """The algorithm in one line."""
-        spread = {
-            "batch": f"batch std over {self.advantage_std_over} prompts",
-            "prompt": "prompt std",
-            "none": "no std",
-        }
+        """Return the algorithm in one line."""
+        spread = {"prompt": "prompt std", "none": "no std"}.get(
+            self.advantage_normalization, f"batch std over {self.advantage_std_over} prompts"
+        )
         baseline = "leave-one-out" if self.advantage_baseline == "leave_one_out" else "group mean"
-        old = f" against the {self.old_policy}'s old policy" if self.loss.against == "old" else ""
+        old = f", old policy of the {self.old_policy}" if self.loss.ratio_reference == "old" else ""
         parts = [
             f"{self.loss.summary()}{old}",
             "" if self.correction.kind == "none" else f"correction {self.correction.kind}",
@@ -186,7 +180,7 @@ class Algorithm(Section):
             f"KL {self.kl_coefficient:g}" if self.kl_coefficient else "",
             f"entropy {self.entropy_coefficient:g}" if self.entropy_coefficient else "",
             f"{self.aggregation} mean" if self.aggregation != "constant" else "constant length",
-            f"{baseline} baseline, {spread[self.advantage_normalization]}",
+            f"{baseline} baseline, {spread}",
             "zero-variance filter" if self.zero_variance_filter else "",
             "refill" if self.refill else "",
             "" if self.truncated == "drop" else f"truncated: {self.truncated}",

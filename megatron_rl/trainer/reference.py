@@ -41,7 +41,7 @@ def recomputes_old(config: RunConfig) -> bool:
 def old_is_current(config: RunConfig, step: int) -> bool:
     """Return True if the old policy of this step is the current one, without its gradient."""
     a, s = config.algorithm, config.schedule
-    if a.loss.against == "none":
+    if a.loss.ratio_reference == "none":
         return True
     return a.old_policy == "trainer" and step == s.phase_start(step)
 

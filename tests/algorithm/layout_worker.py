@@ -101,7 +101,6 @@ def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[
                 logprobs=rng.normal(-3.43, 0.2, n).tolist(),
                 forced=(1, 2) if i == 1 else (0, 0),
                 spans=[m.VersionSpan(0, 0, n)],
-                started_version=0,
                 finish_reason="length" if (number, i) == (1, 3) else "stop",
             )
             verdict = Outcome.CORRECT if right else Outcome.WRONG
@@ -142,7 +141,7 @@ def config_of(folder: Path, ranks: int, name: str, split: int, **options: Any) -
 
 
 def policy_of(config: RunConfig, folder: Path) -> Any:
-    """The policy, moved off its start so that a reference differs from it; all gradients on all."""
+    """Build a policy that differs from its reference, with all gradients on all ranks."""
     from megatron_rl.trainer.model import Policy
 
     policy = Policy(config, folder / "model")

@@ -1,7 +1,4 @@
-from collections import Counter
-
 from megatron_rl.algorithm.curriculum import Curriculum
-from megatron_rl.algorithm.thinking_budget import thinking_budgets
 
 
 def curriculum(prompts=20, threshold=0.9, statistic="last", at_least=2):
@@ -65,11 +62,3 @@ def test_a_restored_curriculum_draws_what_the_saved_one_would():
 def test_order_differs_between_epochs():
     c = curriculum(threshold=None)
     assert [c.next() for _ in range(20)] != [c.next() for _ in range(20)]
-
-
-def test_thinking_budgets_are_uniform_in_the_range_and_the_same_for_a_group_made_again():
-    drawn = Counter(b for g in range(500) for b in thinking_budgets(1, g, 8, (10, 13)))
-    assert set(drawn) == {10, 11, 12, 13}
-    assert min(drawn.values()) > 850
-    assert thinking_budgets(1, 4, 8, (10, 13)) == thinking_budgets(1, 4, 8, (10, 13))
-    assert thinking_budgets(1, 4, 8, (10, 99)) != thinking_budgets(1, 5, 8, (10, 99))

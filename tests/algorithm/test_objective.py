@@ -19,7 +19,7 @@ ln = math.log
 
 
 def gaps(*ratios: float) -> list[float]:
-    """Generator log-probs for which an old log-prob of -1 has these ratios."""
+    """Return generator log-probs for which an old log-prob of -1 has these ratios."""
     return [-1.0 - ln(r) for r in ratios]
 
 

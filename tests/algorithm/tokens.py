@@ -43,7 +43,7 @@ def tokens(
 
 
 def summed(loss: Loss, given: Tokens, **algorithm: Any) -> tuple[Sums, list[float]]:
-    """The objective of this loss, and its gradient by each log-prob."""
+    """Return the objective of this loss, and its gradient by each log-prob."""
     a = Algorithm(loss=loss)
     a = a.model_copy(update=algorithm)
     sums = objective(a, given)

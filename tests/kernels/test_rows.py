@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.algorithm.losses.cispo import Cispo
 from megatron_rl.kernels import cispo_reference
 from megatron_rl.kernels.library import load
 from megatron_rl.kernels.linear import CispoInputs
+from tests.algorithm.tokens import summed, tokens
 from tests.kernels.cases import CAP, cispo_inputs, largest, relative, truth_of_logits
+from tests.sums import sum_error
 
 Ops = Any
 
@@ -211,19 +214,16 @@ def test_the_ratio_is_capped_from_above_alone(ops: Ops) -> None:
     assert ratio[2] == float("inf")
 
 
-def test_coefficient_and_loss_are_those_of_the_algorithm_room(ops: Ops) -> None:
-    from megatron_rl.algorithm.losses.cispo import cispo
-
+def test_coefficient_and_loss_are_those_of_the_algorithm(ops: Ops) -> None:
     C = 50
-    logp = (-torch.rand(C) * 4).requires_grad_()
-    loss = cispo_inputs(C, logp.detach())
-    want = cispo(logp, loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP)
-    want.loss.backward()
-    ratio, c, term = ops.cispo_terms(
-        logp.detach(), loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP
-    )
-    assert relative(c, logp.grad) < 1e-6
-    assert abs(term.sum() - want.loss) < 1e-6 * term.abs().sum()
+    logp = -torch.rand(C) * 4
+    loss = cispo_inputs(C, logp)
+    columns = (loss.generator_logprobs_T, loss.advantages_T, loss.weights_T)
+    given = tokens(logp.tolist(), *(column.tolist() for column in columns))
+    want, gradient = summed(Cispo(max_ratio=CAP), given)
+    ratio, c, term = ops.cispo_terms(logp, *columns, CAP)
+    assert relative(c, torch.tensor(gradient)) < 1e-6
+    assert sum_error(term.sum(), want.loss, term.abs().sum()) < 1e-6
     assert ((ratio > CAP) & (loss.weights_T > 0)).sum() == want.clipped
     assert want.clipped > 0
 

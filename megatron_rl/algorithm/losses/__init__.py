@@ -1,7 +1,7 @@
 """Policy losses, one file each: terms of single tokens, never means.
 
-All normalisation is in the loss weights, so that a loss does not depend on how the tokens are
-split over micro-batches and ranks. A new loss is one file with a `Loss` in it, and its name here.
+All normalization is in the loss weights, so a loss does not depend on the split of the tokens over
+micro-batches and ranks. To add a loss, write one file with a `Loss` and add its name here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a loss is given, and what it returns: terms of single tokens, summed in one place.
+"""The interface of losses: tokens in, one loss term per token out.
 
 Shape legend: T completion tokens of a micro-batch; S sequences of the step.
 
-A loss works on tensors through their methods alone, so that the configuration, of which it is a
-section, imports without torch.
+Losses are sections of the configuration, which imports without torch: they use tensors through
+their methods only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megatron_rl.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-Against = Literal["generator", "old", "none"]
+RatioReference = Literal["generator", "old", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Completion tokens of one micro-batch, all [T]; sequences are never split over micro-batches,
-    but may be over ranks (context parallelism).
+    """Completion tokens [T] of one micro-batch, which holds whole sequences.
+
+    Under context parallelism a rank holds a part of each sequence.
 
     Example: two completions of 2 and 1 tokens have `sequences_T = [0, 0, 1]`.
     """
@@ -37,20 +38,20 @@ class Tokens:
     """Under the old policy: the generator's, or the trainer's (`algorithm.old_policy`)."""
     advantages_T: Tensor
     loss_weights_T: Tensor
-    """All normalisation; 0 for tokens that are not trained."""
+    """All normalization; 0 for tokens that are not trained."""
     sequences_T: Tensor
     """int64: number of the token's sequence in the step."""
     sequences: int
     """Sequences of the step (S)."""
     entropy_T: Tensor | None = None
-    """Entropy of the trained distribution, with gradient where the objective needs it [nats]."""
+    """Entropy of the trained distribution [nats], with gradient if the objective needs it."""
     reference_logprobs_T: Tensor | None = None
     """Under the frozen reference policy."""
     complete: bool = True
-    """Whether all of the micro-batch's tokens are here, not a chunk of them."""
+    """True for all tokens of the micro-batch, False for a chunk of them."""
     add_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Sum of a tensor over the ranks that hold other tokens of these sequences; None: nobody does.
-    All of them call it the same number of times."""
+    """Sum of a tensor over the ranks that hold other tokens of these sequences; None without such
+    ranks. Collective: all of them call it the same number of times."""
 
     @property
     def trained_T(self) -> Tensor:
@@ -58,17 +59,18 @@ class Tokens:
         return self.loss_weights_T > 0
 
     def mean_by_sequence(self, values_T: Tensor) -> Tensor:
-        """Mean of a sequence's trained tokens, at each of its tokens [T]; 0 where it has none.
+        """Return the mean over the trained tokens of a sequence, at each of its tokens [T].
 
-        Values have no gradient: it would not reach the other ranks.
+        The mean is 0 without trained tokens. Values must not have a gradient: it would not reach
+        the other ranks.
 
         Raises:
-            RuntimeError: these are a chunk's tokens alone.
+            RuntimeError: these tokens are a chunk of the micro-batch.
         """
         if not self.complete:
             raise RuntimeError(
-                "a mean over a sequence was asked of some of its tokens: its loss or correction"
-                " must say `per_token = False`"
+                "a mean over sequences needs all of their tokens: set `per_token = False` in the"
+                " loss or correction that calls it"
             )
         trained_T = self.trained_T.to(values_T.dtype)
         zeros_2S = values_T.new_zeros(2 * self.sequences)
@@ -80,39 +82,39 @@ class Tokens:
         return (total_S / count_S.clamp(min=1.0)).index_select(0, self.sequences_T)
 
 
-class Terms(NamedTuple):
-    """What a loss says of each token."""
+class LossTerms(NamedTuple):
+    """The loss of each token."""
 
     loss_T: Tensor
-    """Loss before weighting; its gradient by `logprobs_T` is the loss's claim."""
-    cut_T: Tensor
-    """bool: the ratio was cut at a bound, or the token was left without gradient for it."""
+    """Unweighted loss; its gradient by `logprobs_T` defines the algorithm."""
+    clipped_T: Tensor
+    """bool: the ratio was clipped at a bound, or the token was masked for it."""
 
 
 class Loss(Section):
-    """Base of the policy losses; the minus sign is inside, so that all of them are minimised."""
+    """Base of the policy losses. They are minimized: the minus sign is inside."""
 
-    against: ClassVar[Against]
-    """Whose log-probs the ratio is taken against: the generator's own by definition of the loss,
-    the old policy's (`algorithm.old_policy` says which that is), or there is no ratio."""
+    ratio_reference: ClassVar[RatioReference]
+    """Policy in the denominator of the ratio: the generator by definition of the loss, the old
+    policy (chosen by `algorithm.old_policy`), or none if the loss has no ratio."""
     per_token: ClassVar[bool] = True
-    """Whether a token's term follows from its own log-prob alone (no sums over a sequence)."""
+    """A term depends on its own token's log-prob only (no sums over a sequence)."""
     kind: str
     """Name of the loss."""
 
     @abstractmethod
-    def terms(self, tokens: Tokens) -> Terms:
-        """The loss of each token."""
+    def terms(self, tokens: Tokens) -> LossTerms:
+        """Return the loss of each token."""
 
     def summary(self) -> str:
-        """Name and parameters in a few words."""
-        given = {k: v for k, v in self.model_dump().items() if k != "kind" and v is not None}
+        """Return the name and the parameters in a few words."""
+        parameters = self.model_dump(exclude={"kind"}, exclude_none=True)
         shown = ", ".join(
-            f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in given.items()
+            f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()
         )
         return f"{self.kind} ({shown})" if shown else self.kind
 
 
 def ratio_of(logprobs_T: Tensor, others_T: Tensor) -> Tensor:
-    """exp(logprobs - others) [T]."""
+    """Return exp(logprobs - others) [T]."""
     return (logprobs_T - others_T).exp()

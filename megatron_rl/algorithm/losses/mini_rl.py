@@ -4,8 +4,8 @@
     rho_t = pi(y_t) / pi_gen(y_t),    r_t = pi(y_t) / pi_old(y_t)
     M_t = 0 where (A_t > 0 and r_t > high) or (A_t < 0 and r_t < low), else 1
 
-(arXiv 2512.01374.) The weight corrects for all of the way from the generator to the trained policy;
-the mask looks at the staleness alone, so that its ratio is against the old policy of the trainer.
+(arXiv 2512.01374.) The weight corrects for everything between the generator and the trained policy;
+the mask depends on staleness only, by the ratio to the trainer's old policy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
-from megatron_rl.algorithm.losses.base import Against, Loss, Terms, Tokens, ratio_of
+from megatron_rl.algorithm.losses.base import Loss, LossTerms, RatioReference, Tokens, ratio_of
 
 
 class MiniRl(Loss):
-    """MiniRL, a truncated weight against the generator and a mask against the old policy."""
+    """MiniRL, a truncated importance weight, and a mask by the ratio to the old policy."""
 
-    against: ClassVar[Against] = "old"
+    ratio_reference: ClassVar[RatioReference] = "old"
     kind: Literal["mini_rl"] = "mini_rl"
     """Policy loss."""
     min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
@@ -30,14 +30,14 @@ class MiniRl(Loss):
     max_weight_ratio: PositiveFloat = 5.0
     """Cap on the importance weight pi / pi_gen."""
 
-    def terms(self, tokens: Tokens) -> Terms:
-        """Example: A > 0, pi / pi_old = 1.3 > 1.27: no gradient, whatever pi / pi_gen is."""
+    def terms(self, tokens: Tokens) -> LossTerms:
+        """Return the terms; A > 0 and pi / pi_old = 1.3 > 1.27 give no gradient."""
         now_T = tokens.logprobs_T.detach()
         weight_T = ratio_of(now_T, tokens.generator_logprobs_T).clamp(max=self.max_weight_ratio)
         stale_T = ratio_of(now_T, tokens.old_logprobs_T)
         positive_T, negative_T = tokens.advantages_T > 0, tokens.advantages_T < 0
-        cut_T = (positive_T & (stale_T > self.max_ratio)) | (
+        clipped_T = (positive_T & (stale_T > self.max_ratio)) | (
             negative_T & (stale_T < self.min_ratio)
         )
-        kept_T = weight_T.masked_fill(cut_T, 0.0)
-        return Terms(-kept_T * tokens.advantages_T * tokens.logprobs_T, cut_T)
+        kept_T = weight_T.masked_fill(clipped_T, 0.0)
+        return LossTerms(-kept_T * tokens.advantages_T * tokens.logprobs_T, clipped_T)

@@ -4,8 +4,8 @@
 
 (PPO, arXiv 1707.06347, equation 7; in ScaleRL's comparison, equations 7 and 8 of appendix A.2,
 pi_old is the generator.) A token has no gradient where A > 0 and r > high, or A < 0 and r < low.
-Dual clip (arXiv 1912.09729): where A < 0 the surrogate is bounded below by c A, so that a token
-with r > c has no gradient either.
+Dual clip (arXiv 1912.09729): where A < 0 the surrogate is bounded below by c A, and a token with
+r > c has no gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from megatron_rl.algorithm.losses.base import Against, Loss, Terms, Tokens, ratio_of
+from megatron_rl.algorithm.losses.base import Loss, LossTerms, RatioReference, Tokens, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PpoClip(Loss):
     """PPO's clipped surrogate (GRPO, DAPO)."""
 
-    against: ClassVar[Against] = "old"
+    ratio_reference: ClassVar[RatioReference] = "old"
     kind: Literal["ppo_clip"] = "ppo_clip"
     """Policy loss."""
     min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
@@ -42,8 +42,8 @@ class PpoClip(Loss):
             )
         return self
 
-    def terms(self, tokens: Tokens) -> Terms:
-        """Example: r = 1.5, A = 2, high = 1.2: loss -2.4, no gradient; A = -2: loss 3."""
+    def terms(self, tokens: Tokens) -> LossTerms:
+        """Return the terms; r = 1.5, high = 1.2: loss -2.4 for A = 2, 3 for A = -2."""
         ratio_T = ratio_of(tokens.logprobs_T, tokens.old_logprobs_T)
         return clipped_surrogate(
             ratio_T, tokens.advantages_T, self.min_ratio, self.max_ratio, self.dual_clip_ratio
@@ -56,16 +56,16 @@ def clipped_surrogate(
     min_ratio: float,
     max_ratio: float,
     dual_clip_ratio: float | None = None,
-) -> Terms:
-    """-min(r A, clip(r) A), bounded for negative advantages by -c A, of each token [T]."""
+) -> LossTerms:
+    """Return -min(r A, clip(r) A) [T], bounded by -c A for negative advantages."""
     plain_T = ratio_T * advantages_T
     bounded_T = ratio_T.clamp(min_ratio, max_ratio) * advantages_T
     surrogate_T = plain_T.minimum(bounded_T)
     positive_T = advantages_T > 0
     negative_T = advantages_T < 0
-    cut_T = (positive_T & (ratio_T > max_ratio)) | (negative_T & (ratio_T < min_ratio))
+    clipped_T = (positive_T & (ratio_T > max_ratio)) | (negative_T & (ratio_T < min_ratio))
     if dual_clip_ratio is not None:
         floor_T = advantages_T * dual_clip_ratio
         surrogate_T = surrogate_T.maximum(floor_T).where(negative_T, surrogate_T)
-        cut_T = cut_T | (negative_T & (ratio_T > dual_clip_ratio))
-    return Terms(-surrogate_T, cut_T)
+        clipped_T = clipped_T | (negative_T & (ratio_T > dual_clip_ratio))
+    return LossTerms(-surrogate_T, clipped_T)

@@ -1,7 +1,9 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 
-from megatron_rl.algorithm.rewards import length_penalty
+from megatron_rl.algorithm.length_control import length_penalty, thinking_budgets
 
 
 def test_the_penalty_falls_from_0_to_minus_1_over_the_cache():
@@ -21,3 +23,11 @@ def test_it_is_dapos_soft_over_long_punishment():
 
     lengths = np.arange(15000, 22000, 37)
     assert length_penalty(lengths, longest, cache) == pytest.approx([dapo(n) for n in lengths])
+
+
+def test_thinking_budgets_are_uniform_in_the_range_and_the_same_for_a_group_made_again():
+    drawn = Counter(b for g in range(500) for b in thinking_budgets(1, g, 8, (10, 13)))
+    assert set(drawn) == {10, 11, 12, 13}
+    assert min(drawn.values()) > 850
+    assert thinking_budgets(1, 4, 8, (10, 13)) == thinking_budgets(1, 4, 8, (10, 13))
+    assert thinking_budgets(1, 4, 8, (10, 99)) != thinking_budgets(1, 5, 8, (10, 99))

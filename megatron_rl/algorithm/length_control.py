@@ -1,0 +1,31 @@
+"""The two ways to bound the length of completions: thinking budgets and a length penalty."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def thinking_budgets(seed: int, group: int, count: int, bounds: tuple[int, int]) -> list[int]:
+    """Draw the thinking budget [tokens] of each completion of a group, uniform in `bounds`.
+
+    Both bounds are included; ScaleRL interrupts thinking in [10k, 12k]. The draw depends on seed
+    and group only, so a group that is generated again after a resume has the same budgets.
+    """
+    rng = random.Random(f"thinking budget {seed} {group}")
+    return [rng.randint(*bounds) for _ in range(count)]
+
+
+def length_penalty(
+    lengths: NDArray[np.int64], max_tokens: int, cache_tokens: int
+) -> NDArray[np.float64]:
+    """Return clip((max - length) / cache - 1, -1, 0) of each completion.
+
+    It is 0 up to `max - cache` tokens and falls to -1 at `max`: ScaleRL's length penalty (applied
+    to correct completions) and DAPO's soft overlong punishment (applied to all).
+
+    Example: max 100, cache 20: 80 tokens 0, 90 tokens -.5, 100 tokens and more -1.
+    """
+    return np.clip((max_tokens - lengths) / cache_tokens - 1.0, -1.0, 0.0)
