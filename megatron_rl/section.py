@@ -46,7 +46,7 @@ def entries_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def with_kind(value: Any, default: str) -> Any:
-    """Complete a choice that is given by its kind alone, or without its kind."""
+    """Complete a choice that is given by its kind only, or without a kind."""
     if isinstance(value, str):
         return {"kind": value}
     if isinstance(value, dict) and "kind" not in value:

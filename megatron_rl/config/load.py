@@ -129,7 +129,7 @@ def _message(error: ValidationError, one_task: bool) -> str:
         elif e["type"] == "missing":
             lines.append(f"{key} is missing: there is no default")
         elif e["type"] == "value_error":
-            # Messages of the whole tree have full keys, those of a task only its own.
+            # Messages of RunConfig have full keys, those of a task only the name of the field.
             lines.append(f"{key}.{message}" if keys[:1] in (["task"], ["tasks"]) else message)
         else:
             lines.append(f"{key} is {e['input']!r}: {message[0].lower()}{message[1:]}")

@@ -1,6 +1,6 @@
 """The tasks of a run: questions, verifier, and the share of each task in a batch.
 
-A single task stands under `task`, several under `tasks` by name; `task` then has what they share:
+A single task is given as `task`, several as `tasks` by name; `task` then has their shared keys:
 
     task: {heldout_prompts: 48}
     tasks:

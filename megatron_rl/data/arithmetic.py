@@ -52,7 +52,7 @@ def make_split(
 ) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
     """Make training problems (drawn with replacement) and held-out ones (all different).
 
-    The result depends on sizes and seed alone. Both lists have the same shares of expression
+    The result depends on sizes and seed only. Both lists have the same shares of expression
     lengths; as there are only some 150 different expressions of two operands, the training list is
     drawn with replacement.
     """

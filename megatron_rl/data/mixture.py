@@ -1,6 +1,6 @@
 """Several tasks in one run: the task of every prompt, and a curriculum of each task.
 
-The task of the i-th prompt depends on the seed, the weights and i alone (an error-diffusion draw:
+The task of the i-th prompt depends on the seed, the weights and i only (an error-diffusion draw:
 after n prompts a task has had its share to within one prompt per task), so the composition of a
 batch does not drift, and a resumed run draws the same prompts.
 """

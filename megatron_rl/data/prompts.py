@@ -148,7 +148,7 @@ def _tokenize(
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
     """Load the questions of a task as (training pool, held-out questions), which are disjoint.
 
-    The result depends on the task and the seed alone.
+    The result depends on the task and the seed only.
 
     Raises:
         DataError: a data set that cannot be read or is too small; with the remedy.

@@ -20,16 +20,18 @@ LOADERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 """File types of the `datasets` library."""
 SUFFIXES = (".jsonl", ".csv", *LOADERS)
 
-PROMPT_FIELDS = ("prompt", "problem", "question", "question_content", "instruction", "input")
-GOLD_FIELDS = ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label")
-DIFFICULTY_FIELDS = ("difficulty", "level")
-ID_FIELDS = ("id", "unique_id", "question_id", "problem_id")
-STARTER_FIELDS = ("starter_code",)
+USUAL_NAMES = {
+    "prompt": ("prompt", "problem", "question", "question_content", "instruction", "input"),
+    "gold": ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label"),
+    "difficulty": ("difficulty", "level"),
+    "id": ("id", "unique_id", "question_id", "problem_id"),
+    "starter": ("starter_code",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Field names of a table; an empty one stands for the usual names."""
+    """Field names of a table; if empty, the names in `USUAL_NAMES` are tried."""
 
     prompt: str = ""
     gold: str = ""
@@ -51,8 +53,8 @@ class Source:
     subset: str | None = None
     """Configuration on the hub; in a folder of files, the subfolder of that name, if any."""
     split: str = "train"
-    """Split; in a folder of files, those whose names begin with it. If none does, `train` stands
-    for all files."""
+    """Split; in a folder of files, those whose names begin with it. If none does, `train` means
+    all files."""
     revision: str | None = None
     """Commit on the hub; pin it, or the data may change under a run."""
 
@@ -136,26 +138,25 @@ def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> 
     if row.problem:
         raise DataError(row.problem)
     values = row.values
-    prompt = _prompt_text(_required(values, fields.prompt, PROMPT_FIELDS, "prompt"))
-    if code := str(_optional(values, fields.starter, STARTER_FIELDS) or "").rstrip():
+    prompt = _prompt_text(_require(values, fields, "prompt"))
+    if code := str(_get(values, fields, "starter") or "").rstrip():
         prompt += f"\n\nThe program must complete this code:\n```python\n{code}\n```\n"
     kind = str(values.get("kind", kind))
     # A reward function of the user may work without a right answer.
     needs_gold = bool(fields.gold) or not (kind == "custom" or ":" in kind)
-    gold: Any = ""
-    if needs_gold or _optional(values, "", GOLD_FIELDS) not in (None, ""):
-        gold = _required(values, fields.gold, GOLD_FIELDS, "answer")
+    has_gold = _get(values, fields, "gold") not in (None, "")
+    gold = _require(values, fields, "gold") if needs_gold or has_gold else ""
     meta = values.get("meta") or {}
     if not isinstance(meta, dict):
         raise DataError(f"meta is a {type(meta).__name__}, expected an object")
-    identity = _optional(values, fields.id, ID_FIELDS)
+    identity = _get(values, fields, "id")
     return Question(
         id=default_id if identity is None else str(identity),
         kind=kind,
         prompt=prompt,
         gold=gold if isinstance(gold, str) else json.dumps(gold),
         meta={**meta, **{name: values[name] for name in fields.meta if name in values}},
-        difficulty=str(_optional(values, fields.difficulty, DIFFICULTY_FIELDS) or ""),
+        difficulty=str(_get(values, fields, "difficulty") or ""),
     )
 
 
@@ -169,18 +170,21 @@ def _prompt_text(prompt: Any) -> str:
     return prompt
 
 
-def _required(values: dict[str, Any], name: str, usual: tuple[str, ...], role: str) -> Any:
-    value = _optional(values, name, usual)
+def _names(fields: Fields, role: str) -> tuple[str, ...]:
+    name = getattr(fields, role)
+    return (name,) if name else USUAL_NAMES[role]
+
+
+def _get(values: dict[str, Any], fields: Fields, role: str) -> Any:
+    return next((values[n] for n in _names(fields, role) if values.get(n) is not None), None)
+
+
+def _require(values: dict[str, Any], fields: Fields, role: str) -> Any:
+    value = _get(values, fields, role)
     if value is None or value == "":
-        expected = name or ", ".join(usual)
-        raise DataError(f"no {role} ({expected}); it has {', '.join(sorted(values))}")
+        names, label = ", ".join(_names(fields, role)), "answer" if role == "gold" else role
+        raise DataError(f"no {label} ({names}); it has {', '.join(sorted(values))}")
     return value
-
-
-def _optional(values: dict[str, Any], name: str, usual: tuple[str, ...]) -> Any:
-    if name:
-        return values.get(name)
-    return next((values[n] for n in usual if values.get(n) is not None), None)
 
 
 def _files(source: Source) -> list[Path]:

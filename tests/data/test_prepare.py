@@ -78,11 +78,11 @@ def test_polaris_gives_the_documented_files_and_lists_dropped_rows(tmp_path: Pat
 
 def test_broken_rows_are_reported_by_line(tmp_path: Path) -> None:
     done = polaris(tmp_path / "out")
-    said = [line for line in done.stderr.splitlines() if line.startswith("polaris.jsonl:")]
-    assert [line.split(":")[1] for line in said] == ["6", "10", "37"]
-    assert "not JSON" in said[0]
-    assert "expected an object, found list" in said[1]
-    assert "no answer (answer); it has difficulty, problem" in said[2]
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("polaris.jsonl:")]
+    assert [line.split(":")[1] for line in warnings] == ["6", "10", "37"]
+    assert "not JSON" in warnings[0]
+    assert "expected an object, found list" in warnings[1]
+    assert "no answer (answer); it has difficulty, problem" in warnings[2]
     broken = [r for r in rows(tmp_path / "out" / "dropped.jsonl") if r["reason"] == "broken"]
     assert [r["line"] for r in broken] == [6, 10, 37]
 

@@ -1,4 +1,4 @@
-"""From the tasks of a configuration to tokenized prompts, held-out ones apart."""
+"""From the tasks of a configuration to tokenized prompts, training and held-out ones."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_heldout_questions_of_a_data_set_are_set_apart_by_the_seed(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     def texts(seed: int) -> tuple[set[str], set[str]]:
-        found = load_prompts(data_set(tmp_path, seed=seed), tokenizer)
-        return {p.text for p in found.train}, {p.text for p in found.heldout}
+        prompts = load_prompts(data_set(tmp_path, seed=seed), tokenizer)
+        return {p.text for p in prompts.train}, {p.text for p in prompts.heldout}
 
     train, heldout = texts(1)
     assert (len(train), len(heldout)) == (25, 5)
@@ -103,7 +103,7 @@ def test_rows_carry_verifier_and_meta(tmp_path: Path, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "said"),
+    ("values", "error", "message"),
     [
         ({"template": "what is {prompt}"}, ConfigError, "task: question .* does not know"),
         ({"heldout_prompts": 30}, DataError, "leave none to train on; lower heldout_prompts"),
@@ -117,9 +117,9 @@ def test_data_that_cannot_be_used_are_named(
     tokenizer: Tokenizer,
     values: dict[str, Any],
     error: type[Exception],
-    said: str,
+    message: str,
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         load_prompts(data_set(tmp_path, **values), tokenizer)
 
 

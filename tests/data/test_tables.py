@@ -175,10 +175,10 @@ def test_an_evaluation_set_can_be_read_without_the_answer_format(tmp_path: Path)
     path = write(tmp_path / "e.jsonl", {"prompt": "1+1?", "answer": "2"})
     assert load_benchmark(str(path), plain=True)[0].prompt == "1+1?"
     assert load_benchmark(str(path), kind="exact")[0].prompt == "1+1?"
-    asked = load_benchmark(str(path))[0].prompt
-    assert asked == "1+1?\nPut the final answer in \\boxed{}."
-    again = write(tmp_path / "again.jsonl", {"prompt": asked, "answer": "2"})
-    assert load_benchmark(str(again))[0].prompt == asked
+    formatted = load_benchmark(str(path))[0].prompt
+    assert formatted == "1+1?\nPut the final answer in \\boxed{}."
+    again = write(tmp_path / "again.jsonl", {"prompt": formatted, "answer": "2"})
+    assert load_benchmark(str(again))[0].prompt == formatted
 
 
 def test_a_prompt_ends_with_the_answer_format_of_its_verifier(tmp_path: Path) -> None:

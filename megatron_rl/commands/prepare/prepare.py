@@ -7,7 +7,7 @@ bytes:
     dropped.jsonl                {"file", "line", "id", "reason", "detail"}
     report.json                  counts by reason, settings, SHA-256 of the other three
 
-`train.jsonl` is a task of kind `jsonl`: its prompts are complete (with a template of its own, set
+`train.jsonl` is a task of kind `jsonl`: its prompts are complete (if made with `--template`, set
 `template: "{prompt}"` there). The files are written into a temporary folder and moved at the end.
 """
 
