@@ -1,11 +1,25 @@
-"""`megatron-rl doctor`: whether this machine can run what is installed, and what to do if not.
+"""`megatron-rl doctor`: checks whether this machine can run what is installed, with remedies.
 
-Every check gives one line: `ok`, `note` (how it is here, and why that is enough), or `fail` with a
-remedy. What a check needs to import or start runs in processes of its own, so that a broken package
-ends a line and not the report; the generators' interpreter is asked in the same way.
+A check returns a `Result`, or several by name. Anything that it imports or starts may be broken: an
+error becomes a failed line, and a separate process probes the generators' interpreter. Importing
+this package needs no torch.
 """
 
-from megatron_rl.commands.doctor.checks import Options, run_checks
-from megatron_rl.commands.doctor.result import Result, fail, note, ok
+from __future__ import annotations
 
-__all__ = ["Options", "Result", "fail", "note", "ok", "run_checks"]
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of one check.
+
+    Example: `Result("fail", "in use by process 4711 (python)", "end that process, or ...")`.
+    """
+
+    status: Literal["ok", "note", "fail"]
+    """`note`: a difference from a GPU node that does not matter here."""
+    detail: str
+    remedy: str = ""
+    """Never empty if the check failed."""

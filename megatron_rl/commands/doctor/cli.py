@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from megatron_rl.commands.doctor import Result, node_checks, software_checks
 
 app = typer.Typer()
 
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
+RENDEZVOUS_PORT = 29500
+"""torchrun's default."""
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -26,48 +33,101 @@ def doctor(
         typer.Option("--port", help="Port that must be free; may be repeated [29500]."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what starts no other process (a health check).")
+        bool, typer.Option("--quick", help="Only checks that start no process (a health check).")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Check versions, devices, upstream fixes, ports, memory and transport; say what to do.
+    """Check versions, devices, upstream fixes, ports, memory and transport; print remedies.
 
     Exit status 0: a run can start here. 1: a line failed, and names its remedy. Any key of the
     configuration can follow as a dotted option.
     """
     from rich.console import Console
 
-    from megatron_rl.commands.doctor.checks import Options, run_checks
-    from megatron_rl.commands.doctor.node_check import RENDEZVOUS_PORT, SHARED_MEMORY
     from megatron_rl.config import load_config
     from megatron_rl.launch import generator_python
 
     run = load_config(config, context.args)
-    options = Options(
-        generator_python=generator_python(run),
-        weights_directory=run.weights.directory or SHARED_MEMORY,
-        ports=port or [int(os.environ.get("MASTER_PORT") or RENDEZVOUS_PORT)],
-        quick=quick,
-    )
+    python = generator_python(run) or sys.executable
+    folder = run.weights.directory or node_checks.SHARED_MEMORY
+    ports = port or [int(os.environ.get("MASTER_PORT") or RENDEZVOUS_PORT)]
     console = Console(soft_wrap=True, highlight=False)
-    results = []
-    for result in run_checks(options):
-        results.append(result)
+    checks, failed = [], []
+    for name, result in run_checks(python, folder, ports, quick):
+        checks.append({"check": name, **asdict(result)})
+        if result.status == "fail":
+            failed.append(name)
         if as_json:
             continue
-        text = f"{MARKS[result.status]} {result.check}: "
-        console.print(text, end="")
+        console.print(f"{MARKS[result.status]} {name}: ", end="")
         console.print(result.detail, markup=False)
         if result.remedy:
             console.print(f"     -> {result.remedy}", markup=False)
-    failed = [result.check for result in results if result.status == "fail"]
     if as_json:
-        print(json.dumps({"ok": not failed, "checks": [asdict(r) for r in results]}, indent=1))
+        print(json.dumps({"ok": not failed, "checks": checks}, indent=1))
     elif failed:
-        console.print(f"{len(failed)} of {len(results)} lines failed: {', '.join(failed)}")
+        console.print(f"{len(failed)} of {len(checks)} lines failed: {', '.join(failed)}")
     else:
-        console.print("nothing is in the way of a run here")
-    if failed:
-        raise typer.Exit(1)
+        console.print("All checks passed")
+    raise typer.Exit(1 if failed else 0)
+
+
+def run_checks(
+    python: str, folder: Path, ports: list[int], quick: bool
+) -> Iterator[tuple[str, Result]]:
+    """Yield the lines of the report as soon as they are known, causes before consequences.
+
+    Args:
+        python: the generators' interpreter.
+        folder: for weights.
+        ports: must be free.
+        quick: leave out checks that start processes.
+    """
+    yield from _lines("python", software_checks.check_python)
+    try:
+        import torch
+
+        cuda = torch.cuda.is_available()
+        backend = "nccl" if cuda and torch.cuda.device_count() >= node_checks.RANKS else "gloo"
+    except Exception as e:  # noqa: BLE001  # a broken torch, too
+        yield "torch", _failed(e)
+        return  # all other checks would fail as well
+    yield from _lines("GPUs", software_checks.check_gpus)
+    answer: dict[str, Any] = {}
+    if not quick:
+        answer, line = software_checks.probe_generator(python)
+        yield "generator environment", line
+    all_reduce = f"all-reduce of {node_checks.RANKS} ranks ({backend})"
+    checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
+        "versions": partial(software_checks.check_versions, answer, cuda=cuda),
+        "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
+        "compiled kernels": partial(software_checks.check_kernels, cuda=cuda),
+        "vLLM": partial(software_checks.check_features, answer),
+        "upstream fixes": partial(software_checks.check_upstream_fixes, answer),
+        "NCCL": partial(software_checks.check_nccl, answer, cuda=cuda),
+        "machine": node_checks.check_memory,
+        "open files": node_checks.check_open_files,
+        "shared memory": partial(node_checks.check_shared_memory, folder, cuda=cuda),
+        "loopback": node_checks.check_loopback,
+        **{f"port {port}": partial(node_checks.check_port, port) for port in ports},
+        all_reduce: partial(node_checks.check_all_reduce, backend),
+        "weight transfer (disk, loop-back)": partial(node_checks.check_weight_transfer, folder),
+    }
+    for name, check in checks.items():
+        if not (quick and name in ("Transformer Engine", all_reduce)):
+            yield from _lines(name, check)
+
+
+def _lines(name: str, check: Callable[[], Result | dict[str, Result]]) -> list[tuple[str, Result]]:
+    """Return the lines of a check; an error is a line, too."""
+    try:
+        result = check()
+    except Exception as e:  # noqa: BLE001
+        result = _failed(e)
+    return [(name, result)] if isinstance(result, Result) else list(result.items())
+
+
+def _failed(error: Exception) -> Result:
+    return Result("fail", f"{type(error).__name__}: {error}", "see the error; docs/install.md")

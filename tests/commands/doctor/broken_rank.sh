@@ -1,4 +1,4 @@
 #!/bin/sh
-# Stands for an interpreter whose process group does not come up.
+# Acts as an interpreter whose process group does not come up.
 echo "RuntimeError: cannot resolve the host name" >&2
 exit 1

@@ -1,0 +1,164 @@
+"""Checks of the node: memory, ports, and the communication of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_rl.commands.doctor import Result
+
+SHARED_MEMORY = Path("/dev/shm")
+GIB = 2**30
+RANKS = 2
+SECONDS = 120.0
+"""Time limit of the all-reduce."""
+ALL_REDUCE = f"""
+import sys, datetime, torch, torch.distributed as dist
+url, backend, rank = *sys.argv[1:3], int(sys.argv[3])
+if backend == "nccl":
+    torch.cuda.set_device(rank)
+limit = datetime.timedelta(seconds=60)
+dist.init_process_group(backend, init_method=url, rank=rank, world_size={RANKS}, timeout=limit)
+value = torch.full((1,), rank + 1.0, device="cuda" if backend == "nccl" else "cpu")
+dist.all_reduce(value)
+assert value.item() == {RANKS * (RANKS + 1) / 2}, f"the sum is {{value.item()}}"
+dist.destroy_process_group()
+"""
+"""Program of a rank, which adds rank + 1 over all ranks."""
+
+
+def check_memory() -> Result:
+    """Report cores and memory."""
+    import psutil
+
+    total = psutil.virtual_memory().total / GIB
+    return Result("note", f"{len(os.sched_getaffinity(0))} cores, {total:.0f} GiB of memory")
+
+
+def check_open_files() -> Result:
+    """Check the hard limit of open files; the orchestrator raises its own limit to it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= 4096:
+        return Result("ok", "the limit is high enough")
+    return Result(
+        "note",
+        f"at most {hard} in a process, and the orchestrator needs one for each generator and three"
+        " for each verifier worker; for large runs raise the hard limit (docker run --ulimit"
+        " nofile=65536, LimitNOFILE= of the service that starts jobs)",
+    )
+
+
+def check_shared_memory(folder: Path, *, cuda: bool) -> Result:
+    """Check for space for weights, NCCL and vLLM's queues; Docker's 64 MB are too little."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Result("fail", f"{folder} is not a writable folder", "mount a tmpfs there")
+    free, needed = shutil.disk_usage(folder).free, (8 if cuda else 0.25) * GIB
+    if free >= needed:
+        return Result("ok", f"{folder}: {free / GIB:.1f} GiB free")
+    return Result(
+        "fail",
+        f"{folder} has {free / GIB:.2f} GiB free; {needed / GIB:g} GiB are needed",
+        "docker run --ipc=host (or --shm-size=16g); in Kubernetes an emptyDir with medium Memory"
+        " on /dev/shm; or set weights.directory to another folder",
+    )
+
+
+def check_loopback() -> Result:
+    """Check the node's own interface, which the orchestrator and gloo use."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+    except OSError as e:
+        return Result("fail", f"127.0.0.1 does not connect: {e}", "bring the interface lo up")
+    return Result("ok", "127.0.0.1 connects")
+
+
+def check_port(port: int) -> Result:
+    """Check that a port can be bound; other nodes connect to it."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", port))
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE:
+                return Result("fail", f"cannot be bound: {e.strerror}", "use a port above 1023")
+            remedy = (
+                "end that process, or use another port for torchrun (--rdzv-endpoint HOST:PORT,"
+                " MASTER_PORT; --standalone picks a free one)"
+            )
+            return Result("fail", f"in use{_holder(port)}", remedy)
+    return Result("ok", "free")
+
+
+def _holder(port: int) -> str:
+    """Return the process that listens on a port; without root it may be invisible."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if listens and connection.pid is not None:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return ""
+
+
+def check_all_reduce(backend: str) -> Result:
+    """Let `RANKS` processes add numbers."""
+    with tempfile.TemporaryDirectory(prefix="megatron_rl_doctor_") as folder:
+        null = subprocess.DEVNULL
+        command = [sys.executable, "-c", ALL_REDUCE, f"file://{folder}/rendezvous", backend]
+        processes = [
+            subprocess.Popen([*command, str(rank)], stdout=null, stderr=subprocess.PIPE, text=True)
+            for rank in range(RANKS)
+        ]
+        try:
+            errors = [process.communicate(timeout=SECONDS)[1].strip() for process in processes]
+        except subprocess.TimeoutExpired:
+            errors = [f"not finished within {SECONDS:.0f} s"]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if not any(process.returncode for process in processes):
+        return Result("ok", "the sum is right on every rank")
+    remedy = "set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME, and try again"
+    if backend == "gloo":
+        remedy = (
+            "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
+            " (lo on one node)"
+        )
+    return Result("fail", max(errors, key=len).rpartition("\n")[2] or "a rank failed", remedy)
+
+
+def check_weight_transfer(root: Path) -> Result:
+    """Check that weights sent by the transport `disk` are received bit for bit."""
+    import torch
+
+    from megatron_rl.weights.manifest import WeightsError
+    from megatron_rl.weights.transports.disk import DiskPublisher, DiskReceiver
+
+    sent = {
+        "model.embed_tokens.weight": torch.arange(4096, dtype=torch.float32).reshape(64, 64),
+        "lm_head.weight": torch.full((64, 64), 1 / 3, dtype=torch.bfloat16),
+    }
+    received: dict[str, torch.Tensor] = {}
+    try:
+        publisher = DiskPublisher(root / f"megatron_rl_doctor_{os.getpid()}")
+        with contextlib.closing(publisher):
+            manifest, receiver = publisher.publish(1, iter(sent.items()), 16384), DiskReceiver()
+            receiver.begin(manifest)
+            receiver.load(manifest, lambda x: received.update((n, t.clone()) for n, t in x))
+    except (OSError, WeightsError) as e:
+        remedy = f"set weights.directory to a folder with free space ({root} has none)"
+        return Result("fail", str(e), remedy)
+    if sent.keys() == received.keys() and all(sent[n].equal(received[n]) for n in sent):
+        return Result("ok", f"{len(sent)} tensors through {root}")
+    return Result("fail", "received other weights", f"check the file system of {root}")

