@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl import launch, messages
 from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
-from megatron_rl.config import RunConfig, load_config
-from megatron_rl.config.saved import save_config
+from megatron_rl.config import RunConfig, load_config, save_config
 from megatron_rl.orchestrator.run_plan import print_plan
 
 if TYPE_CHECKING:

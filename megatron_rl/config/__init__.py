@@ -8,7 +8,9 @@ under a field is its help text; units are in the names.
 from megatron_rl.algorithm.schedule import Schedule as Schedule
 from megatron_rl.algorithm.settings import Algorithm as Algorithm
 from megatron_rl.config.describe import describe as describe
+from megatron_rl.config.load import CONFIG_FILE as CONFIG_FILE
 from megatron_rl.config.load import load_config as load_config
+from megatron_rl.config.load import save_config as save_config
 from megatron_rl.config.run import NAMED_MODELS as NAMED_MODELS
 from megatron_rl.config.run import TINY_MODELS as TINY_MODELS
 from megatron_rl.config.run import RunConfig as RunConfig

@@ -1,7 +1,12 @@
-"""From a recipe, a YAML file and command-line overrides to a checked configuration."""
+"""From a recipe, a YAML file and command-line overrides to a checked configuration.
+
+A run keeps its configuration in its folder as `config.yaml`, a file like any other. It has every
+key, so that it means the same when defaults change.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from megatron_rl.config.describe import describe
 from megatron_rl.config.run import RunConfig
 from megatron_rl.section import ConfigError, Section, entries_of, kind_of, sections_of
 
+CONFIG_FILE = "config.yaml"
 Location = tuple[int | str, ...]
 
 
@@ -41,6 +47,19 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         return RunConfig.model_validate(values)
     except ValidationError as e:
         raise ConfigError(_message(e, one_task=not values.get("tasks"))) from None
+
+
+def save_config(config: RunConfig) -> Path:
+    """Write the configuration into the run's folder, atomically."""
+    # `resume` belongs to one start of a run, not to the run.
+    values = config.model_dump(mode="json", exclude={"resume"})
+    path = config.output_dir / CONFIG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".yaml.tmp")
+    text = yaml.safe_dump(values, sort_keys=False, width=100, allow_unicode=True)
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:

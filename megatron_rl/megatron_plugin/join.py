@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.config.saved import save_config
+from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.launch import connect_store, generator_python, weights_rendezvous
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.megatron_plugin.data_iterator import (
@@ -186,7 +185,7 @@ class PretrainingPlugin:
         """Publish the last weights, and wait for the last evaluation and the report.
 
         Raises:
-            OrchestratorFailed: the orchestrator did not end well.
+            RunError: the orchestrator did not end well.
         """
         if self._steps is None or self._ended:
             return

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, RunConfig, load_config
-from megatron_rl.config.saved import NAME as CONFIG
+from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
 from megatron_rl.metrics.metrics_file import Row, read_metrics
 
 COMPUTE = ("compute_tokens", "compute_device_hours", "compute_flops", "wall_seconds")
@@ -38,10 +37,7 @@ class ModelSource:
 def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelSource:
     """Find the model at a path (of a run: the newest checkpoint), with its run's configuration.
 
-    Args:
-        path: Hugging Face directory, checkpoint folder, or a run's folder.
-        config: file to use instead of the run's own.
-        overrides: dotted options on top.
+    `config` replaces the run's own file; `overrides` are dotted options on top.
 
     Raises:
         ConfigError: nothing to evaluate, or an invalid configuration.
@@ -54,12 +50,12 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
             raise ConfigError(f"{path}/checkpoints: no complete checkpoint (step_*/trainer.json)")
         path = max(complete, key=lambda p: int(p.name[5:]))
     is_megatron = (path / "trainer.json").is_file()
-    run = next((p for p in path.resolve().parents[:2] if (p / CONFIG).is_file()), None)
-    file = config or (run / CONFIG if run is not None else None)
+    run = next((p for p in path.resolve().parents[:2] if (p / CONFIG_FILE).is_file()), None)
+    file = config or (run / CONFIG_FILE if run is not None else None)
     if is_megatron and file is None:
         raise ConfigError(
-            f"{path}: no {CONFIG} in the run's folder above it; give the run's configuration with"
-            " --config"
+            f"{path}: no {CONFIG_FILE} in the run's folder above it; give the configuration of the"
+            " run with --config"
         )
     if not is_megatron and not ((path / "config.json").is_file() and [*path.glob("*.safetensors")]):
         raise ConfigError(
