@@ -54,8 +54,8 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
     file = config or (run / CONFIG_FILE if run is not None else None)
     if is_megatron and file is None:
         raise ConfigError(
-            f"{path}: no {CONFIG_FILE} in the run's folder above it; give the configuration of the"
-            " run with --config"
+            f"{path}: no {CONFIG_FILE} in the run's folder above it; give the run's configuration"
+            " with --config"
         )
     if not is_megatron and not ((path / "config.json").is_file() and [*path.glob("*.safetensors")]):
         raise ConfigError(
