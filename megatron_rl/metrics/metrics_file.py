@@ -190,7 +190,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
             f"{path}: schema {head.get('schema')!r} in its first line, this version writes"
             f" {SCHEMA!r}: choose another output_dir, or move the file"
         )
-    kept, dropped = [_line(schema_row())], []
+    kept, dropped = [_line(schema_row())], list[bytes]()
     # A kept row has a step below this; events are always kept.
     end = {} if resume_step is None else {"step": resume_step, "eval": resume_step + 1}
     for line, row in parsed:

@@ -67,13 +67,11 @@ def build_batch(
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
 
-    def column(
-        values: Callable[[_TrainedSample], ArrayLike], on_prompt: float, dtype: str
-    ) -> bytes:
-        """Return a value for each completion token, and `on_prompt` for each prompt token."""
+    def column(values: Callable[[_TrainedSample], ArrayLike], fill: float, dtype: str) -> bytes:
+        """Return a value for each completion token, and `fill` for each prompt token."""
         parts = [np.empty(0)]
         for t in trained:
-            parts += [np.full(len(t.prompt), on_prompt), np.asarray(values(t))]
+            parts += [np.full(len(t.prompt), fill), np.asarray(values(t))]
         return np.concatenate(parts).astype(dtype).tobytes()
 
     lengths = [len(t.prompt) + len(t.sample.token_ids) for t in trained]
@@ -95,10 +93,8 @@ def build_batch(
     )
     metrics = rollout_metrics(step, groups, kept)
     if algorithm.length_penalty != "none":
-        penalties = [
-            p for g in kept for p in _penalties(g, baseline_samples(g, algorithm), algorithm)
-        ]
-        metrics["length_penalty_mean"] = float(np.mean(penalties)) if penalties else 0.0
+        penalties = [_penalties(g, baseline_samples(g, algorithm), algorithm) for g in kept]
+        metrics["length_penalty_mean"] = float(np.concatenate(penalties).mean()) if kept else 0.0
     request = ScoreRequest(
         step=step,
         prompts=[t.prompt for t in trained[:probe]],

@@ -83,7 +83,7 @@ def _without_training(
     config: RunConfig, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]
 ) -> RunConfig:
     """Return the configuration of a run with one engine and its own folder."""
-    longest = max(config.generation.max_prompt_tokens, *(len(p.token_ids) for p in prompts))
+    longest = max([config.generation.max_prompt_tokens, *(len(p.token_ids) for p in prompts)])
     changes: dict[str, dict[str, Any]] = {
         "generation": {"max_prompt_tokens": longest},
         "evaluation": {"samples_per_prompt": sampling["samples"]},

@@ -44,7 +44,7 @@ def load_sets(
             continue
         benchmark, _, local = name.partition("=")
         label = Path(benchmark).stem if benchmark.endswith(".jsonl") else benchmark
-        prompts = []
+        prompts: list[tuple[str, Prompt]] = []
         for q in load_benchmark(benchmark, local or None, kind=kind):
             text = form(q.prompt)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
