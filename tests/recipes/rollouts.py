@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_rl.data.tiny_tokenizer import save_tiny_tokenizer
 from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
 from megatron_rl.config import ArithmeticTask
 from megatron_rl.data import arithmetic
+from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.models.packing import RowLayout
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict, verify_exact
