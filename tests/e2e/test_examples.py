@@ -101,11 +101,11 @@ def test_a_killed_and_resumed_run_trains_the_prompts_of_an_uninterrupted_one_in_
 
     from megatron_rl.config import load_config
     from megatron_rl.data import load_prompts
-    from megatron_rl.orchestrator.steps import prompt_stream
+    from megatron_rl.orchestrator.steps import StepBuilder
 
     config = load_config(run[0] / "config.yaml")
     tokenizer = Tokenizer.from_file(str(run[0] / "final" / "tokenizer.json"))
-    stream = prompt_stream(config, load_prompts(config, tokenizer))
+    stream = StepBuilder(config, load_prompts(config, tokenizer)).stream
     trained = [row["prompt_ids"] for row in rows(run[0], "step")]
     assert trained == [[stream.next() for _ in range(16)] for _ in range(STEPS)]
 
