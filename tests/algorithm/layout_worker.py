@@ -3,7 +3,7 @@
 Started by `test_layouts.py`. All losses, all aggregations, the KL term (whose reference is a pass
 of its own) and the entropy term: the same batch on one rank, over 2 and 4 data-parallel ranks, 2
 tensor-parallel or context-parallel ranks and 2 pipeline stages, packed and padded, in several
-micro-batch splits and in another order of its groups. Rank 0 writes what it saw.
+micro-batch splits and in another order of its groups. Rank 0 writes the distances.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
-from tests.trainer.cases import ODD_VOCABULARY, distances, gradients, run_config
+from tests.trainer.cases import ODD_VOCABULARY, absolute_terms, distances, gradients, run_config
 
 PLAIN = {"parallel__distributed_optimizer": False}
 PADDED = {"schedule__packing": False}
@@ -156,20 +156,27 @@ def main(rank: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     alone: dict[str, dict[str, Tensor]] = {}
+    terms: dict[str, dict[str, Tensor]] = {}
     found: dict[str, Any] = {}
     if rank == 0:
         first = config_of(folder, 1, "cispo, prompt mean", ALONE)
         init_world(first, 0, 1, dist.HashStore())
         policy = policy_of(first, folder)
         for name in ALGORITHMS:
-            alone[name] = gradient(policy, config_of(folder, 1, name, ALONE))
+            config = config_of(folder, 1, name, ALONE)
+            alone[name] = gradient(policy, config)
+            with absolute_terms(policy) as terms[name]:
+                gradient(policy, config)
         found["norms"] = {n: float(sum(g.square().sum() for g in alone[n].values())) for n in alone}
         for where, (split, options, order) in SPLITS.items():
             configs = {n: config_of(folder, 1, n, split, **options) for n in ALGORITHMS}
             found[where] = {
-                n: distances(gradient(policy, configs[n], order), alone[n]) for n in ALGORITHMS
+                n: distances(gradient(policy, configs[n], order), alone[n], terms[n])
+                for n in ALGORITHMS
             }
         few = gradient(policy, config_of(folder, 1, FEW, SOME), order=[1])
+        with absolute_terms(policy) as few_terms:
+            gradient(policy, config_of(folder, 1, FEW, ALONE), order=[1])
         destroy_world()
     for i, (layout, (ranks, options)) in enumerate(LAYOUTS.items()):
         if rank >= ranks:
@@ -183,7 +190,7 @@ def main(rank: int, folder: Path) -> None:
         seen_few = gradient(policy, config_of(folder, ranks, FEW, SOME, **options), order=[1])
         destroy_world()
         if rank == 0:
-            found[layout] = {n: distances(seen[n], alone[n]) for n in ALGORITHMS}
-            found["few"] = {**found.get("few", {}), layout: distances(seen_few, few)}
+            found[layout] = {n: distances(seen[n], alone[n], terms[n]) for n in ALGORITHMS}
+            found.setdefault("few", {})[layout] = distances(seen_few, few, few_terms)
     if rank == 0:
         torch.save(found, folder / "found.pt")

@@ -1,13 +1,13 @@
 """The gradient of a batch is the same in any split, order and parallel layout, for all algorithms.
 
-The measure is |g - g'| / |g'| of every parameter tensor by itself, against one process that takes
-one sequence at a time. 1e-6 leaves fp32 little room: seen are .1e-6 to .65e-6, of which products
-of matrices make the most (in float64 they would leave .5e-6: each result is rounded to fp32). The
+The measure is |g - g'| / |terms| of every parameter tensor, against one process that takes one
+sequence at a time; the terms are the absolute values of the gradients of single sequences. 1e-6
+leaves fp32 some room: measured are .1e-6 to .4e-6, most of it from products of matrices. The
 model's matrices have the standard deviation of its `initializer_range`; five times larger ones
-amplify the same rounding to 2.7e-6 (tensor parallelism), of which 1.4e-6 are the single process's
-own distance from float64.
+amplify the same rounding fourfold.
 
-Not exercised: GPUs and expert parallelism (`tests/trainer` has the latter, for CISPO).
+Not exercised: GPUs and expert parallelism (`tests/trainer/test_layouts.py` has the latter, and all
+layouts' optimizer steps, checkpoints and exports, for CISPO).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INITIAL = 0.2
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Distances from the gradient of one process with one sequence in each micro-batch."""
+    """Run all layouts once: distances from the gradient of one process, sequence by sequence."""
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model", "tiny_dense", INITIAL, vocab_size=ODD_VOCABULARY)
     write_model(folder / "moved", "tiny_dense", 1.1 * INITIAL, vocab_size=ODD_VOCABULARY)
@@ -38,12 +38,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return torch.load(folder / "found.pt")
 
 
-@pytest.mark.parametrize("where", [*SPLITS, *LAYOUTS])
-def test_gradients_are_the_same(found: Any, where: str) -> None:
-    assert set(found[where]) == set(ALGORITHMS)
-    for name, distances in found[where].items():
-        worst = max(distances, key=distances.__getitem__)
-        assert distances[worst] <= TOLERANCE, (name, worst, distances[worst])
+def too_far(found: Any, where: str) -> dict[str, Any]:
+    """Return the tensors beyond the tolerance, by algorithm or by layout."""
+    return {
+        name: {tensor: d for tensor, d in distances.items() if not d <= TOLERANCE}
+        for name, distances in found[where].items()
+        if not max(distances.values()) <= TOLERANCE
+    }
+
+
+def test_gradients_are_the_same_in_every_split_and_layout(found: Any) -> None:
+    for where in (*SPLITS, *LAYOUTS):
+        assert set(found[where]) == set(ALGORITHMS), where
+    assert {where: bad for where in (*SPLITS, *LAYOUTS) if (bad := too_far(found, where))} == {}
 
 
 def test_every_algorithm_has_a_gradient_of_its_own(found: Any) -> None:
@@ -54,5 +61,4 @@ def test_every_algorithm_has_a_gradient_of_its_own(found: Any) -> None:
 
 def test_a_rank_with_an_empty_share_stays_in_step(found: Any) -> None:
     assert set(found["few"]) == set(LAYOUTS)
-    for layout, distances in found["few"].items():
-        assert max(distances.values()) <= TOLERANCE, (layout, distances)
+    assert too_far(found, "few") == {}

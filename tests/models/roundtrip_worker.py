@@ -1,6 +1,6 @@
 """One of four gloo processes that take small models of all architectures through every layout.
 
-Started by `test_roundtrip.py`; rank 0 writes what it saw. Only loading and export happen here;
+Started by `test_roundtrip.py`; rank 0 writes the faults. Only loading and export happen here;
 training in such layouts is in `tests/trainer`.
 """
 
@@ -75,7 +75,7 @@ def models_of(layout: dict[str, int]) -> list[str]:
 def faults(
     policy: Policy, loaded: dict[str, Tensor], exports: list[tuple[float, int]]
 ) -> list[str]:
-    """What is wrong with successive exports of (version's factor, bucket size), on rank 0."""
+    """Return the faults of successive exports of (version's factor, bucket size), on rank 0."""
     found = []
     now = 1.0
     for number, (factor, size) in enumerate(exports):

@@ -38,7 +38,7 @@ def inputs(bounds: Bounds, rows: int) -> list[Tensor]:
 def reference(
     bounds: Bounds, qkv: list[Tensor], chunk: int | None, temperature: tuple[float, float] | None
 ) -> Tensor:
-    """The same from the definition: a mask and a softmax, head by head."""
+    """Compute the same from the definition: a mask and a softmax, head by head."""
     query, key, value = (x.permute(1, 2, 0, 3) for x in qkv)
     at = np.arange(bounds[-1])
     inside = within_sequence(bounds, at)

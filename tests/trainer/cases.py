@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.models import routed_experts, tiny
+from tests.sums import sum_error
 
 PROMPT, COMPLETION = (3, 9), (1, 14)
 """Ranges of lengths of the test batches, in tokens."""
@@ -177,10 +178,36 @@ def with_random_routes(message: messages.Batch, architecture: Any) -> messages.B
     )
 
 
-def distances(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
-    """Return |a - b| / |b| of each tensor, in Euclidean norms."""
+@contextlib.contextmanager
+def absolute_terms(policy: Any) -> Iterator[dict[str, Tensor]]:
+    """Run micro-batches one by one, and sum the absolute values of their gradients by name.
+
+    The sums are the yardstick of the error of the whole gradient (`tests.sums`). They are complete
+    on rank 0; each gradient is collective over the trainer ranks.
+    """
+    sums: dict[str, Tensor] = {}
+    run = policy.forward_backward
+
+    def one_by_one(micro_batches: list[Any], objective: Any, **options: Any) -> None:
+        for micro in micro_batches:
+            run([micro], objective, **options)
+            if objective is not None:
+                for name, gradient in gradients(policy).items():
+                    sums[name] = gradient.abs() + sums.get(name, 0.0)
+
+    policy.forward_backward = one_by_one
+    try:
+        yield sums
+    finally:
+        policy.forward_backward = run
+
+
+def distances(
+    a: dict[str, Tensor], b: dict[str, Tensor], terms: dict[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return |a - b| / |terms| of each tensor, in Euclidean norms; by default terms are b."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-    return {n: float((a[n].double() - b[n].double()).norm() / b[n].double().norm()) for n in b}
+    return {n: sum_error(a[n], b[n], (terms or b)[n]) for n in b}
 
 
 def gradients(policy: Any) -> dict[str, Tensor]:

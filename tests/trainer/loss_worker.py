@@ -5,6 +5,7 @@ Rank 0 writes the differences.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.export import export
-from tests.trainer.cases import batch, gradients, run_config
+from tests.sums import sum_error
+from tests.trainer.cases import absolute_terms, batch, gradients, run_config
 
 SP = {"parallel__tensor": 2, "parallel__sequence_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -51,7 +53,7 @@ CASES = [
 """What is compared: every layout, and every way in the layouts that differ most."""
 
 
-def step(config: Any, directory: Path) -> tuple[Any, ...]:
+def step(config: Any, directory: Path, terms: bool = False) -> tuple[Any, ...]:
     """(way, metrics, probe, gradients, weights after the step) of one trainer step; on rank 0."""
     policy = Policy(config, directory)
     run, apply, way = policy._forward_backward, policy.apply, Objective.method
@@ -70,7 +72,9 @@ def step(config: Any, directory: Path) -> tuple[Any, ...]:
     policy.apply = observed  # type: ignore[method-assign]
     Objective.method = observed_way  # type: ignore[method-assign]
     try:
-        done = Trainer(config, policy).train_step(batch(sequences=9), 0)
+        with absolute_terms(policy) if terms else nullcontext() as sums:
+            done = Trainer(config, policy).train_step(batch(sequences=9), 0)
+        seen["gradients"] = sums or seen["gradients"]
     finally:
         Objective.method = way  # type: ignore[method-assign]
     # The probe and the way are the last stage's; rank 1 is in it in every layout.
@@ -79,13 +83,12 @@ def step(config: Any, directory: Path) -> tuple[Any, ...]:
     return said[0], done.metrics, done.probe_logprobs, seen["gradients"], dict(export(policy))
 
 
-def apart(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> dict[str, Any]:
-    """Differences, largest ones; of gradients, by tensor and relative in the Euclidean norm."""
-    (way, metrics, probe, grads, weights), (_, metrics_2, probe_2, grads_2, weights_2) = (
-        fused,
-        plain,
-    )
-    norms = {name: float(gradient.norm()) for name, gradient in grads_2.items()}
+def apart(
+    fused: tuple[Any, ...], plain: tuple[Any, ...], terms: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the largest differences; those of gradients by tensor and per absolute terms."""
+    way, metrics, probe, grads, weights = fused
+    _, metrics_2, probe_2, grads_2, weights_2 = plain
     return {
         "way": way,
         "metrics": {n: abs(metrics[n] - metrics_2[n]) for n in metrics_2},
@@ -94,9 +97,9 @@ def apart(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> dict[str, Any]:
             for a, b in zip(probe, probe_2, strict=True)
             for x, y in zip(a, b, strict=True)
         ),
-        "gradients": {n: float((grads[n] - grads_2[n]).norm()) / (norms[n] or 1.0) for n in norms},
+        "gradients": {n: sum_error(grads[n], grads_2[n], terms[n]) for n in terms},
         "weights": max(float((weights[n] - weights_2[n]).abs().max()) for n in weights_2),
-        "least gradient": min(norms.values()),
+        "least gradient": min(float(gradient.norm()) for gradient in grads_2.values()),
     }
 
 
@@ -141,8 +144,10 @@ def main(rank: int, folder: Path) -> None:
             if (layout, name) not in CASES:
                 continue
             pair = [step(config(kind, algorithm), folder / model) for kind in ("fused", "plain")]
+            single = config("plain", {**algorithm, "schedule__micro_batch_tokens": 1})
+            *_, terms, _ = step(single, folder / model, terms=True)
             if rank == 0:
-                found[layout][name] = apart(*pair)
+                found[layout][name] = apart(*pair, terms)
         megatron_build.wrap = wrap
         world.destroy_world()
     if rank == 0:

@@ -24,6 +24,9 @@ from tests.trainer.loss_worker import CASES
 from tests.workers import run_ranks
 
 TOLERANCE = 1e-6
+"""Of gradients, per absolute terms of their sums over sequences; of weights after a step."""
+LOGPROB_TOLERANCE = 2e-6
+"""Of log-probs and metrics: log-probs up to 8 are rounded to 2^-21 (.5e-6), ratios likewise."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,10 @@ def test_a_step_of_the_fused_head_equals_that_of_the_plain_one(found: Any) -> No
     for layout, way in CASES:
         seen = found[layout][way]
         assert seen["way"] == way, layout
-        differences = {**seen["metrics"], **seen["gradients"]}
-        differences |= {"probe": seen["probe"], "weights": seen["weights"]}
-        assert {k: v for k, v in differences.items() if v > TOLERANCE} == {}, (layout, way)
+        logprobs = {**seen["metrics"], "probe": seen["probe"]}
+        assert {k: v for k, v in logprobs.items() if v > LOGPROB_TOLERANCE} == {}, (layout, way)
+        others = {**seen["gradients"], "weights": seen["weights"]}
+        assert {k: v for k, v in others.items() if v > TOLERANCE} == {}, (layout, way)
         assert seen["least gradient"] > 1e-5, (layout, way)
 
 
