@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-rl convert` without an installation: tools/convert_checkpoint.py SOURCE TARGET"""
+"""Run `megatron-rl convert` without an installation: tools/convert_checkpoint.py SOURCE TARGET."""
 
 import sys
 from pathlib import Path

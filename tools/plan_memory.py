@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`megatron-rl plan` without an installation: tools/plan_memory.py CONFIG --world 80"""
+"""Run `megatron-rl plan` without an installation: tools/plan_memory.py CONFIG --world 80."""
 
 import sys
 from pathlib import Path

@@ -44,8 +44,8 @@ def convert_command(
 ) -> None:
     """Convert a checkpoint: Hugging Face to Megatron's distributed format, or back.
 
-    The direction follows from the format of SOURCE. Memory holds about one output file per
-    worker. A killed conversion resumes when it is started again.
+    The direction follows from the format of SOURCE. Memory use is about one output file per worker.
+    A killed conversion resumes when it is started again.
     """
     try:
         if dtype not in DTYPES:

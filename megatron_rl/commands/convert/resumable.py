@@ -37,10 +37,6 @@ class ConvertError(ValueError):
     """A checkpoint that cannot be converted; names the file or tensor, and the remedy."""
 
 
-def _print_now(line: str) -> None:
-    print(line, flush=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """A directory to make and the way to write it."""
@@ -51,8 +47,8 @@ class Output:
     """Size of a file."""
     workers: int = 1
     """Number of files written at once."""
-    report: Callable[[str], None] = _print_now
-    """Prints a line about progress."""
+    quiet: bool = False
+    """Print nothing about progress."""
 
     def write(
         self,
@@ -100,12 +96,13 @@ class Output:
             return f"{name}: {(tree / name).stat().st_size / 1e6:.0f} MB"
 
         missing = [number for number, record in enumerate(records) if not record.is_file()]
-        if len(missing) < len(files):
-            self.report(f"resuming: {len(files) - len(missing)} of {len(files)} files are complete")
+        if len(missing) < len(files) and not self.quiet:
+            print(f"resuming: {len(files) - len(missing)} of {len(files)} files are complete")
         with ThreadPoolExecutor(self.workers) as pool:
             for count, line in enumerate(pool.map(write, missing), start=1):
-                seconds = time.monotonic() - begin
-                self.report(f"{line} ({count} of {len(missing)} files in {seconds:.0f} s)")
+                if not self.quiet:
+                    seconds = time.monotonic() - begin
+                    print(f"{line} ({count} of {len(missing)} in {seconds:.0f} s)", flush=True)
         return [pickle.loads(record.read_bytes()) for record in records]
 
 

@@ -1,15 +1,11 @@
 """Hugging Face -> Megatron's distributed checkpoint (torch_dist), for every layout at once.
 
-    <target>/
-        latest_checkpointed_iteration.txt   "release": `--load <target> --finetune` of Megatron
-        release/            .metadata, metadata.json, common.pt, __0_0.distcp ...
-        huggingface/        everything but trained weights: config.json, tokenizer, ...;
-                            untouched*.safetensors has the tensors that Megatron does not hold
-        SHA256SUMS
+    release/        .metadata, metadata.json, common.pt, __0_0.distcp ...: `--load` of Megatron
+    huggingface/    config.json, tokenizer, ...; untouched*.safetensors: tensors not in Megatron
 
-Tensors are stored unsharded, as ranges of rows, so that any tensor, pipeline and expert parallel
-layout reads its own bytes. If the local spec and Transformer Engine's name a tensor differently,
-both names point to the same bytes. There is no optimizer state.
+Tensors are stored unsharded, as ranges of rows: any tensor, pipeline and expert parallel layout
+reads its own bytes. If the local spec and Transformer Engine's name a tensor differently, both
+names point to the same bytes. There is no optimizer state.
 """
 
 from __future__ import annotations

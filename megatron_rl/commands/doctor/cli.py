@@ -79,27 +79,18 @@ def run_checks(
 ) -> Iterator[tuple[str, Result]]:
     """Yield the lines of the report as soon as they are known, causes before consequences.
 
-    Args:
-        python: the generators' interpreter.
-        folder: for weights.
-        ports: must be free.
-        quick: leave out checks that start processes.
+    `python` is the generators' interpreter, `folder` that of weights; `quick` starts no process.
     """
     yield from _lines("python", software_checks.check_python)
-    try:
-        import torch
-
-        cuda = torch.cuda.is_available()
-        backend = "nccl" if cuda and torch.cuda.device_count() >= node_checks.RANKS else "gloo"
-    except Exception as e:  # noqa: BLE001  # a broken torch, too
-        yield "torch", _failed(e)
+    gpus = software_checks.check_gpus()
+    yield from gpus.items()
+    if "torch" in gpus:
         return  # all other checks would fail as well
-    yield from _lines("GPUs", software_checks.check_gpus)
+    cuda = gpus["GPUs"].status == "ok"
     answer: dict[str, Any] = {}
     if not quick:
         answer, line = software_checks.probe_generator(python)
         yield "generator environment", line
-    all_reduce = f"all-reduce of {node_checks.RANKS} ranks ({backend})"
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
         "versions": partial(software_checks.check_versions, answer, cuda=cuda),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
@@ -112,11 +103,11 @@ def run_checks(
         "shared memory": partial(node_checks.check_shared_memory, folder, cuda=cuda),
         "loopback": node_checks.check_loopback,
         **{f"port {port}": partial(node_checks.check_port, port) for port in ports},
-        all_reduce: partial(node_checks.check_all_reduce, backend),
+        "all-reduce": partial(node_checks.check_all_reduce, cuda=cuda),
         "weight transfer (disk, loop-back)": partial(node_checks.check_weight_transfer, folder),
     }
     for name, check in checks.items():
-        if not (quick and name in ("Transformer Engine", all_reduce)):
+        if not (quick and name in ("Transformer Engine", "all-reduce")):
             yield from _lines(name, check)
 
 
@@ -125,9 +116,5 @@ def _lines(name: str, check: Callable[[], Result | dict[str, Result]]) -> list[t
     try:
         result = check()
     except Exception as e:  # noqa: BLE001
-        result = _failed(e)
+        result = software_checks.broken(e)
     return [(name, result)] if isinstance(result, Result) else list(result.items())
-
-
-def _failed(error: Exception) -> Result:
-    return Result("fail", f"{type(error).__name__}: {error}", "see the error; docs/install.md")

@@ -110,8 +110,12 @@ def _holder(port: int) -> str:
     return ""
 
 
-def check_all_reduce(backend: str) -> Result:
-    """Let `RANKS` processes add numbers."""
+def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
+    """Let `RANKS` processes add numbers, over NCCL if there are enough GPUs, else over gloo."""
+    import torch
+
+    backend = "nccl" if cuda and torch.cuda.device_count() >= RANKS else "gloo"
+    name = f"all-reduce of {RANKS} ranks ({backend})"
     with tempfile.TemporaryDirectory(prefix="megatron_rl_doctor_") as folder:
         null = subprocess.DEVNULL
         command = [sys.executable, "-c", ALL_REDUCE, f"file://{folder}/rendezvous", backend]
@@ -128,14 +132,15 @@ def check_all_reduce(backend: str) -> Result:
                 process.kill()
                 process.wait()
     if not any(process.returncode for process in processes):
-        return Result("ok", "the sum is right on every rank")
+        return {name: Result("ok", "the sum is right on every rank")}
     remedy = "set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME, and try again"
     if backend == "gloo":
         remedy = (
             "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
             " (lo on one node)"
         )
-    return Result("fail", max(errors, key=len).rpartition("\n")[2] or "a rank failed", remedy)
+    error = max(errors, key=len).rpartition("\n")[2] or "a rank failed"
+    return {name: Result("fail", error, remedy)}
 
 
 def check_weight_transfer(root: Path) -> Result:

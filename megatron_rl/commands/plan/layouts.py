@@ -19,11 +19,12 @@ from pydantic import ValidationError
 
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, estimate, generator_memory
 from megatron_rl.config import Parallel, RunConfig
-from megatron_rl.models.division import problems
+from megatron_rl.models.divisibility import divisibility_errors
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
+ROLE_SIZES = ("trainer_ranks", "generator_ranks", "generator_tensor_parallel")
 TRAINER_SHARE = 0.2
 ENOUGH_SEQUENCES = 8
 """Completions of full length that fit an engine's cache; most are shorter."""
@@ -40,30 +41,25 @@ def with_layout(
     **parallel: Any,
 ) -> RunConfig:
     """Return the run with other sizes, which are not checked; `parallel` starts at its defaults."""
-    sizes = {
-        "trainer_ranks": trainer_ranks,
-        "generator_ranks": generator_ranks,
-        "generator_tensor_parallel": generator_tensor_parallel,
-    }
-    roles = run.roles.model_copy(update=sizes)
+    sizes = (trainer_ranks, generator_ranks, generator_tensor_parallel)
+    roles = run.roles.model_copy(update=dict(zip(ROLE_SIZES, sizes, strict=True)))
     return run.model_copy(update={"roles": roles, "parallel": Parallel.model_construct(**parallel)})
 
 
 def layout_values(run: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the sizes as sections of a configuration."""
-    names = {"trainer_ranks", "generator_ranks", "generator_tensor_parallel"}
-    return {"roles": run.roles.model_dump(include=names), "parallel": run.parallel.model_dump()}
+    roles = run.roles.model_dump(include=set(ROLE_SIZES))
+    return {"roles": roles, "parallel": run.parallel.model_dump()}
 
 
 def layout_options(run: RunConfig) -> str:
     """Return the sizes as command-line options; `parallel` without its defaults."""
     values, default = layout_values(run), Parallel().model_dump()
-    return " ".join(
-        f"--{section}.{key} {str(value).lower() if isinstance(value, bool) else value}"
-        for section, keys in values.items()
-        for key, value in keys.items()
-        if section == "roles" or value != default[key]
-    )
+    options = {f"--roles.{key}": value for key, value in values["roles"].items()}
+    for key, value in values["parallel"].items():
+        if value != default[key]:
+            options[f"--parallel.{key}"] = str(value).lower()
+    return " ".join(f"{key} {value}" for key, value in options.items())
 
 
 def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:
@@ -72,7 +68,7 @@ def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:
         RunConfig.model_validate(run.model_dump())
     except ValidationError as e:
         return [str(error.get("ctx", {}).get("error", error["msg"])) for error in e.errors()]
-    reasons = problems(run.parallel, architecture)
+    reasons = divisibility_errors(run.parallel, architecture)
     width, node = run.roles.generator_tensor_parallel, run.roles.gpus_per_node
     key = f"roles.generator_tensor_parallel is {width}"
     if architecture.heads % width:
@@ -114,7 +110,7 @@ def search(
         fitting = []
         for sizes in _parallel_sizes(run, architecture, trainers):
             candidate = with_layout(run, trainers, world - trainers, engine, **sizes)
-            if problems(candidate.parallel, architecture):
+            if divisibility_errors(candidate.parallel, architecture):
                 continue
             memory = estimate(candidate, architecture, reserve_gib)
             if not memory.misfits:

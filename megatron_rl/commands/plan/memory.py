@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.config import Parallel, RunConfig
-from megatron_rl.models.division import layers_of_stage
+from megatron_rl.models.divisibility import layers_of_stage
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
@@ -151,7 +151,7 @@ def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter
     """Count `dense` and `expert` parameters of a rank of each stage, padded vocabulary included.
 
     They come from the name mapping that loads and exports the model. All ranks of a stage have the
-    same number. The sizes must divide the model (`models.division`).
+    same number. The sizes must divide the model (`models.divisibility`).
     """
     p = parallel
     counts = _count_parts(architecture, p.tensor, p.expert, p.expert_tensor)

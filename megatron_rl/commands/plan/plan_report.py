@@ -34,14 +34,9 @@ def memory_plan(
     search_layouts: bool = False,
     json_path: Path | None = None,
 ) -> int:
-    """Print the memory plan of a configuration; return 0, or `DOES_NOT_FIT`.
+    """Print the memory plan of a run of `world` ranks; return 0, or `DOES_NOT_FIT`.
 
-    Args:
-        run: its `roles.gpu_gib` and `roles.gpus_per_node` describe the GPUs.
-        world: ranks of the run; None: those of the configuration.
-        reserve_gib: memory of a trainer's GPU that must stay free.
-        search_layouts: propose layouts even if the given one fits.
-        json_path: file to write the plan to.
+    Without `search_layouts`, layouts are proposed only if the given one does not fit.
     """
     architecture, roles = read_architecture(run), run.roles
     total, active = architecture.parameters(), architecture.active_parameters()

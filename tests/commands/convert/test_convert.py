@@ -23,12 +23,8 @@ from tests.commands.convert import models
 ROOT = Path(__file__).parents[3]
 
 
-def silent(_: str) -> None:
-    """Discard a line about progress."""
-
-
 def to_distributed(source: Path, target: Path, part_bytes: int = 10**5, workers: int = 1) -> Path:
-    return to_megatron.convert(source, Output(target, part_bytes, workers, silent))
+    return to_megatron.convert(source, Output(target, part_bytes, workers, quiet=True))
 
 
 def to_hf(
@@ -38,7 +34,7 @@ def to_hf(
     like: Path | None = None,
     dtype: str | None = None,
 ) -> Path:
-    return to_huggingface.convert(source, Output(target, shard_bytes, 1, silent), like, dtype)
+    return to_huggingface.convert(source, Output(target, shard_bytes, quiet=True), like, dtype)
 
 
 def content(directory: Path) -> dict[str, torch.Tensor]:
