@@ -100,5 +100,5 @@ def huggingface_directory(source: ModelSource, target: Path) -> Path:
     from megatron_rl.commands.convert.to_huggingface import convert
     from megatron_rl.models.start_checkpoint import start_directory
 
-    output = Output(target, 10**9, report=lambda _: None)
+    output = Output(target, 10**9, quiet=True)
     return convert(source.path, output, start_directory(source.config))
