@@ -41,7 +41,7 @@ from megatron_rl.generator.vllm_args import (
 from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
 from megatron_rl.generator.weight_transfer import update_info
 from megatron_rl.messages import Manifest, WeightsUpdated
-from megatron_rl.models.routed_experts import Routes, check_experts
+from megatron_rl.models.routed_experts import RoutedExperts, check_experts
 from megatron_rl.weights.manifest import WeightsError, check_tensors
 from megatron_rl.weights.number_format import WireFormat
 from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
@@ -233,7 +233,7 @@ class Engine:
 
     async def _request(
         self, prompt: list[int], params: SamplingParams
-    ) -> tuple[list[RequestOutput], Routes | None]:
+    ) -> tuple[list[RequestOutput], RoutedExperts | None]:
         """Return (outputs, experts of its tokens) of a request that is finished."""
         while True:
             await self._submitting.wait()

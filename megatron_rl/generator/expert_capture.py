@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.routed_experts import UNKNOWN, Routes, encode
+from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts, encode
 
 
 def returned_by_vllm() -> bool:
@@ -54,7 +54,7 @@ class RequestRoutes:
                 " unsupported behavior of this release"
             )
 
-    async def of(self, request_id: str, outputs: Sequence[Any]) -> Routes:
+    async def of(self, request_id: str, outputs: Sequence[Any]) -> RoutedExperts:
         """Return [N, L, K] of a finished request: of its tokens except the last, never an input."""
         k = self._architecture.experts_per_token
         if returned_by_vllm():
@@ -65,7 +65,7 @@ class RequestRoutes:
         (rows, *_) = await self._llm.collective_rpc("take_routes", args=([request_id],))
         return np.frombuffer(rows[0], dtype=np.int16).reshape(-1, len(self._layers), k)
 
-    def encoded(self, routes_NLK: Routes, tokens: int) -> bytes:
+    def encoded(self, routes_NLK: RoutedExperts, tokens: int) -> bytes:
         """Return `Sample.routes` of so many tokens of prompt and completion; pad with unknown."""
         padding = np.full((tokens, *routes_NLK.shape[1:]), UNKNOWN, dtype=np.int16)
         joined = np.concatenate([routes_NLK, padding])[:tokens]

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.messages import VersionSpan
-from megatron_rl.models.routed_experts import Routes
+from megatron_rl.models.routed_experts import RoutedExperts
 
 BLOCK = 64
 """Tokens that are decoded at a time in the search for an end marker."""
@@ -47,7 +47,7 @@ class SampledTokens:
     """Versions that made the tokens; `[start, end)` within these tokens, without gaps."""
     finish_reason: str
     """`stop` or `length`."""
-    routes_NLK: Routes | None = None
+    routes_NLK: RoutedExperts | None = None
     """Experts of all tokens of the request, prompt included, except the last one."""
 
 
@@ -77,7 +77,7 @@ class Completion:
     forced: tuple[int, int] = (0, 0)
     finish_reason: str = ""
     """Empty as long as it is not complete."""
-    routes_NLK: Routes | None = None
+    routes_NLK: RoutedExperts | None = None
     """Experts of prompt and completion, as far as they are known. A token that was an input of
     several requests keeps those of the first, in which its successor was sampled."""
     _answer_start: int = -1

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from megatron_rl.generator.interruption import SampledTokens
 from megatron_rl.messages import VersionSpan
-from megatron_rl.models.routed_experts import UNKNOWN, Routes
+from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
 
 _ONLY_FIRST_AND_LAST = 2**31 - 1
 
@@ -44,7 +44,9 @@ def scoring() -> SamplingParams:
     )
 
 
-def sampled_tokens(outputs: Sequence[RequestOutput], routes: Routes | None = None) -> SampledTokens:
+def sampled_tokens(
+    outputs: Sequence[RequestOutput], routes: RoutedExperts | None = None
+) -> SampledTokens:
     """Return the tokens that a finished request sampled.
 
     Args:

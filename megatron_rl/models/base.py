@@ -1,7 +1,7 @@
-"""What `megatron_rl` must know about an architecture, and what the Llama family shares.
+"""The base class of architectures, with the parts that the Llama family shares.
 
 An architecture turns a `config.json` into fields of Megatron's `TransformerConfig`, one layer
-spec per layer, and one `Weight` per parameter (`mapping`). It knows nothing of ranks.
+spec per layer, and one `Weight` per parameter (`mapping`). It is independent of ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_rl.models.mapping import (
-    Along,
-    GateUp,
-    QueryKeyValue,
-    VocabularyRows,
-    Weight,
-)
+from megatron_rl.models.mapping import Along, GateUp, QueryKeyValue, VocabularyRows, Weight
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -30,7 +24,7 @@ COLUMN = Along(0)
 ROW = Along(1)
 """Input columns of a row-parallel linear layer."""
 GATED = Along(0, parts=2)
-"""Output rows of a gated linear layer: gate and up are cut alike."""
+"""Output rows of a gated linear layer; gate and up are split separately."""
 
 
 class Architecture(ABC):
@@ -40,18 +34,17 @@ class Architecture(ABC):
         hf: contents of `config.json`.
 
     Raises:
-        ValueError: a feature that this architecture's file does not implement; the message names
-            the key and its value.
+        ValueError: a feature that is not implemented; the message names the key and its value.
     """
 
     interleaved_rope: ClassVar[bool] = False
-    """Whether rotary pairs are neighbours rather than halves of the head."""
+    """Rotary pairs are adjacent, not halves of the head."""
     rope_theta: ClassVar[float] = 10000.0
-    """Base of the rotary frequencies where config.json names none."""
+    """Base of the rotary frequencies if config.json has none."""
     prefix: ClassVar[str] = ""
-    """What the names of the checkpoint's trained tensors start with, before `model.`."""
+    """Prefix of the names of trained tensors in the checkpoint, before `model.`."""
     untrained: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of checkpoint tensors that Megatron does not hold (a vision tower)."""
+    """Prefixes of checkpoint tensors outside Megatron (a vision tower)."""
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         self.hf = hf
@@ -72,16 +65,14 @@ class Architecture(ABC):
         self.require("mlp_bias", False)
 
     def require(self, key: str, value: Any) -> None:
-        """Refuses a configuration whose `key` is present with another value."""
-        found = self.hf.get(key, value)
-        if found != value:
-            raise ValueError(
-                f"config.json has {key} = {found!r}: {type(self).__name__} implements"
-                f" {value!r} only"
-            )
+        """Raise ValueError if the configuration has `key` with another value."""
+        actual = self.hf.get(key, value)
+        if actual != value:
+            only = f"{type(self).__name__} implements {value!r} only"
+            raise ValueError(f"config.json has {key} = {actual!r}: {only}")
 
     def config_fields(self) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig that the architecture decides."""
+        """Return the fields of Megatron's TransformerConfig that the architecture determines."""
         return {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
@@ -105,23 +96,19 @@ class Architecture(ABC):
 
     @property
     def experts_per_token(self) -> int:
-        """Routed experts that a token takes in a layer with experts; 0 for a dense model."""
+        """Routed experts of a token in a layer with experts; 0 for a dense model."""
         return int(self.hf["num_experts_per_tok"]) if self.experts else 0
 
     @abstractmethod
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
-        """One spec per layer, of all layers.
-
-        Args:
-            use_te: Transformer Engine modules, else Megatron's local ones.
-        """
+        """Return the specs of all layers, with Transformer Engine or Megatron's local modules."""
 
     @abstractmethod
     def layer_weights(self, layer: int) -> list[Weight]:
-        """The parameters of one layer beyond its attention."""
+        """Return the parameters of one layer, except those of its attention."""
 
     def weights(self) -> list[Weight]:
-        """Every parameter, in the order of the forward pass."""
+        """Return every parameter, in the order of the forward pass."""
         rows, table = VocabularyRows(self.vocabulary), (self.vocabulary, self.hidden)
         embedding, head = f"{self.prefix}model.embed_tokens.weight", f"{self.prefix}lm_head.weight"
         out = [Weight("embedding.word_embeddings.weight", (embedding,), table, split=rows)]
@@ -135,7 +122,7 @@ class Architecture(ABC):
         return out
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every trained tensor by its name in the checkpoint, in the forward order."""
+        """Return the shape of every trained tensor by its name in the checkpoint."""
         out: dict[str, tuple[int, ...]] = {}
         for weight in self.weights():
             for name, shape in zip(weight.hf, weight.hf_shapes(), strict=True):
@@ -143,22 +130,22 @@ class Architecture(ABC):
         return out
 
     def passthrough(self, names: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's names that are not trained, and stay as they are on export."""
+        """Return the names of a checkpoint that are not trained and are exported unchanged."""
         return [name for name in names if name.startswith(self.untrained)]
 
     def parameters(self) -> int:
-        """Trained parameters of the whole model; tied embeddings count once."""
+        """Return the number of trained parameters; tied embeddings count once."""
         return sum(w.elements for w in self.weights() if w.exported)
 
     def active_parameters(self) -> int:
-        """Parameters that one token goes through: of the experts, those that it takes."""
+        """Return the number of parameters of one token's forward pass: of experts, its own."""
         exported = [w for w in self.weights() if w.exported]
         routed = sum(w.elements for w in exported if w.expert is not None)
         dense = sum(w.elements for w in exported if w.expert is None)
         return dense + (routed // self.experts * self.experts_per_token if routed else 0)
 
     def names(self, layer: int) -> tuple[str, str]:
-        """What the names of a layer's parameters start with: (Megatron's, Hugging Face's)."""
+        """Return the prefixes of a layer's parameter names: (Megatron's, Hugging Face's)."""
         return f"decoder.layers.{layer}.", f"{self.prefix}model.layers.{layer}."
 
     def _attention_weights(self, layer: int) -> list[Weight]:
@@ -183,7 +170,7 @@ class Architecture(ABC):
         ]
 
     def head_norm_weights(self, layer: int) -> list[Weight]:
-        """RMS norms of each head's query and key, with weights that the heads share."""
+        """Return the RMS norms of each head's query and key; heads share the weights."""
         m, h = self.names(layer)
         return [
             Weight(
@@ -195,22 +182,22 @@ class Architecture(ABC):
         ]
 
     def mlp_norm_weight(self, layer: int, dense: bool) -> Weight:
-        """The norm before a layer's MLP."""
+        """Return the norm before a layer's MLP."""
         m, h = self.names(layer)
-        # `pre_dense_layernorm` is resolved by mapping.local_name / transformer_engine_name.
+        # mapping.local_name and transformer_engine_name translate `pre_dense_layernorm`.
         name = "pre_dense_layernorm" if dense else "pre_mlp_layernorm"
         return Weight(f"{m}{name}.weight", (h + "post_attention_layernorm.weight",), (self.hidden,))
 
     def gated_weights(
         self, megatron: str, hf: str, size: int, expert: int | None = None
     ) -> list[Weight]:
-        """Gate, up and down of a gated MLP whose modules are `megatron` and `hf`.
+        """Return gate, up and down of a gated MLP.
 
         Args:
-            megatron: ends before `.linear_fc1.weight`.
-            hf: ends before `.gate_proj.weight`.
+            megatron: name of Megatron's module, before `.linear_fc1.weight`.
+            hf: name of Hugging Face's module, before `.gate_proj.weight`.
             size: width between up and down.
-            expert: global number, where it is a routed expert with tensors of its own.
+            expert: global number of a routed expert with its own tensors.
         """
         gate_up = tuple(f"{hf}.{x}_proj.weight" for x in ("gate", "up"))
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
@@ -220,20 +207,20 @@ class Architecture(ABC):
         ]
 
     def dense_mlp_weights(self, layer: int, hf_mlp: str, size: int) -> list[Weight]:
-        """Norm, gate, up and down of a dense layer whose HF module is `hf_mlp`."""
+        """Return norm, gate, up and down of a dense layer; `hf_mlp` is the HF module."""
         m, h = self.names(layer)
         gated = self.gated_weights(m + "mlp", h + hf_mlp, size)
         return [self.mlp_norm_weight(layer, dense=True), *gated]
 
     def inverse_frequencies(self) -> Tensor:
-        """Rotary frequencies [head_dim / 2], fp32, as transformers computes them.
+        """Compute the rotary frequencies [head_dim / 2] in fp32, as transformers does.
 
         Raises:
             ValueError: a `rope_type` other than `default` and `llama3`.
         """
         rope = dict(self.hf.get("rope_parameters") or self.hf.get("rope_scaling") or {})
         theta = float(rope.get("rope_theta", self.hf.get("rope_theta", self.rope_theta)))
-        # On the CPU, also while a model is made on the meta device.
+        # On the CPU, also inside `torch.device("meta")`.
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu")
         exponents = pairs.float() / self.head_dim
         frequencies = 1.0 / theta**exponents

@@ -1,11 +1,11 @@
-"""How a parameter of Megatron is made of Hugging Face tensors, and cut over tensor-parallel ranks.
+"""The mapping of parameters: Hugging Face tensors <-> Megatron's shards on tensor-parallel ranks.
 
 One `Weight` per parameter serves both directions:
 
-    load:    hf tensors --pack.join--> full --split.cut--> the shard of one rank
-    export:  shards of all ranks --split.paste--> full --pack.part--> hf tensors
+    load:    hf tensors --pack.to_megatron--> full --split.shard--> the shard of one rank
+    export:  shards of all ranks --split.unshard--> full --pack.to_huggingface--> hf tensors
 
-Both are pure moves of elements, so HF -> Megatron -> HF is bit-exact.
+Both only move elements, so HF -> Megatron -> HF is bit-exact.
 
 Shape legend: H hidden, F feed-forward, V vocabulary, N query heads, G key-value groups, D head.
 """
@@ -16,141 +16,135 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, override
 
 import torch
 from torch import Tensor
 
 
-class Pack(Protocol):
-    """Hugging Face tensors <-> the whole Megatron tensor."""
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor: ...
-
-    def part(self, full: Tensor) -> list[Tensor]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Same:
-    """One tensor, as it is."""
+class Pack:
+    """Hugging Face tensors <-> the full Megatron tensor; here one tensor, unchanged."""
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the full Megatron tensor."""
         return tensors[0]
 
-    def part(self, full: Tensor) -> list[Tensor]:
+    def to_huggingface(self, full: Tensor) -> list[Tensor]:
+        """Return the Hugging Face tensors."""
         return [full]
 
 
 @dataclass(frozen=True, slots=True)
-class Transposed:
-    """One matrix that Hugging Face stores as input x output."""
+class Transposed(Pack):
+    """One matrix, stored as input x output in Hugging Face."""
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    @override
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].t()
 
-    def part(self, full: Tensor) -> list[Tensor]:
+    @override
+    def to_huggingface(self, full: Tensor) -> list[Tensor]:
         return [full.t()]
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
-    """gate [F, H] and up [F, H] on top of each other: [2F, H]."""
+class GateUp(Pack):
+    """gate [F, H] and up [F, H] in one matrix [2F, H]."""
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    @override
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors))
 
-    def part(self, full: Tensor) -> list[Tensor]:
+    @override
+    def to_huggingface(self, full: Tensor) -> list[Tensor]:
         return list(full.chunk(2))
 
 
 @dataclass(frozen=True, slots=True)
-class QueryKeyValue:
+class QueryKeyValue(Pack):
     """q [N*D, H], k [G*D, H], v [G*D, H] interleaved by group: [G, (N/G + 2) * D, H] flattened."""
 
     groups: int
     head_dim: int
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    @override
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = [t.reshape(self.groups, -1, t.shape[-1]) for t in tensors]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    def part(self, full: Tensor) -> list[Tensor]:
+    @override
+    def to_huggingface(self, full: Tensor) -> list[Tensor]:
         grouped = full.view(self.groups, -1, full.shape[-1])
         queries = grouped.shape[1] - 2 * self.head_dim
         parts = grouped.split([queries, self.head_dim, self.head_dim], dim=1)
         return [p.reshape(-1, full.shape[-1]) for p in parts]
 
 
-class Split(Protocol):
-    """The whole Megatron tensor <-> the shards of `size` tensor-parallel ranks."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks hold different shards."""
-
-    def cut(self, full: Tensor, rank: int, size: int) -> Tensor: ...
-
-    def paste(self, shards: Sequence[Tensor]) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """Every rank holds all of it."""
+class Split:
+    """The full Megatron tensor <-> shards of `size` tensor-parallel ranks; here full on each."""
 
-    sharded: bool = False
+    sharded: ClassVar[bool] = False
+    """Ranks hold different shards."""
 
-    def cut(self, full: Tensor, rank: int, size: int) -> Tensor:
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """Return the shard of a rank."""
         return full
 
-    def paste(self, shards: Sequence[Tensor]) -> Tensor:
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the full tensor from the shards of all ranks."""
         return shards[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
-    """Contiguous parts of one dimension; `parts` > 1 cuts each of that many blocks (gate and up).
+class Along(Split):
+    """Contiguous parts of one dimension; `parts` > 1 splits each of that many blocks (gate and up).
 
     Example: `Along(0, parts=2)` gives rank r of a [2F, H] the rows [gate_r; up_r].
     """
 
     dim: int
     parts: int = 1
-    sharded: bool = True
+    sharded: ClassVar[bool] = True
 
-    def cut(self, full: Tensor, rank: int, size: int) -> Tensor:
+    @override
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         blocks = full.chunk(self.parts, self.dim)
         return torch.cat([b.chunk(size, self.dim)[rank] for b in blocks], self.dim)
 
-    def paste(self, shards: Sequence[Tensor]) -> Tensor:
-        pieces = [shard.chunk(self.parts, self.dim) for shard in shards]
-        blocks = [torch.cat([p[i] for p in pieces], self.dim) for i in range(self.parts)]
+    @override
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        parts = [shard.chunk(self.parts, self.dim) for shard in shards]
+        blocks = [torch.cat([p[i] for p in parts], self.dim) for i in range(self.parts)]
         return torch.cat(blocks, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyRows:
+class VocabularyRows(Split):
     """Rows of the vocabulary, padded with zeros to a multiple of the tensor-parallel size."""
 
     vocabulary: int
-    sharded: bool = True
+    sharded: ClassVar[bool] = True
 
-    def cut(self, full: Tensor, rank: int, size: int) -> Tensor:
+    @override
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         missing = padded_vocabulary(self.vocabulary, size) - self.vocabulary
-        padded = torch.nn.functional.pad(full, (0, 0, 0, missing))
-        return padded.chunk(size)[rank]
+        return torch.nn.functional.pad(full, (0, 0, 0, missing)).chunk(size)[rank]
 
-    def paste(self, shards: Sequence[Tensor]) -> Tensor:
+    @override
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards))[: self.vocabulary]
 
 
 def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Round the vocabulary up to a multiple of the tensor-parallel size."""
     return -(-vocabulary // tensor_parallel) * tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of Megatron and the Hugging Face tensors that it is made of.
+    """One parameter of Megatron and its Hugging Face tensors.
 
     Example: expert 3 of layer 0 of Llama 4 (H = 5120, F = 8192), whose checkpoint has one tensor
     for all experts: `Weight("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
@@ -162,41 +156,41 @@ class Weight:
     """Name in the local (not Transformer Engine) spec, with global layer and expert numbers."""
     hf: tuple[str, ...]
     shape: tuple[int, ...]
-    """Of the whole Megatron tensor, the vocabulary not padded."""
-    pack: Pack = Same()
-    split: Split = Whole()
+    """Of the full Megatron tensor, without padding of the vocabulary."""
+    pack: Pack = Pack()
+    split: Split = Split()
     expert: int | None = None
-    """Global number of the expert that it belongs to; None for dense parameters."""
+    """Global number of its expert; None for dense parameters."""
     index: int | None = None
     """Position in the first dimension of an HF tensor that holds all experts."""
     exported: bool = True
-    """False for a second copy of tied embeddings, which is only loaded."""
+    """False for the second copy of tied embeddings, which is only loaded."""
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor, the vocabulary not padded."""
+        """Elements of the full tensor, without padding of the vocabulary."""
         return math.prod(self.shape)
 
     @property
     def layer(self) -> int | None:
         """Global number of its layer; None outside the layers."""
-        found = _LAYER.match(self.megatron)
-        return None if found is None else int(found[1])
+        match = _LAYER.match(self.megatron)
+        return None if match is None else int(match[1])
 
     def hf_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of its part of each Hugging Face tensor; one expert's, where one holds all."""
+        """Return the shape of its part of each Hugging Face tensor (of one expert, if joint)."""
         full = torch.empty(self.shape, device="meta")
-        return [tuple(part.shape) for part in self.pack.part(full)]
+        return [tuple(part.shape) for part in self.pack.to_huggingface(full)]
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
-        """Shape on one of `size` tensor-parallel (or expert-tensor-parallel) ranks."""
-        return tuple(self.split.cut(torch.empty(self.shape, device="meta"), 0, size).shape)
+        """Return the shape on one of `size` tensor-parallel (or expert-tensor-parallel) ranks."""
+        return tuple(self.split.shard(torch.empty(self.shape, device="meta"), 0, size).shape)
 
     def parameter(self, use_te: bool, first_layer: int = 0, first_expert: int = 0) -> str:
-        """Its name among the parameters of a module.
+        """Return its name among the parameters of a module.
 
         Args:
-            use_te: the module is of the Transformer Engine spec, else of the local one.
+            use_te: the module has the Transformer Engine spec, else the local one.
             first_layer: global number of the module's first layer.
             first_expert: global number of the first expert on this rank.
         """
@@ -213,10 +207,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def transformer_engine_name(name: str) -> str:
-    """The name that a parameter of the local spec has in the Transformer Engine spec.
+    """Translate a parameter name of the local spec to the Transformer Engine spec.
 
-    Norms are fused into the linear layer after them, and experts are grouped. The norm before a
-    mixture of experts stays by itself.
+    There, norms are fused into the next linear layer, except before a mixture of experts, and
+    experts are grouped.
     """
     if ".local_experts." in name:
         head, _, tail = name.partition(".local_experts.")
@@ -227,5 +221,5 @@ def transformer_engine_name(name: str) -> str:
 
 
 def local_name(name: str) -> str:
-    """The name in the local spec: there one norm comes before both kinds of MLP."""
+    """Return the name in the local spec, which has the same norm before both kinds of MLP."""
     return name.replace(".pre_dense_layernorm.", ".pre_mlp_layernorm.")

@@ -1,4 +1,4 @@
-"""Which experts each token took: as an array, and as the bytes of a message.
+"""The routed experts of each token: as an array, and as the bytes of a message.
 
 Shape legend: N tokens, L layers with experts (ascending), K experts of a token.
 """
@@ -11,42 +11,38 @@ from numpy.typing import NDArray
 from megatron_rl.models.base import Architecture
 
 UNKNOWN = -1
-"""Stands for every expert of a token whose choice nobody has seen."""
+"""Replaces every expert of a token whose experts were not captured."""
 
-Routes = NDArray[np.int16]
+RoutedExperts = NDArray[np.int16]
 """[N, L, K]: global expert numbers."""
 
 
 def check_experts(architecture: Architecture, mode: str) -> None:
-    """Refuses `algorithm.routing_replay` = `mode` for a dense model.
-
-    Raises:
-        ValueError: with the remedy.
-    """
+    """Raise ValueError if `algorithm.routing_replay` = `mode` needs experts of a dense model."""
     if mode != "none" and not architecture.moe_layers:
         raise ValueError(
             f"algorithm.routing_replay is {mode!r}: the model has no experts; set it to 'none'"
         )
 
 
-def encode(routes_NLK: Routes, experts: int) -> bytes:
-    """The bytes of `messages.Sample.routes`: one per choice, two beyond 255 experts.
+def encode(experts_NLK: RoutedExperts, experts: int) -> bytes:
+    """Return the bytes of `messages.Sample.routes`: one per expert, two beyond 255 experts.
 
     Args:
-        routes_NLK: choices; `UNKNOWN` is written as the largest number.
+        experts_NLK: `UNKNOWN` is written as the largest number.
         experts: routed experts of a layer.
     """
     kind = _dtype(experts)
-    known_NLK = np.where(routes_NLK == UNKNOWN, np.iinfo(kind).max, routes_NLK)
+    known_NLK = np.where(experts_NLK == UNKNOWN, np.iinfo(kind).max, experts_NLK)
     return known_NLK.astype(kind).tobytes()
 
 
-def decode(data: bytes, tokens: int, architecture: Architecture) -> Routes:
-    """The choices of so many tokens.
+def decode(data: bytes, tokens: int, architecture: Architecture) -> RoutedExperts:
+    """Return the routed experts of a number of tokens.
 
     Raises:
-        ValueError: bytes of another size, or an expert that the model does not have; both come of
-            a generator with another model.
+        ValueError: bytes of another size, or an expert number beyond those of the model; both mean
+            that the generator has another model.
     """
     layers, per_token = len(architecture.moe_layers), architecture.experts_per_token
     kind = _dtype(architecture.experts)

@@ -275,7 +275,7 @@ def _checked_ids(batch: messages.Batch, architecture: Architecture) -> NDArray[n
 
 
 def _experts(
-    experts_NLK: routed_experts.Routes | None, origin_R: NDArray[np.int64]
+    experts_NLK: routed_experts.RoutedExperts | None, origin_R: NDArray[np.int64]
 ) -> Tensor | None:
     if experts_NLK is None:
         return None

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
-from megatron_rl.models import division, specs
+from megatron_rl.models import divisibility, specs
 from megatron_rl.models.attention import Rotary
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import padded_vocabulary
@@ -46,14 +46,14 @@ def check_sizes(run: RunConfig, architecture: Architecture) -> None:
     Raises:
         ValueError: names the key, its value and the model's count.
     """
-    problems = division.problems(run.parallel, architecture)
+    problems = divisibility.divisibility_errors(run.parallel, architecture)
     if problems:
         raise ValueError(problems[0])
 
 
 def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
     """Return Megatron's field for an uneven first stage."""
-    first = division.first_stage_layers(layers, stages, chunks)
+    first = divisibility.first_stage_layers(layers, stages, chunks)
     return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
 
 

@@ -97,7 +97,7 @@ def load(
                     f"{' + '.join(weight.hf)} in {directory} have shapes {shapes}: its config.json"
                     f" makes them {weight.hf_shapes()}"
                 )
-            shard = weight.split.cut(weight.pack.join(tensors), *split_rank(weight))
+            shard = weight.split.shard(weight.pack.to_megatron(tensors), *split_rank(weight))
             if shard.shape != param.shape:
                 raise ValueError(
                     f"{weight.megatron} has shape {tuple(param.shape)} on this rank, and"

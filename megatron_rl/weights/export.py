@@ -257,7 +257,7 @@ def _renamed(
     stacked: set[str] = set()
     for i, parts in parts_of.items():
         weight = plan.weights[i]
-        tensors = weight.pack.part(weight.split.paste(parts))
+        tensors = weight.pack.to_huggingface(weight.split.unshard(parts))
         for name, tensor in zip(weight.hf, tensors, strict=True):
             named.setdefault(name, []).append(tensor)
             if weight.index is not None:

@@ -1,4 +1,4 @@
-"""Packing and cutting move elements and lose none, for every tensor-parallel size."""
+"""Packing and sharding move elements and lose none, for every tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from megatron_rl.models import architecture, tiny
 from megatron_rl.models.mapping import (
     Along,
     GateUp,
+    Pack,
     QueryKeyValue,
-    Same,
     Split,
     Transposed,
     VocabularyRows,
     Weight,
-    Whole,
     local_name,
     padded_vocabulary,
     transformer_engine_name,
@@ -34,38 +33,38 @@ def test_query_key_value_round_trip(groups: int, queries: int, head: int) -> Non
     pack = QueryKeyValue(groups, head)
     rows = [groups * queries * head, groups * head, groups * head]
     tensors = [numbered(n, 5) + 1000 * i for i, n in enumerate(rows)]
-    full = pack.join(tensors)
+    full = pack.to_megatron(tensors)
     assert full.shape == (sum(rows), 5)
-    assert all(torch.equal(a, b) for a, b in zip(pack.part(full), tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(pack.to_huggingface(full), tensors, strict=True))
     # Group g's block starts with its queries: that is how a group stays on one rank.
     block = full.view(groups, -1, 5)[-1]
     assert torch.equal(block[: queries * head], tensors[0][-queries * head :])
     assert torch.equal(block[-head:], tensors[2][-head:])
 
 
-def test_gate_and_up_are_cut_alike() -> None:
+def test_gate_and_up_are_split_separately() -> None:
     gate, up = numbered(4, 3), numbered(4, 3) + 100
-    full = GateUp().join([gate, up])
-    shard = Along(0, parts=2).cut(full, 1, 2)
+    full = GateUp().to_megatron([gate, up])
+    shard = Along(0, parts=2).shard(full, 1, 2)
     assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "split", [Whole(), Along(0), Along(1), Along(0, parts=2), VocabularyRows(8), VocabularyRows(7)]
+    "split", [Split(), Along(0), Along(1), Along(0, parts=2), VocabularyRows(8), VocabularyRows(7)]
 )
-def test_cut_and_paste_round_trip(split: Split, size: int) -> None:
+def test_shards_round_trip(split: Split, size: int) -> None:
     full = numbered(7 if split == VocabularyRows(7) else 8, 8)
-    shards = [split.cut(full, rank, size) for rank in range(size)]
+    shards = [split.shard(full, rank, size) for rank in range(size)]
     assert len({s.shape for s in shards}) == 1
-    assert torch.equal(split.paste(shards), full)
+    assert torch.equal(split.unshard(shards), full)
 
 
 def test_the_other_packs_round_trip() -> None:
     matrix = numbered(2, 3)
-    assert torch.equal(Same().part(Same().join([matrix]))[0], matrix)
-    assert torch.equal(Transposed().join([matrix]), matrix.t())
-    assert torch.equal(Transposed().part(Transposed().join([matrix]))[0], matrix)
+    assert torch.equal(Pack().to_huggingface(Pack().to_megatron([matrix]))[0], matrix)
+    assert torch.equal(Transposed().to_megatron([matrix]), matrix.t())
+    assert torch.equal(Transposed().to_huggingface(Transposed().to_megatron([matrix]))[0], matrix)
     assert [padded_vocabulary(7, n) for n in (1, 2, 4)] == [7, 8, 8]
 
 

@@ -130,7 +130,7 @@ class Sharded:
     def fill(self, version: int) -> None:
         for weight in self.architecture.weights():
             if self.holds(weight):
-                shard = weight.split.cut(whole(weight, version), *self.split_rank(weight))
+                shard = weight.split.shard(whole(weight, version), *self.split_rank(weight))
                 self.parameters[weight.megatron] = torch.nn.Parameter(shard.contiguous())
 
 
@@ -140,7 +140,7 @@ def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
     for weight in kind.weights():
         if weight.exported:
             for name, tensor in zip(
-                weight.hf, weight.pack.part(whole(weight, version)), strict=True
+                weight.hf, weight.pack.to_huggingface(whole(weight, version)), strict=True
             ):
                 parts.setdefault(name, []).append(tensor)
     fused = {n for w in kind.weights() if w.index is not None for n in w.hf}

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.commands.convert.distributed import MegatronCheckpoint, locate
-from megatron_rl.commands.convert.resumable import ConvertError, Output
+from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers
 from megatron_rl.commands.convert.safetensors_directory import (
     INDEX,
     SafetensorsDirectory,
@@ -72,10 +72,10 @@ def convert(
         for name in arch.passthrough(untouched.tensors):
             tensors[name] = untouched.tensors[name]
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=output.file_bytes)
-    files = [
-        functools.partial(_write_shard, checkpoint, untouched, file, {n: tensors[n] for n in names})
+    files: Writers = {
+        file: functools.partial(_write_shard, checkpoint, untouched, {n: tensors[n] for n in names})
         for file, names in split.filename_to_tensors.items()
-    ]
+    }
     sources = [like / "config.json", *(untouched.files if untouched is not None else [])]
     sources += [folder / ".metadata", *sorted(folder.glob("*.distcp"))]
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -87,16 +87,17 @@ def convert(
 def _write_shard(
     checkpoint: MegatronCheckpoint,
     untouched: SafetensorsDirectory | None,
-    file: str,
     tensors: dict[str, Tensor],
-    tree: Path,
-) -> tuple[str, None]:
+    path: Path,
+) -> None:
     """Write a file with the given tensors, which are on the meta device."""
     out: dict[str, Tensor] = {}
     for weight in checkpoint.architecture.weights():
         if not weight.exported or tensors.keys().isdisjoint(weight.hf):
             continue
-        for name, part in zip(weight.hf, weight.pack.part(checkpoint.read(weight)), strict=True):
+        for name, part in zip(
+            weight.hf, weight.pack.to_huggingface(checkpoint.read(weight)), strict=True
+        ):
             if name not in tensors:
                 continue
             if weight.index is None:
@@ -108,8 +109,7 @@ def _write_shard(
     for name in tensors.keys() - out.keys():
         assert untouched is not None
         out[name] = untouched.read(name)
-    save_file(out, tree / file, metadata={"format": "pt"})
-    return file, None
+    save_file(out, path, metadata={"format": "pt"})
 
 
 def _finish(

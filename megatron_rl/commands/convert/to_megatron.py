@@ -32,7 +32,7 @@ from megatron_rl.commands.convert.keys import (
     layers_are_stacked,
     stored_parameter,
 )
-from megatron_rl.commands.convert.resumable import ConvertError, Output
+from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers
 from megatron_rl.commands.convert.safetensors_directory import (
     SafetensorsDirectory,
     copy_other_files,
@@ -40,7 +40,7 @@ from megatron_rl.commands.convert.safetensors_directory import (
 )
 from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.mapping import Same, Weight
+from megatron_rl.models.mapping import Pack, Weight
 
 CHUNK_BYTES = 32 * 2**20
 """Largest chunk of a parameter that is one Hugging Face tensor; others are one chunk."""
@@ -68,17 +68,17 @@ def convert(source: Path, output: Output) -> Path:
         text = "; ".join(problems[:5])
         raise ConvertError(f"{source} does not hold the tensors of its config.json: {text}")
     plan = CheckpointPlan(reader, arch, output.file_bytes)
-    files = [
-        functools.partial(_write_part, plan, number, items)
-        for number, items in enumerate(plan.parts)
-    ]
+    files: Writers = {
+        f"{RELEASE}/__{number}_0.distcp": functools.partial(_write_part, plan, number)
+        for number in range(len(plan.parts))
+    }
     split = split_torch_state_dict_into_shards(
         untouched,
         max_shard_size=output.file_bytes,
         filename_pattern="huggingface/untouched{suffix}.safetensors",
     )
     for file, names in split.filename_to_tensors.items():
-        files.append(functools.partial(_write_untouched, reader, file, names))
+        files[file] = functools.partial(_write_untouched, reader, names)
     sources = [source / "config.json", *reader.files]
     settings = {"direction": "huggingface to megatron"}
     return output.write(settings, sources, files, functools.partial(_finish, source, plan))
@@ -128,7 +128,7 @@ class CheckpointPlan(DefaultSavePlanner):
             self.contents.setdefault(name, tensor)
         rows, *rest = weight.shape
         row_bytes = weight.elements * dtype.itemsize // rows
-        step = max(1, CHUNK_BYTES // row_bytes) if isinstance(weight.pack, Same) else rows
+        step = max(1, CHUNK_BYTES // row_bytes) if type(weight.pack) is Pack else rows
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
             offsets = torch.Size((*stored.index, begin, *(0 for _ in rest)))
@@ -160,27 +160,21 @@ class CheckpointPlan(DefaultSavePlanner):
             tensors = [tensor[weight.index] for tensor in tensors]
         axis = -len(weight.shape)
         begin = chunk.offsets[axis]
-        rows = weight.pack.join(tensors)[begin : begin + chunk.sizes[axis]]
+        rows = weight.pack.to_megatron(tensors)[begin : begin + chunk.sizes[axis]]
         return rows.contiguous().view(chunk.sizes)
 
 
-def _write_part(
-    plan: CheckpointPlan, number: int, items: list[planner.WriteItem], tree: Path
-) -> tuple[str, Any]:
-    writer = FileSystemWriter(tree / RELEASE)
-    part = writer.prepare_local_plan(planner.SavePlan(items))
+def _write_part(plan: CheckpointPlan, number: int, path: Path) -> list[Any]:
+    writer = FileSystemWriter(path.parent)
+    part = writer.prepare_local_plan(planner.SavePlan(plan.parts[number]))
     # The position of a plan is the number in the name of its file.
     parts = writer.prepare_global_plan([*(planner.SavePlan([]) for _ in range(number)), part])
-    results = writer.write_data(parts[number], plan).wait()
-    return f"{RELEASE}/{results[0].storage_data.relative_path}", results
+    return writer.write_data(parts[number], plan).wait()
 
 
-def _write_untouched(
-    source: SafetensorsDirectory, file: str, names: list[str], tree: Path
-) -> tuple[str, Any]:
-    (tree / file).parent.mkdir(exist_ok=True)
-    save_file({n: source.read(n) for n in names}, tree / file, metadata={"format": "pt"})
-    return file, []
+def _write_untouched(source: SafetensorsDirectory, names: list[str], path: Path) -> list[Any]:
+    save_file({n: source.read(n) for n in names}, path, metadata={"format": "pt"})
+    return []
 
 
 def _finish(source: Path, plan: CheckpointPlan, tree: Path, written: list[Any]) -> None:

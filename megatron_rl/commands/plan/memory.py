@@ -191,7 +191,7 @@ def _elements(shape: tuple[int, ...], split: Any, size: int) -> int:
     """Return the number of elements of one of `size` shards."""
     import torch
 
-    return int(split.cut(torch.empty(shape, device="meta"), 0, size).numel())
+    return int(split.shard(torch.empty(shape, device="meta"), 0, size).numel())
 
 
 def _stage_memory(
