@@ -16,23 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.generator.process_environment import TORCHRUN_VARIABLES
 
 if TYPE_CHECKING:
     from megatron_rl.weights.rendezvous import Rendezvous
 
-TORCHRUN_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 """Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
 _ENTERED = "MEGATRON_RL_GENERATOR_ENTERED"
@@ -128,11 +116,7 @@ def torchrun_for(
 
 def exec_torchrun(torchrun: Torchrun, arguments: Sequence[str]) -> None:
     """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command."""
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")
-    }
+    environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun.options()]
     sys.stdout.flush()

@@ -30,9 +30,11 @@ LAYERS = {
     "orchestrator": "config messages algorithm data rewards metrics",
     "generator": "config messages compat models weights",
     "trainer": "config messages compat algorithm data kernels models weights",
-    "launch": "config weights",
+    "launch": "config generator weights",
     "train": "config messages compat launch models weights orchestrator generator trainer",
-    "megatron_plugin": "config messages compat launch models weights orchestrator generator trainer",
+    "megatron_plugin": (
+        "config messages compat launch models weights orchestrator generator trainer"
+    ),
     "commands": (
         "config recipes rewards scaling compat kernels models data metrics weights orchestrator"
         " generator launch"

@@ -13,7 +13,7 @@ from megatron_rl.generator.vllm_plugin import ENGINE_OWNER
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
 # own process group.
-_TORCHRUN = re.compile(
+TORCHRUN_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
 )
 
@@ -31,7 +31,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         _choose_gpus(config.roles.generator_tensor_parallel)
-    for name in [n for n in os.environ if _TORCHRUN.fullmatch(n)]:
+    for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
 
