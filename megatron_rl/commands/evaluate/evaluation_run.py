@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def sample_and_verify(
     Raises:
         RunError: a verifier or the generator failed, or a time-out; with the cause.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the processes as Ctrl-C does
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_")))
         config = _without_training(config, folder, prompts, sampling)
@@ -58,7 +60,8 @@ def sample_and_verify(
         python = launch.generator_python(config) or sys.executable
         orchestrator = OrchestratorProcess(config, model, {}, None, only)
         stack.push(orchestrator.kill_on_error)
-        arguments = [config.model_dump_json(), orchestrator.endpoint, str(model)]
+        (folder / "config.json").write_text(config.model_dump_json())
+        arguments = [str(folder / "config.json"), orchestrator.endpoint, str(model)]
         generator = subprocess.Popen([python, "-m", MODULE, *arguments])
         stack.callback(generator.wait)
         stack.callback(generator.kill)
@@ -97,5 +100,6 @@ def _without_training(
 if __name__ == "__main__":
     from megatron_rl.generator.serve import run_generator
 
-    values, endpoint, model_dir = sys.argv[1:]
-    run_generator(RunConfig.model_validate_json(values), 0, 0, endpoint, model_dir)
+    config_file, endpoint, model_dir = sys.argv[1:]
+    settings = RunConfig.model_validate_json(Path(config_file).read_text())
+    run_generator(settings, 0, 0, endpoint, model_dir)
