@@ -5,7 +5,7 @@ Until it is complete, everything is in a hidden folder next to the target:
     .<target>.converting/
         settings.json       source files and options; a restart with others is rejected
         lock                held by the running process
-        00003.pickle        file 3 is on disk: its path, SHA-256 and result
+        model.safetensors.pickle    this file is on disk: its SHA-256 and result
         tree/               the files of the target; renamed to the target at the very end
 
 `SHA256SUMS` in the target lists every other file in the format of `sha256sum`.
@@ -29,8 +29,8 @@ from typing import Any
 
 SUMS = "SHA256SUMS"
 
-WriteFile = Callable[[Path], tuple[str, Any]]
-"""Writes one file below a folder; returns its path there and a result for the last step."""
+Writers = dict[str, Callable[[Path], Any]]
+"""Path in the target -> function that writes the file to a path and returns a result."""
 
 
 class ConvertError(ValueError):
@@ -54,7 +54,7 @@ class Output:
         self,
         settings: dict[str, Any],
         sources: Sequence[Path],
-        files: Sequence[WriteFile],
+        files: Writers,
         finish: Callable[[Path, list[Any]], None],
     ) -> Path:
         """Write the files that are not recorded yet, finish, and rename the result to the target.
@@ -62,7 +62,7 @@ class Output:
         Args:
             settings: options of the conversion; JSON.
             sources: files that it reads.
-            files: all files of some size.
+            files: all large files.
             finish: writes the rest, given the folder and the results of `files`.
 
         Raises:
@@ -72,10 +72,9 @@ class Output:
         read = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sources}
         settings = {**settings, "source": read, "file_bytes": self.file_bytes}
         with _work_folder(self.target, settings) as folder:
-            tree = folder / "tree"
-            written = self._write_missing(folder, files)
-            finish(tree, [result for _, _, result in written])
-            sums = {name: digest for name, digest, _ in written}
+            tree, written = folder / "tree", self._write_missing(folder, files)
+            finish(tree, [result for _, result in written.values()])
+            sums = {name: digest for name, (digest, _) in written.items()}
             for name in _files_below(tree) - sums.keys():
                 sums[name] = file_sum(tree / name)
             lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
@@ -84,18 +83,19 @@ class Output:
             shutil.rmtree(folder)
         return self.target
 
-    def _write_missing(self, folder: Path, files: Sequence[WriteFile]) -> list[Any]:
-        """Return path, SHA-256 and result of every file."""
-        begin, tree = time.monotonic(), folder / "tree"
-        records = [folder / f"{number:05d}.pickle" for number in range(len(files))]
+    def _write_missing(self, folder: Path, files: Writers) -> dict[str, tuple[str, Any]]:
+        """Return SHA-256 and result of every file."""
+        begin = time.monotonic()
+        records = {name: folder / f"{name.replace('/', '-')}.pickle" for name in files}
 
-        def write(number: int) -> str:
-            name, result = files[number](tree)
-            record = (name, file_sum(tree / name), result)
-            _write_atomically(records[number], pickle.dumps(record))
-            return f"{name}: {(tree / name).stat().st_size / 1e6:.0f} MB"
+        def write(name: str) -> str:
+            path = folder / "tree" / name
+            path.parent.mkdir(exist_ok=True)
+            result = files[name](path)
+            _write_atomically(records[name], pickle.dumps((file_sum(path), result)))
+            return f"{name}: {path.stat().st_size / 1e6:.0f} MB"
 
-        missing = [number for number, record in enumerate(records) if not record.is_file()]
+        missing = [name for name, record in records.items() if not record.is_file()]
         if len(missing) < len(files) and not self.quiet:
             print(f"resuming: {len(files) - len(missing)} of {len(files)} files are complete")
         with ThreadPoolExecutor(self.workers) as pool:
@@ -103,7 +103,7 @@ class Output:
                 if not self.quiet:
                     seconds = time.monotonic() - begin
                     print(f"{line} ({count} of {len(missing)} in {seconds:.0f} s)", flush=True)
-        return [pickle.loads(record.read_bytes()) for record in records]
+        return {name: pickle.loads(record.read_bytes()) for name, record in records.items()}
 
 
 @contextmanager

@@ -8,18 +8,16 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_rl.commands.doctor import Result
+from megatron_rl.commands.doctor import Result, software_checks
 
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 RANKS = 2
-SECONDS = 120.0
-"""Time limit of the all-reduce."""
 ALL_REDUCE = f"""
 import sys, datetime, torch, torch.distributed as dist
 url, backend, rank = *sys.argv[1:3], int(sys.argv[3])
@@ -88,13 +86,14 @@ def check_port(port: int) -> Result:
         try:
             s.bind(("", port))
         except OSError as e:
-            if e.errno != errno.EADDRINUSE:
-                return Result("fail", f"cannot be bound: {e.strerror}", "use a port above 1023")
+            detail = f"cannot be bound: {e.strerror}"
+            if e.errno == errno.EADDRINUSE:
+                detail = f"in use{_holder(port)}"
             remedy = (
-                "end that process, or use another port for torchrun (--rdzv-endpoint HOST:PORT,"
-                " MASTER_PORT; --standalone picks a free one)"
+                "end that process, or use another port above 1023 for torchrun (--rdzv-endpoint"
+                " HOST:PORT, MASTER_PORT; --standalone picks a free one)"
             )
-            return Result("fail", f"in use{_holder(port)}", remedy)
+            return Result("fail", detail, remedy)
     return Result("ok", "free")
 
 
@@ -116,22 +115,14 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
 
     backend = "nccl" if cuda and torch.cuda.device_count() >= RANKS else "gloo"
     name = f"all-reduce of {RANKS} ranks ({backend})"
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_doctor_") as folder:
-        null = subprocess.DEVNULL
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron_rl_doctor_") as folder,
+        ThreadPoolExecutor(RANKS) as pool,
+    ):
         command = [sys.executable, "-c", ALL_REDUCE, f"file://{folder}/rendezvous", backend]
-        processes = [
-            subprocess.Popen([*command, str(rank)], stdout=null, stderr=subprocess.PIPE, text=True)
-            for rank in range(RANKS)
-        ]
-        try:
-            errors = [process.communicate(timeout=SECONDS)[1].strip() for process in processes]
-        except subprocess.TimeoutExpired:
-            errors = [f"not finished within {SECONDS:.0f} s"]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if not any(process.returncode for process in processes):
+        commands = [[*command, str(rank)] for rank in range(RANKS)]
+        errors = [error for _, error in pool.map(software_checks.output_of, commands) if error]
+    if not errors:
         return {name: Result("ok", "the sum is right on every rank")}
     remedy = "set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME, and try again"
     if backend == "gloo":
@@ -139,8 +130,7 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
             "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
             " (lo on one node)"
         )
-    error = max(errors, key=len).rpartition("\n")[2] or "a rank failed"
-    return {name: Result("fail", error, remedy)}
+    return {name: Result("fail", errors[0], remedy)}
 
 
 def check_weight_transfer(root: Path) -> Result:

@@ -186,7 +186,7 @@ def test_too_little_shared_memory_is_named(tmp_path, monkeypatch):
 
 
 def test_a_failing_all_reduce_is_named_with_the_ranks_error(monkeypatch):
-    monkeypatch.setattr(node_checks, "SECONDS", 30.0)
+    monkeypatch.setattr(software_checks, "SECONDS", 30.0)
     monkeypatch.setattr(sys, "executable", str(Path(__file__).with_name("broken_rank.sh")))
     (line,) = node_checks.check_all_reduce(cuda=False).values()
     assert line.status == "fail" and "cannot resolve" in line.detail

@@ -129,8 +129,8 @@ def test_eight_gpus_do_not_hold_scout_and_the_nearest_layout_says_why(scout: Any
         ({"tensor": 3}, ["multiple of parallel.tensor", "3"]),
         ({"tensor": 16}, ["8 key-value heads", "40 attention heads"]),
         ({"expert": 32}, ["must divide roles.trainer_ranks"]),
-        ({"tensor": 2}, ["only together with parallel.sequence_parallel"]),
-        ({"pipeline": 16, "virtual_pipeline": 2}, ["virtual_pipeline is 2: 48 layers"]),
+        ({"tensor": 2}, ["a mixture of experts needs", "parallel.sequence_parallel"]),
+        ({"pipeline": 16, "virtual_pipeline": 2}, ["virtual_pipeline is 2", "48 layers"]),
         (
             {"generator_tensor_parallel": 64},
             ["roles.generator_tensor_parallel is 64", "40 attention"],
@@ -199,7 +199,9 @@ def test_a_world_of_another_size_and_one_that_nothing_fits(
     assert "no layout fits; the nearest is" in output
 
 
-def test_a_missing_configuration_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exits(["plan", str(tmp_path / "no.yaml")]) == 2
     assert "no such configuration file" in capsys.readouterr().err
 
