@@ -23,8 +23,7 @@ from megatron_rl.rewards import Verdict
 def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
     """Return the steps to evaluate at: 0, then evenly spaced in log compute up to the last step.
 
-    Every step trains the same number of completions, so compute is proportional to steps here.
-    With `every_steps` they are evenly spaced in steps instead.
+    Compute is proportional to steps here. With `every_steps` they are evenly spaced in steps.
     """
     if evaluation.every_steps is not None:
         return sorted({*range(0, steps, evaluation.every_steps), steps})

@@ -16,11 +16,7 @@ from megatron_rl.orchestrator.verification import Verification
 class RunMetrics:
     """Collects a row's values from several messages and writes the row once.
 
-    Args:
-        sink: receives complete rows.
-        ranks: ranks of trainer and generators, for device hours.
-        evaluated_steps: evaluations already in metrics.jsonl (a resumed run).
-        clock: monotonic seconds.
+    Device hours count `ranks`; `evaluated_steps` are in metrics.jsonl already (a resumed run).
     """
 
     def __init__(
@@ -99,8 +95,6 @@ class RunMetrics:
             "rl": self.wall_seconds() - evaluation,
             "evaluation": evaluation,
         }
-
-    # ------------------------------------------------------------ measurements
 
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """Record the rollout metrics of a batch that went to the trainer."""

@@ -99,7 +99,7 @@ BLOCK_BYTES, FULL, LAST = 32768, 1, 4
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """Return the records of an offline run: protos in a LevelDB log (crc32, length, type, bytes)."""
+    """Return the records of an offline run: protos in a LevelDB log (crc32, size, type, bytes)."""
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")

@@ -110,11 +110,11 @@ class Late(AtOnce):
     def start(self, prompt, sample):
         seconds = self.rng.random() * self.seconds
 
-        async def judge():
+        async def verdict():
             await asyncio.sleep(seconds)
             return self.verify(prompt, sample)
 
-        task = asyncio.create_task(judge())
+        task = asyncio.create_task(verdict())
         self.running.add(task)
         self.most = max(self.most, len(self.running))
         task.add_done_callback(self.running.discard)
@@ -265,7 +265,7 @@ def run(
     fail_after=None,
     verification=None,
     kind="exact",
-    beside=None,
+    concurrent=None,
     evaluated=None,
     late=0.0,
     evaluate_only=None,
@@ -273,7 +273,7 @@ def run(
 ):
     """Run to the end and return the rows and the peers.
 
-    `beside(verification)` runs as a concurrent task. The second generator is `late` seconds late.
+    `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
     """
     verification = verification or AtOnce(verify)
@@ -310,8 +310,8 @@ def run(
         tasks = [asyncio.create_task(p.run()) for p in peers]
         try:
             async with verification:
-                if beside is not None:
-                    tasks.append(asyncio.create_task(beside(verification)))
+                if concurrent is not None:
+                    tasks.append(asyncio.create_task(concurrent(verification)))
                 await asyncio.wait_for(orchestrator.run(), 60)
         finally:
             await orchestrator.stop_generators()

@@ -49,7 +49,7 @@ def test_weights_advantages_and_masks_of_a_hand_computed_batch():
     assert ints(batch.token_ids).tolist() == [1, 2, 10, 11, 12, 1, 2, 10, 11]
     w = 1 / 4
     assert floats(batch.loss_weights).tolist() == [0, 0, w, 0, w, 0, 0, w, w]
-    # rewards +1, -1: centred 1, -1, std 1
+    # rewards +1, -1: centered 1, -1, std 1
     assert floats(batch.advantages) == pytest.approx([0, 0, 1, 1, 1, 0, 0, -1, -1], abs=1e-5)
     assert floats(batch.generator_logprobs).tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0, -1.5, -1.5]
     assert ints(batch.versions).tolist() == [-1, -1, 3, -1, 3, -1, -1, 3, 3]
@@ -139,13 +139,13 @@ def test_pad_equal_to_eos_changes_nothing_because_masks_come_from_lengths():
 
 
 def test_masked_truncated_completions_count_in_the_baseline_and_are_not_trained():
-    # rewards 1, -1, -1: mean -1/3, centred 4/3, -2/3 (and -2/3 of the truncated one)
+    # rewards 1, -1, -1: mean -1/3, centered 4/3, -2/3 (and -2/3 of the truncated one)
     samples = [sample(0, 2), sample(1, 2), sample(2, 9, finish="length")]
     g = group(0, samples, [True, False, False])
     built = build([g], truncated="mask", advantage_normalization="none")
     assert len(ints(built.batch.prompt_lengths)) == 2
-    found = floats(built.batch.advantages)[floats(built.batch.loss_weights) > 0]
-    assert found == pytest.approx([4 / 3] * 2 + [-2 / 3] * 2)
+    advantages = floats(built.batch.advantages)[floats(built.batch.loss_weights) > 0]
+    assert advantages == pytest.approx([4 / 3] * 2 + [-2 / 3] * 2)
     assert floats(built.batch.loss_weights).sum() == pytest.approx(1.0)
 
 
@@ -173,8 +173,8 @@ def test_the_length_penalty_shapes_rewards_of_right_completions_or_of_all():
     for over, rewards in (("right", [0.5, 1.0, -1.0]), ("all", [0.5, 1.0, -2.0])):
         built = build([g], length_penalty=over, advantage_normalization="none", **lengths)
         bounds = ints(built.batch.bounds)
-        found = floats(built.batch.advantages)[bounds[1:] - 1]
-        assert found == pytest.approx(np.array(rewards) - np.mean(rewards))
+        advantages = floats(built.batch.advantages)[bounds[1:] - 1]
+        assert advantages == pytest.approx(np.array(rewards) - np.mean(rewards))
     assert built.metrics["length_penalty_mean"] == pytest.approx(-1.5 / 3)
 
 
@@ -192,7 +192,7 @@ def test_the_std_may_be_taken_before_the_filter():
         floats(build([kept, dropped], advantage_std_over=over).batch.advantages).max()
         for over in ("trained", "all")
     )
-    # centred 1, -1 (and 0, 0): std 1 after the filter, sqrt(1/2) before it
+    # centered 1, -1 (and 0, 0): std 1 after the filter, sqrt(1/2) before it
     assert after == pytest.approx(1.0, abs=1e-5)
     assert before == pytest.approx(np.sqrt(2), abs=1e-5)
 

@@ -22,7 +22,7 @@ def two_tasks(**schedule):
     return small_config(TWO_TASKS, **schedule)
 
 
-def judged(index, letters, *, task="a", values=None):
+def verified_group(index, letters, *, task="a", values=None):
     """Return a group whose verdicts are given by their first letters."""
     g = Group(index, index, len(letters), task, values or RewardValues())
     for i, letter in enumerate(letters):
@@ -110,7 +110,7 @@ def test_an_evaluation_that_an_interrupt_cut_off_is_made_up_where_the_run_goes_o
 
 def test_a_verdict_that_is_no_reward_is_no_part_of_the_baseline():
     # Right, wrong, and two without a reward: the mean of the rewards is 0, not -1/2.
-    built = build([judged(0, "cwtn", task="")], advantage_normalization="none")
+    built = build([verified_group(0, "cwtn", task="")], advantage_normalization="none")
     assert len(ints(built.batch.prompt_lengths)) == 2
     assert sorted(set(floats(built.batch.advantages).tolist())) == [-1, 0, 1]
     assert built.metrics["reward_mean"] == 0
@@ -119,20 +119,20 @@ def test_a_verdict_that_is_no_reward_is_no_part_of_the_baseline():
 
 def test_a_missing_answer_is_a_reward_where_the_configuration_says_so():
     values = RewardValues(no_answer=-1.0)
-    built = build([judged(0, "cn", task="", values=values)], advantage_normalization="none")
+    built = build([verified_group(0, "cn", task="", values=values)], advantage_normalization="none")
     assert sorted(set(floats(built.batch.advantages).tolist())) == [-1, 0, 1]
-    assert build([judged(0, "cn", task="")]).batch.token_ids == b""  # one reward alone
+    assert build([verified_group(0, "cn", task="")]).batch.token_ids == b""  # a single reward
 
 
 @pytest.mark.parametrize(
     ("letters", "rate"), [("ccww", 0.5), ("cnnn", 0.25), ("cut", 0.5), ("tt", None), ("ctt", 1.0)]
 )
 def test_only_a_comparison_that_did_not_end_is_not_counted_in_the_pass_rate(letters, rate):
-    assert judged(0, letters).pass_rate == rate
+    assert verified_group(0, letters).pass_rate == rate
 
 
 def test_tasks_are_counted_apart():
-    groups = [judged(0, "cw"), judged(1, "cc"), judged(2, "wt", task="b")]
+    groups = [verified_group(0, "cw"), verified_group(1, "cc"), verified_group(2, "wt", task="b")]
     parts = by_task(("a", "b", "c"), groups, groups[:1])
     assert parts["a"]["train_pass_rate"] == 0.75
     assert parts["a"]["prompts_trained"] == 1
@@ -144,5 +144,5 @@ def test_tasks_are_counted_apart():
 
 
 def test_means_without_a_value_are_left_out():
-    found = task_metrics([judged(0, "tt")], [])
-    assert "reward_mean" not in found and "train_pass_rate" not in found
+    metrics = task_metrics([verified_group(0, "tt")], [])
+    assert "reward_mean" not in metrics and "train_pass_rate" not in metrics

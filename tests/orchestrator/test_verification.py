@@ -29,7 +29,7 @@ class Recorded(Verification):
 
     def __init__(self, kind, **settings):
         super().__init__(VerifierSettings(**settings), [kind], rewards.decode)
-        self.wrong, self.judged = [], 0
+        self.wrong, self.verified = [], 0
 
     def start(self, prompt, sample):
         task = super().start(prompt, sample)
@@ -38,7 +38,7 @@ class Recorded(Verification):
 
     def _compare(self, sample, task):
         if not task.cancelled() and task.exception() is None:
-            self.judged += 1
+            self.verified += 1
             if task.result().passed != verify(None, sample).passed:
                 self.wrong.append((sample, task.result()))
 
@@ -49,7 +49,7 @@ def kill(pids):
             os.kill(pid, signal.SIGKILL)
 
 
-def judging(verification):
+def working(verification):
     """Return the processes that verify (their parents would replace a dead one)."""
     return [pid for worker in verification.pool.workers for pid in children(worker.pid)]
 
@@ -111,15 +111,15 @@ def test_verdicts_of_a_checkpoint_are_not_asked_for_again(tmp_path):
         (g.index, i) for g in load_state(tmp_path, "fingerprint", 3).groups for i in g.verdicts
     ]
     assert saved
-    asked = []
+    requested = []
 
-    class Asked(Late):
+    class Requested(Late):
         def start(self, prompt, sample):
-            asked.append((sample.group, sample.index) if sample.evaluation < 0 else None)
+            requested.append((sample.group, sample.index) if sample.evaluation < 0 else None)
             return super().start(prompt, sample)
 
-    run(config, directory=tmp_path, resume=True, verification=Asked(verify))
-    assert not set(saved) & set(asked)
+    run(config, directory=tmp_path, resume=True, verification=Requested(verify))
+    assert not set(saved) & set(requested)
 
 
 # ---------------------------------------------------------------- the pool's processes
@@ -134,20 +134,20 @@ def test_killing_verifier_workers_at_random_changes_no_reward_and_loses_no_group
         rng, at = random.Random(3), 0
         while True:
             # Verdicts between the kills: workers that only die would rightly count as down.
-            if verification.judged >= at:
+            if verification.verified >= at:
                 fork_servers = [worker.pid for worker in verification.pool.workers]
-                pids = fork_servers if len(killed) % 10 == 4 else judging(verification)
+                pids = fork_servers if len(killed) % 10 == 4 else working(verification)
                 killed.extend(rng.sample(pids, min(1, len(pids))))
                 kill(killed[-1:])
-                at = verification.judged + rng.randint(5, 20)
+                at = verification.verified + rng.randint(5, 20)
             await asyncio.sleep(rng.uniform(0, 0.01))
 
-    outcome = run(config, seed=1, verification=recorded, beside=killer, kind=SLOW)
+    outcome = run(config, seed=1, verification=recorded, concurrent=killer, kind=SLOW)
     undisturbed = run(config, seed=2)
     assert len(killed) >= 10 and recorded.pool.stats.deaths >= 5
     assert recorded.wrong == []
     # 30 steps and what was generated ahead, and 4 evaluations of 6 x 2
-    assert recorded.judged >= 30 * 3 * 4 + 4 * 12
+    assert recorded.verified >= 30 * 3 * 4 + 4 * 12
     assert [r["step"] for r in outcome.rows.steps] == list(range(30))
     # In the first epoch (40 prompts); which ones the next leaves out hangs on random completions.
     prompts = [[r["prompt_ids"] for r in o.rows.steps[:13]] for o in (outcome, undisturbed)]
@@ -160,12 +160,12 @@ def test_killing_verifier_workers_at_random_changes_no_reward_and_loses_no_group
 def test_killing_all_workers_stops_the_run_with_a_named_error():
     async def killer(verification):
         while True:
-            kill(judging(verification))
+            kill(working(verification))
             await asyncio.sleep(0)
 
     down = Recorded(SLOW, workers=2, max_deaths=4)
     with pytest.raises(VerifierDown, match="4 verifier workers died in a row"):
-        run(small_config(), verification=down, beside=killer, kind=SLOW)
+        run(small_config(), verification=down, concurrent=killer, kind=SLOW)
 
 
 def test_a_verifier_that_cannot_start_stops_the_run_before_it_begins():
@@ -200,8 +200,8 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
     class Sample:
         token_ids = [1]
 
-    found = verification.start(Prompt, Sample)
-    assert isinstance(found, Verdict) and found.outcome is Outcome.CORRECT
+    verdict = verification.start(Prompt, Sample)
+    assert isinstance(verdict, Verdict) and verdict.outcome is Outcome.CORRECT
 
 
 def test_the_values_of_verdicts_are_the_configurations():

@@ -102,14 +102,14 @@ def test_a_hugging_face_directory_without_a_run_has_the_defaults(tmp_path: Path)
         ("nowhere", "no such directory"),
         ("empty", "neither a Hugging Face directory"),
         ("no_run", "no complete checkpoint"),
-        ("alone", "give the run's configuration with --config"),
+        ("no_config", "give the run's configuration with --config"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no_run" / "checkpoints" / "step_000001").mkdir(parents=True)
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "trainer.json").write_text('{"step": 1}')
+    (tmp_path / "no_config").mkdir()
+    (tmp_path / "no_config" / "trainer.json").write_text('{"step": 1}')
     with pytest.raises(ConfigError, match=message):
         find_source(tmp_path / path, None, [])
     done = CliRunner().invoke(app, ["evaluate", str(tmp_path / path)])
