@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.messages import Scores, StepDone
+from megatron_rl.messages import Scores, StepDone, Stop
 from megatron_rl.metrics import METRICS
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.groups import Group
@@ -126,6 +126,12 @@ def test_groups_that_lack_the_routes_of_a_resumed_run_are_generated_again(tmp_pa
 def test_a_generator_that_fails_stops_the_run_with_its_own_words():
     with pytest.raises(RunError, match=r"generator-\d: out of memory on rank 2"):
         run(small_config(), fail_after=30)
+
+
+def test_an_unexpected_message_is_named_with_its_sender():
+    orchestrator = run(small_config(steps=3)).orchestrator
+    with pytest.raises(RunError, match="unexpected message Stop from generator-0"):
+        orchestrator._handle("generator-0", Stop())
 
 
 def test_another_data_set_or_step_size_is_refused_on_resume(tmp_path):
