@@ -1,8 +1,7 @@
-"""Architectures by Hugging Face `model_type`: one file each.
+"""Architectures by Hugging Face `model_type`, one file each: `architecture(config)` makes them.
 
-`architecture(config)` is the only door; `named_config` gives it the published models. The files
-import Megatron-Core where they build its specs, not at the top, so that `models.tiny` and the name
-mapping need torch alone.
+Megatron-Core is imported inside functions that build its specs, so `models.tiny` and the mapping of
+names need torch only.
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ ARCHITECTURES = {
 }
 """`model_type` of a config.json -> module and class."""
 
-CONFIGS = Path(__file__).with_name("configs")
-"""The `config.json` of published models, by name."""
+CONFIG_FOLDER = Path(__file__).with_name("configs")
+"""The `config.json` of published models and of `tiny` ones, by name."""
 
 
 def named_configs() -> list[str]:
-    """Names that `named_config` knows."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+    """Return the names of published models."""
+    names = (path.stem for path in CONFIG_FOLDER.glob("*.json"))
+    return sorted(name for name in names if not name.startswith("tiny_"))
 
 
 def named_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a published model, without a download.
+    """Return the `config.json` of a published model, without a download.
 
     Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248.
 
@@ -48,18 +48,15 @@ def named_config(name: str) -> dict[str, Any]:
     """
     if name not in named_configs():
         raise ValueError(f"no model {name!r}: known are {', '.join(named_configs())}")
-    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
+    config: dict[str, Any] = json.loads((CONFIG_FOLDER / f"{name}.json").read_text())
     return config
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a Hugging Face configuration.
-
-    Args:
-        hf_config: the contents of `config.json`.
+    """Return the architecture for the contents of a `config.json`.
 
     Raises:
-        ValueError: a `model_type` that has no file here, or a feature that its file refuses.
+        ValueError: an unknown `model_type`, or a feature that its file does not implement.
     """
     model_type = hf_config.get("model_type")
     if model_type not in ARCHITECTURES:
@@ -68,5 +65,5 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             " add a file to megatron_rl/models and name it in ARCHITECTURES"
         )
     module, _, name = ARCHITECTURES[model_type].partition(":")
-    made: Architecture = getattr(importlib.import_module(module), name)(hf_config)
-    return made
+    result: Architecture = getattr(importlib.import_module(module), name)(hf_config)
+    return result

@@ -1,8 +1,7 @@
 """Core attentions and rotary angles of packed, chunked and context-parallel rows. Imports Megatron.
 
-One notion carries all of it: `Rows` says where the sequences of a row lie (`packing`). Megatron
-hands it to every attention as its packed-sequence parameters; a chunked layer refines it, and no
-layer needs a mask.
+All of them follow from `packing.Rows`, which Megatron passes to every attention as its
+packed-sequence parameters. A chunked layer refines it, and no layer needs a mask.
 
 Shape legend: s positions of this rank, b rows, n heads, g key-value heads, d head size; S
 positions of a row over all context-parallel ranks.
@@ -21,22 +20,23 @@ from megatron_rl.models.packing import Rows, longest, pieces
 
 
 class Rotary(torch.nn.Module):
-    """Rotary angles at given positions: the place of Megatron's multimodal rotary embedding.
+    """Rotary angles at given positions, in place of Megatron's multimodal rotary embedding.
 
-    Megatron's other one knows indices only. Packed rows restart, and context-parallel rows skip.
+    Megatron's ordinary embedding is by index, but positions restart in packed rows and have gaps in
+    context-parallel ones.
 
     Args:
         inverse_frequencies: [d / 2], fp32.
-        interleaved: rotary pairs are neighbours rather than halves of the head.
+        interleaved: rotary pairs are adjacent, not halves of the head.
     """
 
     def __init__(self, inverse_frequencies: Tensor, interleaved: bool) -> None:
         super().__init__()
-        self.inv_freq = inverse_frequencies  # no buffer: those take the parameters' number format
+        self.inv_freq = inverse_frequencies  # not a buffer: Megatron would convert it to bf16
         self.interleaved = interleaved
 
     def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Angles [s, 1, 1, d] of positions [b, s]; all rows have those of the first."""
+        """Return the angles [s, 1, 1, d] of positions [b, s]; all rows have those of the first."""
         angles_sd = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
         if self.interleaved:
             angles_sd = angles_sd.repeat_interleave(2, dim=1)
@@ -46,7 +46,7 @@ class Rotary(torch.nn.Module):
 
 
 def temperature_scale(positions: Tensor, floor_scale: float, attn_scale: float) -> Tensor:
-    """Llama 4's query scale at these positions, fp32 (attention temperature tuning)."""
+    """Return Llama 4's query scale at these positions, fp32 (attention temperature tuning)."""
     steps = torch.floor((positions.float() + 1.0) / floor_scale)
     return torch.log1p(steps) * attn_scale + 1.0
 
@@ -59,20 +59,19 @@ def _scaled(query_sbnd: Tensor, rows: Rows, temperature: tuple[float, float] | N
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention by torch's fused kernels, sequence by sequence, chunk by chunk.
+    """Causal attention by torch's fused kernels, in a loop over sequences and chunks.
 
-    A loop, since nothing is saved without it: forward and backward of 64 sequences of 45 tokens
-    take one core 5.2 ms so, 4.6 ms in a batch padded to 60, 100 ms under a block-diagonal mask.
-
-    Under context parallelism keys and values are gathered from the other ranks; backward adds the
-    gradients up where they came from.
+    The loop costs little: forward and backward of 64 sequences of 45 tokens take 5.2 ms on a core,
+    4.6 ms as a batch padded to 60, 100 ms with a block-diagonal mask. Under context parallelism
+    keys and values are gathered from the other ranks, and backward sums their gradients there.
 
     Args:
-        config: Megatron's; `context_parallel_size` counts.
-        chunk: positions see each other within aligned chunks of this size of their sequence;
-            None: all earlier ones of the sequence.
+        config: Megatron's, for `context_parallel_size`.
+        chunk: positions attend within aligned chunks of this size of their sequence; None: within
+            the whole sequence.
         temperature: (floor_scale, attn_scale) of the query scale; None: no scale.
-        pg_collection: Megatron's groups; `cp` counts.
+        softmax_scale: None: by the head size.
+        pg_collection: Megatron's groups, for `cp`.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class CausalAttention(torch.nn.Module):
         packed_seq_params: Rows | None = None,
         **_: Any,
     ) -> Tensor:
-        """The context [s, b, n * d]; without `packed_seq_params` a row is one sequence."""
+        """Return the context [s, b, n * d]; without `packed_seq_params` a row is one sequence."""
         s, b = query_sbnd.shape[:2]
         rank, size = (self.group.rank(), self.group.size()) if self.group else (0, 1)
         rows = packed_seq_params or Rows.of_bounds((0, s * size), rank, size, query_sbnd.device)
@@ -109,13 +108,10 @@ class CausalAttention(torch.nn.Module):
             both = gather_from_sequence_parallel_region(both, group=self.group)
             slots = torch.from_numpy(cut.slots).to(both.device)
             key_sbgd, value_sbgd = both.index_select(0, slots).chunk(2, dim=-1)
+        lengths = (cut.queries, cut.keys, cut.keys)
         parts = (
-            x.permute(1, 2, 0, 3).split(lengths, dim=2)
-            for x, lengths in (
-                (query_sbnd, cut.queries),
-                (key_sbgd, cut.keys),
-                (value_sbgd, cut.keys),
-            )
+            x.permute(1, 2, 0, 3).split(n, dim=2)
+            for x, n in zip((query_sbnd, key_sbgd, value_sbgd), lengths, strict=True)
         )
         context_bnsd = [self._attend(*part) for part in zip(*parts, strict=True)]
         joined = context_bnsd[0] if len(context_bnsd) == 1 else torch.cat(context_bnsd, dim=2)
@@ -135,11 +131,10 @@ class CausalAttention(torch.nn.Module):
 
 
 def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> type:
-    """Transformer Engine's attention over `Rows`, with chunks of any length and the query scale.
+    """Return a class of Transformer Engine's attention for `Rows`, chunks and the query scale.
 
-    Packed or chunked rows become its `thd` format, which needs no mask. Its context parallelism
-    divides whole sequences and knows no chunks: sequences beyond the chunk are attended by
-    `CausalAttention` there.
+    Packed or chunked rows take its `thd` format, which needs no mask. Its context parallelism has
+    no chunks: there, `CausalAttention` attends sequences longer than a chunk.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -164,8 +159,9 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
         ) -> Tensor:
             s, b = query.shape[:2]
             size = self.config.context_parallel_size
-            whole = Rows.of_bounds((0, s * size), self._rank, size, query.device)
-            rows = packed_seq_params or whole
+            rows = packed_seq_params or Rows.of_bounds(
+                (0, s * size), self._rank, size, query.device
+            )
             beyond = chunk is not None and longest(rows.bounds) > chunk
             if beyond and self._by_torch is not None:
                 return self._by_torch(query, key, value, packed_seq_params=rows)
@@ -173,11 +169,8 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
             if len(rows.bounds) == 2 and not beyond:
                 return super().forward(query, key, value, attention_mask, **kwargs)
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            context = super().forward(
-                *(query, key, value, attention_mask),
-                packed_seq_params=rows.thd(chunk, b),
-                **kwargs,
-            )
+            kwargs["packed_seq_params"] = rows.thd(chunk, b)
+            context = super().forward(query, key, value, attention_mask, **kwargs)
             return context.view(b, s, -1).transpose(0, 1).contiguous()
 
     return RowsTEAttention

@@ -56,10 +56,14 @@ class Architecture(ABC):
         self.head_dim = int(hf.get("head_dim") or self.hidden // self.heads)
         self.positions = int(hf["max_position_embeddings"])
         self.tied = bool(hf.get("tie_word_embeddings", False))
+        self.feed_forward = int(hf["intermediate_size"])
+        """Width of the MLP of a layer without experts."""
         self.expert_feed_forward = 0
         """Width of a routed expert; 0 for a dense model."""
         self.moe_layers: set[int] = set()
         """Layers with routed experts, from 0."""
+        self.experts = 0
+        """Routed experts of a layer; 0 for a dense model."""
         self.require("hidden_act", "silu")
         self.require("attention_bias", False)
         self.require("mlp_bias", False)
@@ -73,7 +77,7 @@ class Architecture(ABC):
 
     def config_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's TransformerConfig that the architecture determines."""
-        return {
+        fields = {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -87,21 +91,34 @@ class Architecture(ABC):
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "rotary_interleaved": self.interleaved_rope,
+            "ffn_hidden_size": self.feed_forward,
         }
-
-    @property
-    def experts(self) -> int:
-        """Routed experts of a layer; 0 for a dense model."""
-        return 0
+        if self.moe_layers:
+            fields |= {
+                "num_moe_experts": self.experts,
+                "moe_layer_freq": [int(i in self.moe_layers) for i in range(self.layers)],
+                "moe_ffn_hidden_size": self.expert_feed_forward,
+                "moe_router_topk": self.experts_per_token,
+                "moe_router_dtype": "fp32",
+                "moe_router_load_balancing_type": "none",
+                "moe_aux_loss_coeff": 0.0,
+            }
+        return fields
 
     @property
     def experts_per_token(self) -> int:
         """Routed experts of a token in a layer with experts; 0 for a dense model."""
         return int(self.hf["num_experts_per_tok"]) if self.experts else 0
 
-    @abstractmethod
+    def layer_options(self, layer: int) -> dict[str, Any]:
+        """Return the options of `specs.layer` for a layer."""
+        return {"experts": self.experts if layer in self.moe_layers else 0}
+
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
         """Return the specs of all layers, with Transformer Engine or Megatron's local modules."""
+        from megatron_rl.models import specs
+
+        return [specs.layer(use_te, **self.layer_options(i)) for i in range(self.layers)]
 
     @abstractmethod
     def layer_weights(self, layer: int) -> list[Weight]:

@@ -1,13 +1,13 @@
 """Llama 4 (Scout, Maverick): mixture of experts with RoPE and NoPE layers.
 
-Two kinds of checkpoint hold it: the text model alone, and the multimodal one, of which the text
-part is trained and the vision part stays as it is.
+There are two kinds of checkpoint: the text model, and the multimodal model, of which the text part
+is trained and the vision part stays unchanged.
 
-Facts that the files of Meta and transformers agree on, and how Megatron is told:
+Facts on which the code of Meta and transformers agrees, with Megatron's settings:
 
 - Router: sigmoid of the top-1 logit, multiplied onto the expert's *input*
   (`moe_apply_probs_on_input`); a shared expert is added; no auxiliary loss in RL.
-- RoPE layers (`no_rope_layers[i] == 1`): rotary pairs interleaved, then L2 norm of query and key
+- RoPE layers (`no_rope_layers[i] == 1`): interleaved rotary pairs, then L2 norm of query and key
   (`use_qk_norm`), attention within aligned chunks of `attention_chunk_size` positions.
 - NoPE layers: no rotation, no norm, full causal attention, and queries scaled by
   `1 + attn_scale * log(1 + floor((position + 1) / floor_scale))`.
@@ -17,13 +17,10 @@ Facts that the files of Meta and transformers agree on, and how Megatron is told
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, override
 
 from megatron_rl.models.base import GATED, ROW, Architecture
 from megatron_rl.models.mapping import Transposed, Weight
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class Llama4(Architecture):
@@ -45,59 +42,37 @@ class Llama4(Architecture):
         self.chunk: int | None = hf.get("attention_chunk_size", 8192)
         self.temperature: tuple[float, float] | None = None
         if hf.get("attn_temperature_tuning", True):
-            self.temperature = (
-                float(hf.get("floor_scale", 8192)),
-                float(hf.get("attn_scale", 0.1)),
-            )
+            scales = hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)
+            self.temperature = (float(scales[0]), float(scales[1]))
         if len(self.rope) != self.layers:
             raise ValueError(
                 f"config.json has {len(self.rope)} no_rope_layers for {self.layers} layers: one"
                 " entry per layer is needed"
             )
-        self.expert_feed_forward = int(hf["intermediate_size"])
+        self.experts = int(hf["num_local_experts"]) if self.moe_layers else 0
+        self.expert_feed_forward = self.feed_forward
         self.feed_forward = int(hf.get("intermediate_size_mlp", self.expert_feed_forward))
-        """Width of the MLP of a layer without experts."""
 
-    @property
-    def experts(self) -> int:
-        return int(self.hf["num_local_experts"]) if self.moe_layers else 0
-
+    @override
     def config_fields(self) -> dict[str, Any]:
         fields = super().config_fields()
-        size = self.expert_feed_forward
         # Megatron marks NoPE layers with 1, transformers RoPE layers.
         fields["no_rope_freq"] = [1 - rope for rope in self.rope]
         fields["qk_l2_norm"] = self.qk_norm
-        fields["ffn_hidden_size"] = self.feed_forward
         if self.moe_layers:
-            fields |= {
-                "num_moe_experts": self.experts,
-                "moe_layer_freq": [int(i in self.moe_layers) for i in range(self.layers)],
-                "moe_ffn_hidden_size": size,
-                "moe_shared_expert_intermediate_size": size,
-                "moe_router_topk": 1,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_dtype": "fp32",
-                "moe_router_load_balancing_type": "none",
-                "moe_aux_loss_coeff": 0.0,
-                "moe_apply_probs_on_input": True,
-            }
+            fields["moe_shared_expert_intermediate_size"] = self.expert_feed_forward
+            fields["moe_router_score_function"] = "sigmoid"
+            fields["moe_apply_probs_on_input"] = True
         return fields
 
-    def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
-        from megatron_rl.models import specs
+    @override
+    def layer_options(self, layer: int) -> dict[str, Any]:
+        options = super().layer_options(layer)
+        if not self.rope[layer]:
+            return {**options, "temperature": self.temperature}
+        return {**options, "qk_l2_norm": self.qk_norm, "chunk": self.chunk}
 
-        return [
-            specs.layer(
-                use_te,
-                experts=self.experts if i in self.moe_layers else 0,
-                qk_l2_norm=self.qk_norm and bool(rope),
-                chunk=self.chunk if rope else None,
-                temperature=None if rope else self.temperature,
-            )
-            for i, rope in enumerate(self.rope)
-        ]
-
+    @override
     def layer_weights(self, layer: int) -> list[Weight]:
         if layer not in self.moe_layers:
             return self.dense_mlp_weights(layer, "feed_forward", self.feed_forward)
@@ -127,14 +102,7 @@ class Llama4(Architecture):
 
 
 class Llama4Multimodal(Llama4):
-    """`model_type` "llama4": the text model of `text_config`, beside a vision tower.
-
-    Args:
-        hf: contents of `config.json`.
-
-    Raises:
-        ValueError: no `text_config`, or a feature of it that is not implemented.
-    """
+    """`model_type` "llama4": the text model of `text_config`; the vision tower is not trained."""
 
     prefix = "language_model."
     untrained = ("vision_model.", "multi_modal_projector.")
@@ -142,7 +110,7 @@ class Llama4Multimodal(Llama4):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         if not isinstance(hf.get("text_config"), Mapping):
             raise ValueError(
-                "config.json has model_type 'llama4' and no text_config: its multimodal checkpoint"
-                " has one; for a text model alone set model_type to 'llama4_text'"
+                "config.json has model_type 'llama4' and no text_config: a multimodal checkpoint"
+                " has one; for a text model set model_type to 'llama4_text'"
             )
         super().__init__(hf["text_config"])

@@ -1,8 +1,8 @@
-"""Where sequences lie in a row: packing, attention chunks and context parallelism in one notion.
+"""The positions of sequences in a row: packing, attention chunks and context parallelism.
 
-A row's *bounds* (0, ..., S) cut its S positions into sequences; a padded row is one sequence, a
-packed row several. Llama 4's chunks are finer bounds, and a context-parallel rank holds the first
-and last halves of each sequence, so what it attends are *pieces* of the same bounds.
+The *bounds* (0, ..., S) of a row divide its S positions into sequences: one in a padded row, many
+in a packed row. Llama 4's chunks are finer bounds. A context-parallel rank holds two parts of each
+sequence, and attends *pieces* of the bounds.
 
 Shape legend: S positions of a row, over all context-parallel ranks; s those of one rank.
 """
@@ -25,7 +25,7 @@ Bounds = tuple[int, ...]
 
 
 def refined(bounds: Bounds, chunk: int | None) -> Bounds:
-    """Bounds with every sequence cut at multiples of `chunk` from its own start.
+    """Divide every sequence at multiples of `chunk` from its own start.
 
     Example: `refined((0, 5, 7), 2)` is `(0, 2, 4, 5, 7)`.
     """
@@ -36,15 +36,15 @@ def refined(bounds: Bounds, chunk: int | None) -> Bounds:
 
 
 def longest(bounds: Bounds) -> int:
-    """Positions of the longest sequence."""
+    """Return the length of the longest sequence."""
     return max(b - a for a, b in itertools.pairwise(bounds))
 
 
 def own_positions(bounds: Bounds, rank: int, size: int) -> NDArray[np.int64]:
-    """Positions [s] of the row that a context-parallel rank holds, ascending.
+    """Return the positions [s] of the row on a context-parallel rank, ascending.
 
-    Each sequence is cut into `2 * size` equal parts, of which rank r has parts r and
-    `2 * size - 1 - r`: causal attention then costs all ranks the same.
+    Each sequence is divided into `2 * size` equal parts; rank r has parts r and `2 * size - 1 - r`,
+    so that causal attention costs all ranks the same.
 
     Example: `own_positions((0, 4, 12), 0, 2)` is `[0, 3, 4, 5, 10, 11]`.
 
@@ -67,29 +67,29 @@ def own_positions(bounds: Bounds, rank: int, size: int) -> NDArray[np.int64]:
 
 
 def within_sequence(bounds: Bounds, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of the row, counted from the start of each one's sequence."""
+    """Count positions of the row from the start of their sequence."""
     starts = np.asarray(bounds[:-1])
     return positions - starts[np.searchsorted(starts, positions, side="right") - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a rank attends: runs of its queries, each with the keys from its sequence's start on.
+    """The attention of a rank: runs of its queries, with the keys from the sequence's start.
 
-    Piece i is the next `queries[i]` positions of this rank; its last query sees all its
+    Piece i is the next `queries[i]` positions of this rank; its last query attends all of its
     `keys[i]` keys, the one before it all but one, and so on.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     slots: NDArray[np.int64] | None
-    """Where the keys of all pieces lie in the ranks' positions, joined in the order of ranks;
-    None where every piece has the keys of its own queries: the two are cut alike then."""
+    """Index of the keys of all pieces in the positions of all ranks, joined in the order of ranks;
+    None if every piece has the keys of its own queries."""
 
 
 @functools.lru_cache(maxsize=256)
 def pieces(bounds: Bounds, chunk: int | None, rank: int, size: int) -> Pieces:
-    """The pieces of a context-parallel rank; a key is seen within its sequence and chunk only."""
+    """Return the pieces of a context-parallel rank: attention within sequence and chunk."""
     fine = refined(bounds, chunk)
     if size == 1:
         lengths = tuple(b - a for a, b in itertools.pairwise(fine))
@@ -111,7 +111,7 @@ def pieces(bounds: Bounds, chunk: int | None, rank: int, size: int) -> Pieces:
 
 @dataclass
 class Rows(PackedSeqParams):
-    """Where the sequences of a micro-batch lie; all its rows are cut alike.
+    """The positions of the sequences of a micro-batch; all its rows have the same bounds.
 
     `qkv_format` stays unset: positions restart through `Rotary`, not through Megatron's loop over
     sequences, so that activations keep the shape [s, b, h] whether rows are packed or padded.
@@ -125,17 +125,17 @@ class Rows(PackedSeqParams):
 
     @classmethod
     def of_bounds(cls, bounds: Bounds, rank: int, size: int, device: torch.device) -> Rows:
-        """Rows of these bounds, as context-parallel rank `rank` of `size` holds them."""
+        """Return rows of these bounds on context-parallel rank `rank` of `size`."""
         own = within_sequence(bounds, own_positions(bounds, rank, size))
         return cls(bounds=bounds, positions_s=torch.from_numpy(own).to(device))
 
     def thd(self, chunk: int | None, rows: int) -> PackedSeqParams:
-        """Transformer Engine's parameters for `rows` such rows behind each other, in chunks."""
+        """Return Transformer Engine's parameters for `rows` consecutive rows, in chunks."""
         if (chunk, rows) not in self._thd:
             fine = refined(self.bounds, chunk)
             ends = [row * fine[-1] + end for row in range(rows) for end in fine[1:]]
             ends_n = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions_s.device)
-            # The same object as "padded" says that nothing lies between the sequences.
+            # The same object for "padded" means no padding between the sequences.
             self._thd[chunk, rows] = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=ends_n,

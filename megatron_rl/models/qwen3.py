@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, override
 
 from megatron_rl.models.llama import Llama
 from megatron_rl.models.mapping import Weight
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class Qwen3(Llama):
@@ -19,13 +16,14 @@ class Qwen3(Llama):
         super().__init__(hf)
         self.require("use_sliding_window", False)
 
+    @override
     def config_fields(self) -> dict[str, Any]:
         return {**super().config_fields(), "qk_layernorm": True}
 
-    def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
-        from megatron_rl.models import specs
+    @override
+    def layer_options(self, layer: int) -> dict[str, Any]:
+        return {**super().layer_options(layer), "qk_norm": True}
 
-        return [specs.layer(use_te, qk_norm=True) for _ in range(self.layers)]
-
+    @override
     def layer_weights(self, layer: int) -> list[Weight]:
         return self.head_norm_weights(layer) + super().layer_weights(layer)

@@ -23,30 +23,21 @@ def layer(
     chunk: int | None = None,
     temperature: tuple[float, float] | None = None,
 ) -> ModuleSpec:
-    """The spec of one layer: pre-norm, attention, dense MLP or mixture of experts."""
+    """Return the spec of one layer: pre-norm, attention, dense MLP or mixture of experts."""
+    options = {"num_experts": experts or None, "qk_layernorm": qk_norm, "qk_l2_norm": qk_l2_norm}
     if use_te:
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts or None,
-            moe_grouped_gemm=bool(experts),
-            qk_layernorm=qk_norm,
-            qk_l2_norm=qk_l2_norm,
-        )
+        grouped = bool(experts)
+        spec = get_gpt_layer_with_transformer_engine_spec(**options, moe_grouped_gemm=grouped)
         attention: Any = te_attention(chunk, temperature)
-        spec.submodules.self_attention.submodules.core_attention = attention
-        return spec
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts or None,
-        qk_layernorm=qk_norm,
-        qk_l2_norm=qk_l2_norm,
-        normalization="RMSNorm",
-    )
-    attention = functools.partial(CausalAttention, chunk=chunk, temperature=temperature)
+    else:
+        spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+        attention = functools.partial(CausalAttention, chunk=chunk, temperature=temperature)
     spec.submodules.self_attention.submodules.core_attention = attention
     return spec
 
 
 def final_norm(use_te: bool) -> Any:
-    """The norm after the last layer."""
+    """Return the class of the norm after the last layer."""
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 

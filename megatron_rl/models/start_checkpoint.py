@@ -1,4 +1,4 @@
-"""The start checkpoint: given, found, or made by the supervised stage."""
+"""The start checkpoint: given by the user, or made by the supervised stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MADE_BY = "supervised_stage.json"
 
 
 def start_directory(config: RunConfig) -> Path:
-    """Hugging Face directory that the run starts from; it may not exist yet.
+    """Return the Hugging Face directory that the run starts from; it may not exist yet.
 
     Raises:
-        ConfigError: a given directory is missing or is no model.
+        ConfigError: a given directory is missing or is not a model.
     """
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
@@ -35,18 +35,18 @@ def start_directory(config: RunConfig) -> Path:
                 f"start_checkpoint: {path} has no {name}; give a Hugging Face model directory"
             )
     if config.model in NAMED_MODELS:
-        wanted = named_config(config.model)["model_type"]
-        found = json.loads((path / "config.json").read_text()).get("model_type")
-        if found != wanted:
+        expected = named_config(config.model)["model_type"]
+        actual = json.loads((path / "config.json").read_text()).get("model_type")
+        if actual != expected:
             raise ConfigError(
-                f"start_checkpoint: {path} has model_type {found!r} and model = {config.model!r} is"
-                f" {wanted!r}; give a checkpoint of that model, or its own directory as model"
+                f"start_checkpoint: {path} has model_type {actual!r} and model = {config.model!r}"
+                f" is {expected!r}; give a checkpoint of that model, or its own directory as model"
             )
     return path
 
 
 def supervised_fingerprint(config: RunConfig) -> str:
-    """Identifies what the supervised stage would make of this configuration."""
+    """Return a hash of everything that determines the result of the supervised stage."""
     made_from = config.model_dump(mode="json", include={"model", "seed", "tasks", "sft"})
     made_from["thinking"] = config.generation.thinking_budget_tokens[1]
     text = json.dumps(made_from, sort_keys=True)
@@ -54,7 +54,7 @@ def supervised_fingerprint(config: RunConfig) -> str:
 
 
 def needs_supervised_stage(config: RunConfig) -> bool:
-    """Whether the start checkpoint must be made: a tiny model without one made the same way."""
+    """Return True for a tiny model without a checkpoint of the same fingerprint."""
     if config.start_checkpoint is not None or config.model not in TINY_MODELS:
         return False
     mark = start_directory(config) / MADE_BY
@@ -62,7 +62,7 @@ def needs_supervised_stage(config: RunConfig) -> bool:
 
 
 def mark_made(config: RunConfig, directory: Path) -> None:
-    """Write into a finished start checkpoint what it was made from."""
+    """Write the fingerprint into a finished start checkpoint."""
     (directory / MADE_BY).write_text(json.dumps(_mark(config)) + "\n")
 
 

@@ -56,7 +56,7 @@ def test_the_seed_decides_the_weights_and_the_tokenizer_saver_is_called(tmp_path
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert called == [one]
-    with pytest.raises(ValueError, match="tiny_scout, tiny_dense"):
+    with pytest.raises(ValueError, match="tiny_dense, tiny_qwen3"):
         tiny.create("tiny_gpt", tmp_path / "4")
 
 
