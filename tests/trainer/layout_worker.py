@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl import messages
 from tests.trainer.cases import (
     ODD_VOCABULARY,
+    absolute_terms,
     batch,
     distances,
     gradients,
@@ -127,10 +128,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
 
     policy.apply = observed  # type: ignore[method-assign]
     for step in range(STEPS):
-        message = batch(step, seed=step)
-        if policy.routing is not None:
-            message = with_random_routes(message, policy.architecture)
-        done = trainer.train_step(message, step)
+        done = trainer.train_step(_batch(policy, step), step)
         seen["metrics"].append(done.metrics)
         seen.setdefault("probe", []).append(done.probe_logprobs)
         # Buckets of a few kilobytes: fused experts must stay together all the same.
@@ -142,6 +140,25 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     if check_resume:
         seen["resumed"] = _resumes_exactly(config, directory, policy)
     return seen
+
+
+def _batch(policy: Any, step: int) -> messages.Batch:
+    message = batch(step, seed=step)
+    return message if policy.routing is None else with_random_routes(message, policy.architecture)
+
+
+def gradient_terms(config: Any, directory: Path) -> dict[str, Tensor]:
+    """Return the absolute terms of the first step's gradient in one process, by sequence."""
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.step import Trainer
+
+    schedule = config.schedule.model_copy(update={"micro_batch_tokens": 1})
+    single = config.model_copy(update={"schedule": schedule})
+    policy = Policy(single, directory)
+    policy.apply = lambda learning_rate: 0.0  # type: ignore[method-assign]
+    with absolute_terms(policy) as terms:
+        Trainer(single, policy).train_step(_batch(policy, 0), 0)
+    return terms
 
 
 def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any]:
@@ -165,7 +182,9 @@ def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any
     }
 
 
-def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    seen: dict[str, Any], alone: dict[str, Any], terms: dict[str, Tensor]
+) -> dict[str, Any]:
     """Largest differences of a layout from the single process."""
 
     def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -179,7 +198,7 @@ def compare(seen: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
         "names": list(seen["exports"][0]) == list(alone["exports"][0]),
         "start_is_exact": apart(*exports[0]) == 0.0,
         "metrics": [{k: abs(a[k] - b[k]) for k in a.keys() | b.keys()} for a, b in pairs],
-        "gradients": distances(seen["gradients"][0], alone["gradients"][0]),
+        "gradients": distances(seen["gradients"][0], alone["gradients"][0], terms),
         "weights": [apart(a, b) for a, b in exports],
         "moved": apart(seen["exports"][-1], seen["exports"][0]),
         "supervised": abs(seen["supervised"][-1] - alone["supervised"][-1]),
@@ -262,6 +281,7 @@ def main(rank: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     alone: dict[str, Any] = {}
+    terms: dict[str, Any] = {}
     if rank == 0:
         for name in MODELS:
             out = folder / "out" / name
@@ -269,6 +289,7 @@ def main(rank: int, folder: Path) -> None:
             init_world(config, 0, 1, dist.HashStore())
             resumes = name in ("tiny_dense", "tiny_scout")
             alone[name] = observe(config, folder / name, check_resume=resumes)
+            terms[name] = gradient_terms(config, folder / name)
             destroy_world()
     resumed = {n: seen["resumed"] for n, seen in alone.items() if "resumed" in seen}
     found: dict[str, Any] = {"one process": resumed}
@@ -281,6 +302,6 @@ def main(rank: int, folder: Path) -> None:
             found["loop"] = loop_stopped_by_the_other_rank(config, folder / name, rank)
         destroy_world()
         if rank == 0:
-            found[layout] = compare(seen, alone[name])
+            found[layout] = compare(seen, alone[name], terms[name])
     if rank == 0:
         torch.save(found, folder / "seen.pt")
