@@ -110,12 +110,12 @@ def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
         name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
         if marker is not None and not marker.evaluate({"extra": "cuda" if cuda else "cpu"}):
             continue
-        version, place = generator_probe.version_of(name), "this environment"
+        version, environment = generator_probe.version_of(name), "this environment"
         if name in GENERATOR_PACKAGES:
             if not answer:
                 continue  # the line of the generators' environment has the reason
-            version, place = answer["versions"].get(name), "the generators' environment"
-        wanted, remedy = f"{name}{specifier}", f"pip install '{name}{specifier}' in {place}"
+            version, environment = answer["versions"].get(name), "the generators' environment"
+        wanted, remedy = f"{name}{specifier}", f"pip install '{name}{specifier}' in {environment}"
         if version is None and name in OPTIONAL:
             result = Result("note", f"not installed; {wanted} is supported")
         elif version is None:
