@@ -242,8 +242,6 @@ class StepDone(Message):
     """Wait for the batch."""
     train_seconds: float
     """Forward, backward and optimizer step."""
-    publish_seconds: float = 0.0
-    """Export of the previous weight version."""
 
 
 class Published(Message):

@@ -200,7 +200,7 @@ def train_loop(
     from megatron_rl.trainer.step import Trainer, next_batch, publish_weights
 
     trainer = Trainer(config, policy)
-    publish_seconds = publish_weights(config, policy, client, publisher, start_step)
+    publish_weights(config, policy, client, publisher, start_step)
     step = start_step
     while True:
         started = time.perf_counter()
@@ -212,9 +212,9 @@ def train_loop(
             break
         done = trainer.train_step(batch, step)
         if client is not None:
-            client.step_done(done, wait_seconds, publish_seconds)
+            client.step_done(done, wait_seconds)
         step += 1
-        publish_seconds = publish_weights(config, policy, client, publisher, step)
+        publish_weights(config, policy, client, publisher, step)
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)
     if client is not None:

@@ -13,6 +13,7 @@ from tests.source import PACKAGE, ROOT, cycles, imports, imports_of, module_of, 
 # Package or top-level module -> those that it may import. The order is that of the layers, bottom
 # first: a layer imports earlier ones only.
 LAYERS = {
+    "files": "",
     "section": "",
     "messages": "",
     "scaling": "",
@@ -20,24 +21,24 @@ LAYERS = {
     "algorithm": "section",
     "recipes": "section",
     "rewards": "section",
-    "config": "section algorithm recipes rewards",
+    "config": "files section algorithm recipes rewards",
     "compat": "",
     "kernels": "",
     "models": "config compat",
     "data": "config algorithm",
-    "metrics": "config scaling",
+    "metrics": "files config scaling",
     "weights": "config messages models",
-    "orchestrator": "config messages algorithm data rewards metrics",
+    "orchestrator": "files config messages algorithm data rewards metrics",
     "generator": "config messages compat models weights",
-    "trainer": "config messages compat algorithm data kernels models weights",
+    "trainer": "files config messages compat algorithm data kernels models weights",
     "launch": "config generator weights",
     "train": "config messages compat launch models weights orchestrator generator trainer",
     "megatron_plugin": (
         "config messages compat launch models weights orchestrator generator trainer"
     ),
     "commands": (
-        "config recipes rewards scaling compat kernels models data metrics weights orchestrator"
-        " generator launch"
+        "files config recipes rewards scaling compat kernels models data metrics weights"
+        " orchestrator generator launch"
     ),
     "cli": "section config compat scaling orchestrator train commands",
 }
@@ -45,8 +46,8 @@ MAY_IMPORT = {layer: others.split() for layer, others in LAYERS.items()}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Importing a module of these reaches nothing heavy, not even through others.
 LIGHT = """
-section config messages algorithm recipes rewards scaling data metrics orchestrator launch train cli
-commands.ablate commands.doctor commands.plan commands.recipes commands.verify
+files section config messages algorithm recipes rewards scaling data metrics orchestrator launch
+train cli commands.ablate commands.doctor commands.plan commands.recipes commands.verify
 """
 
 

@@ -6,7 +6,6 @@ key, so that it means the same when defaults change.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_rl import recipes
 from megatron_rl.algorithm.settings import DEFAULT_KINDS
 from megatron_rl.config.describe import describe
 from megatron_rl.config.run import RunConfig
+from megatron_rl.files import replace_file
 from megatron_rl.section import ConfigError, Section, entries_of, kind_of, sections_of
 
 CONFIG_FILE = "config.yaml"
@@ -55,10 +55,7 @@ def save_config(config: RunConfig) -> Path:
     values = config.model_dump(mode="json", exclude={"resume"})
     path = config.output_dir / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".yaml.tmp")
-    text = yaml.safe_dump(values, sort_keys=False, width=100, allow_unicode=True)
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, yaml.safe_dump(values, sort_keys=False, width=100, allow_unicode=True))
     return path
 
 

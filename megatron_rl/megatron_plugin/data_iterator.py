@@ -72,7 +72,6 @@ class PluginSteps:
         self._step = start_step - 1
         self._current: _Step | None = None
         self._published = -1
-        self._publish_seconds = 0.0
         self._head: LmHead | None = None
 
     @property
@@ -123,9 +122,7 @@ class PluginSteps:
         if version == self._published:
             return
         self._complete_parameters()
-        self._publish_seconds = publish_weights(
-            self._config, self._model, self._client, self._publisher, version
-        )
+        publish_weights(self._config, self._model, self._client, self._publisher, version)
         self._published = version
 
     def trained(self) -> None:
@@ -145,7 +142,7 @@ class PluginSteps:
                 wait_seconds=0.0,
                 train_seconds=time.perf_counter() - current.started,
             )
-            self._client.step_done(done, current.wait_seconds, self._publish_seconds)
+            self._client.step_done(done, current.wait_seconds)
 
     def save_state(self, directory: Path | None) -> dict[str, int]:
         """Save the orchestrator's state after the last step into Megatron's iterator folder.

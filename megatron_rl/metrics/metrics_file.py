@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from megatron_rl.files import replace_file
 from megatron_rl.metrics.names import METRICS
 
 SCHEMA = "megatron_rl.metrics/1"
@@ -203,19 +204,10 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
         n = 0
         while (aside := path.with_name(f"{path.stem}.dropped-{n}.jsonl")).exists():
             n += 1
-        _write_durably(aside, [_line(schema_row()), *dropped])
+        replace_file(aside, b"".join([_line(schema_row()), *dropped]))
         moved = (aside, len(dropped))
-    fresh = path.with_name(f".{path.name}.new")
-    _write_durably(fresh, kept)
-    os.replace(fresh, path)
+    replace_file(path, b"".join(kept))
     return moved
-
-
-def _write_durably(path: Path, lines: list[bytes]) -> None:
-    with open(path, "wb") as f:
-        f.writelines(lines)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def _lock(fd: int, path: Path) -> None:

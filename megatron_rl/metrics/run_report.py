@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_rl.files import replace_file
 from megatron_rl.metrics.curves import UNITS, ends, fit_run, fit_tasks
 from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
 from megatron_rl.metrics.terminal import print_table
@@ -94,9 +94,8 @@ def write_report(
         "versions": versions(),
         "run": extra or {},
     }
-    fresh = output_dir / ".summary.json.new"
-    fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    os.replace(fresh, output_dir / "summary.json")
+    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    replace_file(output_dir / "summary.json", text)
     return summary
 
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet, load_prompts, read_format
+from megatron_rl.files import replace_file
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
@@ -94,9 +95,7 @@ async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
     for option, value in options.items():
         socket.setsockopt(option, value)
     socket.bind(spec.bind)
-    temporary = Path(f"{spec.endpoint_file}.tmp")
-    temporary.write_text(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    temporary.rename(spec.endpoint_file)
+    replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
     try:
         yield socket
     finally:

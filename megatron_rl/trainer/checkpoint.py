@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.compat import megatron_checkpoint
 from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.files import replace_file, replace_folder
 from megatron_rl.trainer import world
 from megatron_rl.trainer.model import Policy
 
@@ -77,7 +78,7 @@ def save(
             write_state(step, str(work))
         layout = {"world_size": dist.get_world_size(), **config.parallel.model_dump()}
         _write_json(work / "trainer.json", {"step": step, "layout": layout})
-        _replace_directory(work, final)
+        replace_folder(work, final)
         _write_json(folder(config) / "latest.json", {"step": step, "directory": final.name})
         _remove_old(config)
     dist.barrier(group=group)
@@ -236,22 +237,8 @@ def _remove_old(config: RunConfig) -> None:
         shutil.rmtree(path)
 
 
-def _replace_directory(work: Path, final: Path) -> None:
-    old = final.with_suffix(".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    work.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    work = path.with_suffix(".json.tmp")
-    with work.open("w") as file:
-        json.dump({"format": FORMAT, **content}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
+    replace_file(path, json.dumps({"format": FORMAT, **content}, indent=2))
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -71,13 +71,9 @@ class TrainerClient:
         self.versions_needed_from = batch.versions_needed_from
         return batch
 
-    def step_done(self, done: m.StepDone, wait_seconds: float, publish_seconds: float) -> None:
-        """Report a trained step, with the time that the batch and the last version took."""
-        self._send(
-            msgspec.structs.replace(
-                done, wait_seconds=wait_seconds, publish_seconds=publish_seconds
-            )
-        )
+    def step_done(self, done: m.StepDone, wait_seconds: float) -> None:
+        """Report a trained step, with the time that was waited for its batch."""
+        self._send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
 
     def published(self, published: m.Published) -> None:
         """Offer a weight version to the generators."""

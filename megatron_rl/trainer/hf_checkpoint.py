@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl.files import replace_folder
 from megatron_rl.models.base import Architecture
 from megatron_rl.trainer import world
 from megatron_rl.trainer.shards import ModelShards
@@ -176,11 +177,7 @@ def write(
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, work / name)
-    old = path.parent / f".{path.name}.old{os.getpid()}"
-    if path.exists():
-        path.rename(old)
-    work.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(work, path)
     return path
 
 

@@ -122,8 +122,8 @@ def publish_weights(
     client: TrainerClient | None,
     publisher: Publisher | None,
     version: int,
-) -> float:
-    """Export the current weights as `version`; collective. Return the seconds it took."""
+) -> None:
+    """Export the current weights as `version`, and announce it when complete; collective."""
     started = time.perf_counter()
     stream = export_for_generators(config, policy)
     manifest = None
@@ -131,7 +131,6 @@ def publish_weights(
         manifest = publisher.publish(version, stream, config.weights.bucket_bytes)
         if client is not None:  # only rank 0 knows which versions generators have released
             publisher.release(client.versions_needed_from - 1)
-    seconds = time.perf_counter() - started
     if client is not None and manifest is not None:
+        seconds = time.perf_counter() - started
         client.published(messages.Published(manifest=manifest, seconds=seconds))
-    return seconds

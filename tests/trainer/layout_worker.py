@@ -222,9 +222,7 @@ class Orchestrator:
     def next_batch(self, step: int) -> messages.Batch:
         return batch(step, seed=step)
 
-    def step_done(
-        self, done: messages.StepDone, wait_seconds: float, publish_seconds: float
-    ) -> None:
+    def step_done(self, done: messages.StepDone, wait_seconds: float) -> None:
         self.heard.append(("done", done.step))
 
     def published(self, published: messages.Published) -> None:

@@ -44,15 +44,13 @@ class Orchestrator:
             *("generator_logprobs", "loss_weights", "versions"),
         )
 
-    def step_done(
-        self, done: messages.StepDone, wait_seconds: float, publish_seconds: float
-    ) -> None:
+    def step_done(self, done: messages.StepDone, wait_seconds: float) -> None:
         assert wait_seconds >= 0
         assert done.train_seconds > 0
-        assert publish_seconds > 0
         self.events.append(f"done {done.step}")
 
     def published(self, published: messages.Published) -> None:
+        assert published.seconds > 0
         self.events.append(f"published {published.manifest.version}")
 
     def save_state(self, step: int, directory: str) -> None:

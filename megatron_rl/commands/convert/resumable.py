@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.files import replace_file
+
 SUMS = "SHA256SUMS"
 
 Writers = dict[str, Callable[[Path], Any]]
@@ -78,7 +80,7 @@ class Output:
             for name in _files_below(tree) - sums.keys():
                 sums[name] = file_sum(tree / name)
             lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-            _write_atomically(tree / SUMS, "".join(lines).encode())
+            replace_file(tree / SUMS, "".join(lines).encode())
             tree.rename(self.target)
             shutil.rmtree(folder)
         return self.target
@@ -92,7 +94,7 @@ class Output:
             path = folder / "tree" / name
             path.parent.mkdir(exist_ok=True)
             result = files[name](path)
-            _write_atomically(records[name], pickle.dumps((file_sum(path), result)))
+            replace_file(records[name], pickle.dumps((file_sum(path), result)))
             return f"{name}: {path.stat().st_size / 1e6:.0f} MB"
 
         missing = [name for name, record in records.items() if not record.is_file()]
@@ -122,7 +124,7 @@ def _work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
             ) from None
         path = folder / "settings.json"
         if not path.is_file():
-            _write_atomically(path, json.dumps(settings, indent=1).encode())
+            replace_file(path, json.dumps(settings, indent=1).encode())
         before = json.loads(path.read_text())
         differ = [key for key in settings if before.get(key) != settings[key]]
         if differ:
@@ -164,12 +166,3 @@ def file_sum(path: Path) -> str:
 
 def _files_below(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    work = path.with_name(path.name + ".tmp")
-    with work.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)

@@ -15,7 +15,6 @@ as in metrics.jsonl); the other standard errors are over prompts.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl.commands.evaluate.estimators import by_difficulty, estimates
 from megatron_rl.commands.evaluate.evaluation_sets import Sets
+from megatron_rl.files import replace_file
 from megatron_rl.orchestrator.evaluation import EvaluatedSample, sampling_stderr
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, bare_answer, last_box
@@ -153,10 +153,7 @@ def add_points(path: Path, rows: list[Row]) -> None:
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
     """Write JSON Lines, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f"{path.name}.tmp")
-    with work.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    os.replace(work, path)
+    replace_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def show(result: dict[str, Any]) -> None:

@@ -1,0 +1,27 @@
+"""Atomic replacement of files and folders: readers see the old one or the new one, complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file durably under a temporary name in its folder, then rename it into place."""
+    work = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    with work.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
+
+
+def replace_folder(work: Path, final: Path) -> None:
+    """Rename a complete folder into place; an older one of that name is removed."""
+    old = final.with_name(f".{final.name}.old{os.getpid()}")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    work.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
