@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,27 +30,6 @@ _LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 # ---------------------------------------------------------------- torchrun and ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Torchrun:
-    """A torchrun to start on this node."""
-
-    nodes: int
-    per_node: int
-    node: int = 0
-    """Number of this node."""
-    master: tuple[str, int] | None = None
-    """Address and port of node 0; None for a single node."""
-
-    def options(self) -> list[str]:
-        """Return its command-line options."""
-        ranks = [f"--nproc-per-node={self.per_node}"]
-        if self.master is None:
-            return ["--standalone", *ranks]
-        address, port = self.master
-        where = [f"--master-addr={address}", f"--master-port={port}"]
-        return [f"--nnodes={self.nodes}", f"--node-rank={self.node}", *where, *ranks]
-
-
 def gpu_count() -> int:
     """Return the number of visible GPUs of this node."""
     import torch
@@ -65,8 +43,8 @@ def torchrun_for(
     gpus_per_node: int,
     environment: Mapping[str, str] = os.environ,
     gpus: int | None = None,
-) -> Torchrun | None:
-    """Return the torchrun to start, or None if enough ranks are already running.
+) -> list[str] | None:
+    """Return the options of the torchrun to start, or None if enough ranks are already running.
 
     A single node without GPUs starts all ranks, up to `gpus_per_node`. A node with GPUs starts one
     rank per GPU.
@@ -97,7 +75,7 @@ def torchrun_for(
             f" {gpus_per_node} at most (roles.gpus_per_node); use --dry-run to look at the run"
         )
     if not gpus:
-        return Torchrun(1, needed)
+        return ["--standalone", f"--nproc-per-node={needed}"]
     per_node = min(gpus, -(-needed // nodes))
     if per_node * nodes != needed:
         wide = -(-needed // gpus)
@@ -108,17 +86,23 @@ def torchrun_for(
             " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
         )
     if nodes == 1:
-        return Torchrun(1, per_node)
+        return ["--standalone", f"--nproc-per-node={per_node}"]
     # The port of the torchrun that started this process stays taken while it lives.
-    master = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]) + 1)
-    return Torchrun(nodes, per_node, int(environment["GROUP_RANK"]), master)
+    port = int(environment["MASTER_PORT"]) + 1
+    return [
+        f"--nnodes={nodes}",
+        f"--node-rank={environment['GROUP_RANK']}",
+        f"--master-addr={environment['MASTER_ADDR']}",
+        f"--master-port={port}",
+        f"--nproc-per-node={per_node}",
+    ]
 
 
-def exec_torchrun(torchrun: Torchrun, arguments: Sequence[str]) -> None:
+def exec_torchrun(options: Sequence[str], arguments: Sequence[str]) -> None:
     """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command."""
     environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun.options()]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
     sys.stdout.flush()
     os.execve(sys.executable, [*command, "-m", "megatron_rl.cli", *arguments], environment)
 

@@ -40,17 +40,6 @@ def log_sigmoid(compute: ArrayLike, A: float, B: float, Cmid: float, R0: float) 
     return R0 + (A - R0) * np.asarray(expit(B * (x - np.log(Cmid))))
 
 
-def linear_sigmoid(compute: ArrayLike, A: float, B: float, Cmid: float, R0: float) -> Array:
-    """Return the logistic curve in linear compute; `B` is per unit of compute."""
-    return R0 + (A - R0) * np.asarray(expit(B * (np.asarray(compute, dtype=float) - Cmid)))
-
-
-def power_law(compute: ArrayLike, A: float, B: float, D: float) -> Array:
-    """Return the saturating power law `A - D / C^B`; minus infinity at compute 0."""
-    with np.errstate(divide="ignore"):
-        return A - D * np.asarray(compute, dtype=float) ** -B
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A family scaled to one series: maps compute to g(C; u, v) and back.

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.launch import Torchrun, torchrun_for
+from megatron_rl.launch import torchrun_for
 
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
@@ -13,11 +13,9 @@ def start(needed, environment, gpus, per_node=8):
 
 
 def test_outside_torchrun_a_node_starts_the_needed_ranks():
-    assert start(3, {}, 0) == Torchrun(1, 3)
-    assert start(8, {}, 8) == Torchrun(1, 8)
-    assert start(3, ONE, 0) == Torchrun(1, 3)
-    assert start(4, ONE, 8) == Torchrun(1, 4)
-    assert Torchrun(1, 4).options() == ["--standalone", "--nproc-per-node=4"]
+    for needed, environment, gpus in ((3, {}, 0), (8, {}, 8), (3, ONE, 0), (4, ONE, 8)):
+        options = ["--standalone", f"--nproc-per-node={needed}"]
+        assert start(needed, environment, gpus) == options
 
 
 def test_running_ranks_start_nothing():
@@ -36,9 +34,7 @@ def test_one_rank_on_each_of_several_nodes_starts_every_nodes_gpus():
         "MASTER_ADDR": "head",
         "MASTER_PORT": "29500",
     }
-    torchrun = start(80, environment, 4)
-    assert torchrun == Torchrun(20, 4, 7, ("head", 29501))
-    assert torchrun.options() == [
+    assert start(80, environment, 4) == [
         "--nnodes=20",
         "--node-rank=7",
         "--master-addr=head",

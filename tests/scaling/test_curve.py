@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from megatron_rl.scaling.curve import Shape, linear_sigmoid, log_sigmoid, power_law
+from megatron_rl.scaling.curve import Shape, log_sigmoid
 from megatron_rl.scaling.options import FORMS
+from tests.scaling.curves import linear_sigmoid, power_law
 
 C = np.array([500.0, 2542.0, 16000.0])
 

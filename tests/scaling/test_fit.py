@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.scaling import PointsError, Series, fit, log_sigmoid
 from megatron_rl.scaling.bootstrap import bootstrap
-from megatron_rl.scaling.curve import linear_sigmoid, power_law
 from megatron_rl.scaling.noise import covariance
 from megatron_rl.scaling.report import fit_to_dict
+from tests.scaling.curves import linear_sigmoid, power_law
 from tests.scaling.points import R0, published
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
