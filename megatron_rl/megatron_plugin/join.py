@@ -28,6 +28,7 @@ from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
 from megatron_rl.trainer import world
 from megatron_rl.trainer.client import TrainerClient
+from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.trainer.model import forward
 from megatron_rl.weights.transports import open_publisher
 
@@ -261,13 +262,8 @@ class PretrainingPlugin:
         output = forward(model, batch.context, routing=self._model.routing, stock_attention=True)
         return output, loss_function(batch.count)
 
-    def _finalize(
-        self, model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
-    ) -> None:
-        """Reduce the gradients and divide by nothing: the loss weights hold all divisors."""
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads(model, None, **kwargs)
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        finalize_gradients(*args, **kwargs)
         if self._steps is not None:
             self._steps.trained()
 

@@ -57,7 +57,7 @@ def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
     return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
 
 
-def _finalize_gradients(
+def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
 ) -> None:
     """Reduce the gradients and divide by nothing: the loss weights hold all divisors."""
@@ -101,7 +101,7 @@ def transformer_config(
         expert_tensor_parallel_size=p.expert_tensor,
         sequence_parallel=p.sequence_parallel,
         calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize_gradients,
+        finalize_model_grads_func=finalize_gradients,
         variable_seq_lengths=p.pipeline > 1,  # micro-batches differ in shape
         # gloo sends asynchronously from a buffer that must not be freed.
         deallocate_pipeline_outputs=cuda,
