@@ -14,7 +14,7 @@ from megatron_rl.commands.plan.layouts import (
     search,
 )
 from megatron_rl.commands.plan.memory import GIB, RESERVE_GIB, LayoutMemory, estimate
-from megatron_rl.config import NAMED_MODELS, ConfigError, RunConfig
+from megatron_rl.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
@@ -96,13 +96,13 @@ def read_architecture(run: RunConfig) -> Architecture:
         raise ConfigError(
             "counting the parameters of a model needs torch: pip install 'megatron_rl[cpu]'"
         ) from None
-    from megatron_rl.models import architecture, named_config
+    from megatron_rl.models import architecture, named_config, named_configs
     from megatron_rl.models.tiny import CONFIGS
 
     path = Path(run.start_checkpoint or run.model) / "config.json"
-    if path.is_file() and (run.start_checkpoint is not None or run.model not in NAMED_MODELS):
+    if path.is_file() and (run.start_checkpoint is not None or run.model not in named_configs()):
         config = json.loads(path.read_text())
-    elif run.model in NAMED_MODELS:
+    elif run.model in named_configs():
         config = named_config(run.model)
     elif run.model in CONFIGS:
         config = CONFIGS[run.model]
