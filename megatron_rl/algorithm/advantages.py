@@ -9,15 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 EPS = 1e-6
-
-Normalization = Literal["batch", "prompt", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 Rewards = NDArray[np.float64]
 
 
 def advantages(
     rewards: list[Rewards],
-    normalization: Normalization,
+    normalization: Literal["batch", "prompt", "none"],
     *,
     baseline: Baseline = "mean",
     others: Sequence[Rewards] = (),

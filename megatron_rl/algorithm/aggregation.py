@@ -11,12 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Aggregation = Literal["prompt", "sample", "token", "constant"]
-
 
 def token_weights(
     token_counts: list[NDArray[np.int64]],
-    aggregation: Aggregation,
+    aggregation: Literal["prompt", "sample", "token", "constant"],
     constant_length_tokens: int | None = None,
 ) -> list[NDArray[np.float64]]:
     """Return the loss weight of a token in each completion of each group.

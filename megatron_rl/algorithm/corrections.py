@@ -7,8 +7,8 @@ A ratio to the trainer's old policy ignores the difference between the generator
     none              1
     token_truncation  min(c_t, cap)                               (TIS)
     token_mask        c_t where low <= c_t <= high, else 0        (IcePop)
-    sequence_mask     0 for sequences with A < 0 that have drifted by more than a bound, else 1
-                      (DeepSeek-V3.2, arXiv 2512.02556: mean_t (log pi_gen - log pi) > bound)
+    sequence_mask     0 where A < 0 and mean_t (log pi_gen - log pi) > bound, else 1
+                      (DeepSeek-V3.2, arXiv 2512.02556)
 
 For REINFORCE, which has no old policy, `pi_old` is the current one. Losses with a ratio to the
 generator need no correction (`none`).

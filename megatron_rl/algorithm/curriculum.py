@@ -55,17 +55,13 @@ class Curriculum:
 
     def record(self, prompt: int, pass_rate: float) -> None:
         """Record the pass rate of a prompt's group when the group is trained."""
-        if self._statistic == "last":
-            self._passed[prompt] = pass_rate
-            return
         n = self._visits.get(prompt, 0)
         self._passed[prompt] = (self._passed.get(prompt, 0.0) * n + pass_rate) / (n + 1)
-        self._visits[prompt] = n + 1
+        if self._statistic == "mean":  # n stays 0 for `last`
+            self._visits[prompt] = n + 1
 
     def _solved(self, prompt: int) -> bool:
-        if self._threshold is None:
-            return False
-        return self._passed.get(prompt, 0.0) >= self._threshold
+        return self._threshold is not None and self._passed.get(prompt, 0.0) >= self._threshold
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -22,7 +22,7 @@ class ObjectiveTerms(NamedTuple):
     """The objective of each token."""
 
     loss_T: Tensor
-    """Weighted loss with gradient; the loss of a micro-batch is their sum."""
+    """Weighted loss with gradient."""
     clipped_T: Tensor
     """bool: the loss clipped the token's ratio or masked the token."""
     corrected_T: Tensor

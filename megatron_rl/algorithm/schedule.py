@@ -8,8 +8,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_rl.section import Section
 
-DEFAULT_UPDATES_PER_PHASE = 8
-
 
 class Schedule(Section):
     """Sizes of a step, and the weights that generate it."""
@@ -40,7 +38,7 @@ class Schedule(Section):
         phases = self.mode == "ppo_off_policy"
         given = self.model_fields_set
         if phases and "updates_per_phase" not in given:
-            self.updates_per_phase = DEFAULT_UPDATES_PER_PHASE
+            self.updates_per_phase = 8
         if self.updates_per_phase != 1 and not phases:
             raise ValueError(
                 f"schedule.updates_per_phase is {self.updates_per_phase}: schedule.mode ="

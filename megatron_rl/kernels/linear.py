@@ -145,12 +145,10 @@ class _Chunks:
         """Yield (chunk of T, logits [C, V], the view that their gradient will take [C, V])."""
         for begin in range(0, self.T, self.rows):
             chunk = slice(begin, min(begin + self.rows, self.T))
-            n = chunk.stop - begin
-            logits_CV = self.logits_CV[:n, : self.V]
+            rows = self.logits_CV[: chunk.stop - begin]
+            logits_CV = rows[:, : self.V]
             self.products.logits(self.hidden_TH[chunk], self.weight_VH, logits_CV)
-            grads_CV = logits_CV
-            if self.bf16:
-                grads_CV = self.logits_CV[:n].view(torch.bfloat16)[:, : self.V]
+            grads_CV = rows.view(torch.bfloat16)[:, : self.V] if self.bf16 else logits_CV
             yield chunk, logits_CV, grads_CV
 
     def shard(self, chunk: slice) -> tuple[Tensor, int, int, float]:
@@ -243,7 +241,7 @@ def one_pass(
         settings: see `HeadSettings`.
 
     Returns:
-        Rows [5, T]: log-prob, entropy, ratio (0 for other losses), coefficient, loss term; the
+        Rows [5, T] (log-prob, entropy, ratio or 0 for other losses, coefficient, loss term); the
         hidden gradient [T, H] of the operands' type, summed over the tensor-parallel ranks; the
         fp32 weight gradient [V, H] of this shard. Gradients that are not requested are None.
     """
@@ -297,7 +295,7 @@ def log_probs_backward(
     sums = _Gradients(chunks, *grads, weight_grad_VH)
     coefficients_T = coefficients_T.to(torch.float32)
     for chunk, logits_CV, grads_CV in chunks:
-        top_C, mass_C = rows_4T[2, chunk], rows_4T[3, chunk]
+        _, _, top_C, mass_C = rows_4T[:, chunk]
         chunks.to_gradients(chunk, logits_CV, top_C, mass_C, coefficients_T[chunk])
         sums.add(chunk, grads_CV)
     return sums.finish()

@@ -2,8 +2,8 @@
 
 Shape legend: T completion tokens of a micro-batch; S sequences of the step.
 
-Losses are sections of the configuration, which imports without torch: they use tensors through
-their methods only.
+Losses are sections of the configuration, which imports without torch: they use the methods of
+tensors only.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ RatioReference = Literal["generator", "old", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Completion tokens [T] of one micro-batch, which holds whole sequences.
-
-    Under context parallelism a rank holds a part of each sequence.
+    """Completion tokens [T] of a micro-batch, of whole sequences except under context parallelism.
 
     Example: two completions of 2 and 1 tokens have `sequences_T = [0, 0, 1]`.
     """
@@ -109,10 +107,10 @@ class Loss(Section):
     def summary(self) -> str:
         """Return the name and the parameters in a few words."""
         parameters = self.model_dump(exclude={"kind"}, exclude_none=True)
-        shown = ", ".join(
+        shown = [
             f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()
-        )
-        return f"{self.kind} ({shown})" if shown else self.kind
+        ]
+        return f"{self.kind} ({', '.join(shown)})" if shown else self.kind
 
 
 def ratio_of(logprobs_T: Tensor, others_T: Tensor) -> Tensor:

@@ -42,9 +42,8 @@ class Dppo(Loss):
         ratio_T = ratio_of(now_T, tokens.generator_logprobs_T)
         positive_T, negative_T = tokens.advantages_T > 0, tokens.advantages_T < 0
         away_T = (positive_T & (ratio_T > 1)) | (negative_T & (ratio_T < 1))
-        clipped_T = away_T & (
-            self._divergence(now_T, tokens.generator_logprobs_T) > self.max_divergence
-        )
+        divergence_T = self._divergence(now_T, tokens.generator_logprobs_T)
+        clipped_T = away_T & (divergence_T > self.max_divergence)
         weight_T = ratio_T if self.max_ratio is None else ratio_T.clamp(max=self.max_ratio)
         kept_T = weight_T.masked_fill(clipped_T, 0.0)
         return LossTerms(-kept_T * tokens.advantages_T * tokens.logprobs_T, clipped_T)

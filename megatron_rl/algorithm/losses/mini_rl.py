@@ -35,9 +35,7 @@ class MiniRl(Loss):
         now_T = tokens.logprobs_T.detach()
         weight_T = ratio_of(now_T, tokens.generator_logprobs_T).clamp(max=self.max_weight_ratio)
         stale_T = ratio_of(now_T, tokens.old_logprobs_T)
-        positive_T, negative_T = tokens.advantages_T > 0, tokens.advantages_T < 0
-        clipped_T = (positive_T & (stale_T > self.max_ratio)) | (
-            negative_T & (stale_T < self.min_ratio)
-        )
+        over_T = (tokens.advantages_T > 0) & (stale_T > self.max_ratio)
+        clipped_T = over_T | (tokens.advantages_T < 0) & (stale_T < self.min_ratio)
         kept_T = weight_T.masked_fill(clipped_T, 0.0)
         return LossTerms(-kept_T * tokens.advantages_T * tokens.logprobs_T, clipped_T)

@@ -58,11 +58,9 @@ def clipped_surrogate(
     dual_clip_ratio: float | None = None,
 ) -> LossTerms:
     """Return -min(r A, clip(r) A) [T], bounded by -c A for negative advantages."""
-    plain_T = ratio_T * advantages_T
     bounded_T = ratio_T.clamp(min_ratio, max_ratio) * advantages_T
-    surrogate_T = plain_T.minimum(bounded_T)
-    positive_T = advantages_T > 0
-    negative_T = advantages_T < 0
+    surrogate_T = (ratio_T * advantages_T).minimum(bounded_T)
+    positive_T, negative_T = advantages_T > 0, advantages_T < 0
     clipped_T = (positive_T & (ratio_T > max_ratio)) | (negative_T & (ratio_T < min_ratio))
     if dual_clip_ratio is not None:
         floor_T = advantages_T * dual_clip_ratio
