@@ -218,7 +218,7 @@ def train_loop(
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)
     if client is not None:
-        client.done(messages.TrainerDone(step=step, interrupted=interrupted))
+        client.send(messages.TrainerDone(step=step, interrupted=interrupted))
 
 
 class Interrupt:

@@ -234,7 +234,7 @@ class PretrainingPlugin:
             if connections.client is None or connections.orchestrator is None:
                 return
             interrupted = steps < config.schedule.steps
-            connections.client.done(TrainerDone(step=steps, interrupted=interrupted))
+            connections.client.send(TrainerDone(step=steps, interrupted=interrupted))
             connections.client.close()
             # Generators may still be reading the last version.
             connections.orchestrator.wait(seconds)

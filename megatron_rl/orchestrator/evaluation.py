@@ -14,9 +14,9 @@ import numpy as np
 from megatron_rl import messages as m
 from megatron_rl.config import Evaluation, RunConfig
 from megatron_rl.data import Prompt
+from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.generators import GeneratorState
 from megatron_rl.orchestrator.run_metrics import RunMetrics
-from megatron_rl.orchestrator.spec import EvaluateOnly
 from megatron_rl.rewards import Verdict
 
 

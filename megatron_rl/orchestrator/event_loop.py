@@ -34,12 +34,12 @@ from megatron_rl.data import PromptSet
 from megatron_rl.messages import TRAINER
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import is_dropped
+from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator.evaluation import Evaluations
 from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.run_metrics import RunMetrics
-from megatron_rl.orchestrator.spec import EvaluateOnly
 from megatron_rl.orchestrator.state import State, restored_groups, save_state, saved_groups
 from megatron_rl.orchestrator.steps import StepBuilder
 from megatron_rl.orchestrator.verification import Verification

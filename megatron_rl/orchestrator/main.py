@@ -23,9 +23,9 @@ from megatron_rl.files import replace_file
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
+from megatron_rl.orchestrator.child_process import Spec
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
-from megatron_rl.orchestrator.spec import Spec
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 

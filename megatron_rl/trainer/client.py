@@ -50,7 +50,7 @@ class TrainerClient:
         self._socket.connect(endpoint)
         self.versions_needed_from = 0
         """Oldest weight version whose bytes a generator may still read."""
-        self._send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
+        self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
 
     def next_batch(self, step: int) -> m.Batch:
         """Return the batch of this step, or a stopping batch if the run is interrupted.
@@ -58,7 +58,7 @@ class TrainerClient:
         Raises:
             OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
         """
-        self._send(m.BatchRequest(step=step))
+        self.send(m.BatchRequest(step=step))
         batch = self._wait(
             m.Batch,
             self._timeouts.batch_seconds,
@@ -73,11 +73,7 @@ class TrainerClient:
 
     def step_done(self, done: m.StepDone, wait_seconds: float) -> None:
         """Report a trained step, with the time that was waited for its batch."""
-        self._send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
-
-    def published(self, published: m.Published) -> None:
-        """Offer a weight version to the generators."""
-        self._send(published)
+        self.send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
 
     def save_state(self, step: int, directory: str) -> None:
         """Make the orchestrator write its state into a checkpoint folder; returns when written.
@@ -85,19 +81,16 @@ class TrainerClient:
         Raises:
             OrchestratorGone: not written within `timeouts.startup_seconds`.
         """
-        self._send(m.SaveState(step=step, directory=directory))
+        self.send(m.SaveState(step=step, directory=directory))
         self._wait(m.StateSaved, self._timeouts.startup_seconds, "timeouts.startup_seconds", step)
-
-    def done(self, done: m.TrainerDone) -> None:
-        """Announce the end of the trainer."""
-        self._send(done)
 
     def close(self) -> None:
         """Close the socket; what was sent is delivered for up to two seconds."""
         self._socket.close()
         self._context.term()
 
-    def _send(self, message: m.Message) -> None:
+    def send(self, message: m.Message) -> None:
+        """Send a message that has no answer."""
         self._socket.send(m.encode(message))
 
     def _wait(

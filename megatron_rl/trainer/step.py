@@ -133,4 +133,4 @@ def publish_weights(
             publisher.release(client.versions_needed_from - 1)
     if client is not None and manifest is not None:
         seconds = time.perf_counter() - started
-        client.published(messages.Published(manifest=manifest, seconds=seconds))
+        client.send(messages.Published(manifest=manifest, seconds=seconds))

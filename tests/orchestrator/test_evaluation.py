@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl.config import Evaluation
 from megatron_rl.messages import Sample, VersionSpan
+from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.evaluation import (
     EvaluatedSample,
     EvaluationRun,
@@ -11,7 +12,6 @@ from megatron_rl.orchestrator.evaluation import (
     sampling_stderr,
     steps_left,
 )
-from megatron_rl.orchestrator.spec import EvaluateOnly
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator.peers import TWO_TASKS, prompt_set, run, small_config
 

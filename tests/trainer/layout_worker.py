@@ -225,14 +225,15 @@ class Orchestrator:
     def step_done(self, done: messages.StepDone, wait_seconds: float) -> None:
         self.heard.append(("done", done.step))
 
-    def published(self, published: messages.Published) -> None:
-        self.heard.append(("published", published.manifest.version))
+    def send(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Published):
+            self.heard.append(("published", message.manifest.version))
+        else:
+            assert isinstance(message, messages.TrainerDone)
+            self.heard.append(("end", message.step, message.interrupted))
 
     def save_state(self, step: int, directory: str) -> None:
         self.heard.append(("save", step))
-
-    def done(self, done: messages.TrainerDone) -> None:
-        self.heard.append(("end", done.step, done.interrupted))
 
     def release(self, version: int) -> None:
         pass

@@ -49,17 +49,18 @@ class Orchestrator:
         assert done.train_seconds > 0
         self.events.append(f"done {done.step}")
 
-    def published(self, published: messages.Published) -> None:
-        assert published.seconds > 0
-        self.events.append(f"published {published.manifest.version}")
+    def send(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Published):
+            assert message.seconds > 0
+            self.events.append(f"published {message.manifest.version}")
+        else:
+            assert isinstance(message, messages.TrainerDone)
+            self.events.append(f"end {message.step}")
+            self.done_message = message
 
     def save_state(self, step: int, directory: str) -> None:
         self.events.append(f"save {step}")
         (Path(directory) / "orchestrator.json").write_text(json.dumps({"step": step}))
-
-    def done(self, done: messages.TrainerDone) -> None:
-        self.events.append(f"end {done.step}")
-        self.done_message = done
 
     def release(self, version: int) -> None:
         pass

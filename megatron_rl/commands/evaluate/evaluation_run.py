@@ -22,9 +22,8 @@ from megatron_rl import launch
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.child_process import OrchestratorProcess
+from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
 from megatron_rl.orchestrator.evaluation import EvaluatedSample
-from megatron_rl.orchestrator.spec import EvaluateOnly
 
 MODULE = "megatron_rl.commands.evaluate.evaluation_run"
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.prepare.overlap import Overlap, words
-from megatron_rl.commands.prepare.prepare_check import make_check
-from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+from megatron_rl.commands.prepare.prepare_settings import PrepareSettings, make_check
 from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError, Question, apply_template
 from megatron_rl.data.tables import Source, make_question, read_rows
