@@ -428,3 +428,11 @@ def test_options_of_a_reasoning_task_have_the_types_of_yaml() -> None:
     config = load_config(None, [*subset, "--start_checkpoint", "y", "--task.template", "{prompt}"])
     task = config.tasks["huggingface"]
     assert (task.subset, task.template) == ("2024", "{prompt}")  # type: ignore[union-attr]
+
+
+def test_tiny_models_are_no_published_ones() -> None:
+    from megatron_rl.config import NAMED_MODELS, TINY_MODELS
+    from megatron_rl.models import named_configs
+
+    assert list(NAMED_MODELS) == named_configs()
+    assert not {*NAMED_MODELS} & {*TINY_MODELS}

@@ -29,9 +29,8 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.section import Section
 
 TINY_MODELS = ("tiny_scout", "tiny_dense", "tiny_qwen3", "tiny_qwen3_moe")
-NAMED_MODELS = tuple(
-    sorted(p.stem for p in Path(__file__).parents[1].joinpath("models/configs").glob("*.json"))
-)
+_CONFIGS = Path(__file__).parents[1].joinpath("models", "configs").glob("*.json")
+NAMED_MODELS = tuple(sorted({path.stem for path in _CONFIGS} - {*TINY_MODELS}))
 """Published models whose config.json is in the package (`megatron_rl.models.named_config`)."""
 
 
