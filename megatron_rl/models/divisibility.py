@@ -45,8 +45,9 @@ def first_stage_layers(layers: int, stages: int, chunks: int) -> int | None:
         return None
     if chunks > 1:
         raise ValueError(
-            f"parallel.virtual_pipeline is {chunks}: parallel.pipeline x parallel.virtual_pipeline"
-            f" = {stages * chunks} does not divide {layers} layers; choose another size, or 1"
+            f"parallel.virtual_pipeline is {chunks}: {layers} layers are not divisible by"
+            f" parallel.pipeline x parallel.virtual_pipeline = {stages * chunks}; choose another"
+            " size, or 1"
         )
     first = -(-layers // stages)
     if layers < stages or (layers - first) % (stages - 1):

@@ -159,7 +159,7 @@ def architecture() -> Any:
 
 @pytest.mark.parametrize("experts", [8, 255, 256, 300])
 def test_routes_survive_the_journey(experts: int, architecture: Any) -> None:
-    architecture.routed = experts
+    architecture.experts = experts
     layers, k = len(architecture.moe_layers), architecture.experts_per_token
     choices = np.random.default_rng(0).integers(0, experts, (9, layers, k)).astype(np.int16)
     choices[4], choices[0, 0, 0] = routed_experts.UNKNOWN, experts - 1
