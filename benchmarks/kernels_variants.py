@@ -106,7 +106,10 @@ def _fused(main_grad: bool, grads: heads.LogitGrads = "auto") -> Variant:
             w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
         loss = linear.CispoInputs(d.generator_logprobs_T, d.advantages_T, d.weights_T, CAP)
         got = linear_loss(
-            *(h, w, d.targets_T, loss),
+            h,
+            w,
+            d.targets_T,
+            loss,
             logit_grads=grads,
             loss_scale=1.0 if main_grad else None,
         )

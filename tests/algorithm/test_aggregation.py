@@ -54,7 +54,7 @@ def test_weights_times_tokens_sum_to_one(groups, aggregation):
 
 
 def test_constant_length_divides_every_token_by_one_constant():
-    # four completions, constant 10: 1/(4*10) for each token, whatever the lengths are
+    # four completions, constant 10: 1/(4*10) for each token, for any lengths
     a, b = token_weights(counts([1, 3], [4, 6]), "constant", 10)
     assert a == pytest.approx([1 / 40] * 2)
     assert b == pytest.approx([1 / 40] * 2)

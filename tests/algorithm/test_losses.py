@@ -340,7 +340,10 @@ def _part(given: Tokens, index: torch.Tensor) -> Tokens:
     columns: dict[str, Any] = {
         name: getattr(given, name)[index]
         for name in (
-            *("generator_logprobs_T", "old_logprobs_T", "advantages_T", "loss_weights_T"),
+            "generator_logprobs_T",
+            "old_logprobs_T",
+            "advantages_T",
+            "loss_weights_T",
             "sequences_T",
         )
     }

@@ -35,7 +35,7 @@ def test_what_follows_from_the_mode_survives_a_round_trip():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (
             {"mode": "synchronous", "max_lag_steps": 8},
@@ -51,6 +51,6 @@ def test_what_follows_from_the_mode_survives_a_round_trip():
         ),
     ],
 )
-def test_a_lag_that_contradicts_the_mode_is_refused_with_both_keys(values, said):
-    with pytest.raises(ValidationError, match=said):
+def test_a_lag_that_contradicts_the_mode_is_refused_with_both_keys(values, message):
+    with pytest.raises(ValidationError, match=message):
         Schedule(**values)

@@ -30,8 +30,9 @@ PPO = ["--algorithm.loss", "ppo_clip"]
         ),
         (
             [
-                *("--algorithm.loss", "mini_rl", "--algorithm.old_policy", "trainer"),
-                *("--algorithm.correction", "sequence_mask"),
+                "--algorithm.loss=mini_rl",
+                "--algorithm.old_policy=trainer",
+                "--algorithm.correction=sequence_mask",
             ],
             ("algorithm.correction.kind", "algorithm.loss.kind = 'mini_rl'"),
         ),
@@ -44,10 +45,7 @@ PPO = ["--algorithm.loss", "ppo_clip"]
             ("algorithm.constant_length_tokens is 9", "algorithm.aggregation = 'prompt'"),
         ),
         (
-            [
-                *("--algorithm.advantage_std_over", "all"),
-                *("--algorithm.advantage_normalization", "prompt"),
-            ],
+            ["--algorithm.advantage_std_over=all", "--algorithm.advantage_normalization=prompt"],
             ("algorithm.advantage_std_over", "algorithm.advantage_normalization = 'prompt'"),
         ),
         (
@@ -60,8 +58,9 @@ PPO = ["--algorithm.loss", "ppo_clip"]
         ),
         (
             [
-                *("--algorithm.length_penalty", "all", "--algorithm.length_max_tokens", "9"),
-                *("--algorithm.length_cache_tokens", "10"),
+                "--algorithm.length_penalty=all",
+                "--algorithm.length_max_tokens=9",
+                "--algorithm.length_cache_tokens=10",
             ],
             ("algorithm.length_cache_tokens is 10", "algorithm.length_max_tokens = 9"),
         ),
@@ -132,8 +131,8 @@ def test_lengths_follow_from_the_longest_completion() -> None:
     budgets += ["--generation.answer_budget_tokens", "20"]
     constant = load_config(None, [*budgets, "--algorithm.aggregation", "constant"]).algorithm
     assert constant.constant_length_tokens == 100
-    penalised = load_config(None, [*budgets, "--algorithm.length_penalty", "all"]).algorithm
-    assert (penalised.length_max_tokens, penalised.length_cache_tokens) == (100, 20)
+    penalized = load_config(None, [*budgets, "--algorithm.length_penalty", "all"]).algorithm
+    assert (penalized.length_max_tokens, penalized.length_cache_tokens) == (100, 20)
     plain = load_config(None, budgets).algorithm
     assert plain.length_max_tokens is None
     assert plain.constant_length_tokens is None

@@ -104,7 +104,7 @@ def test_what_is_trained_follows_from_lengths(
     assert completion.token_ids == whole
     if truncated == "train" and completion.finish_reason == "length":
         positions = list(range(len(whole)))
-    # It stands beside a right and a wrong completion of four and two tokens.
+    # Two other completions in its group: a right one of four tokens, a wrong one of two.
     others = [generated(t, 5, 4, PHRASE) for t in ([20, END, 21, EOS], [22, EOS])]
     group = Group(0, 0, 3, "generator-0")
     for i, c in enumerate((completion, *others)):
@@ -122,7 +122,7 @@ def test_what_is_trained_follows_from_lengths(
     policy.apply = lambda rate: (found.update(gradients(policy)), 0.0)[1]  # type: ignore[method-assign]
     done = Trainer(config, policy).train_step(batch, 0)
 
-    # By hand: rewards -1 (the case, if it counts), 1, -1, centred; one weight for all tokens.
+    # By hand: rewards -1 (the case, if it counts), 1, -1, centered; one weight for all tokens.
     counts = truncated == "train" or completion.finish_reason != "length"
     trained = [(whole, positions, -1.0)] if counts else []
     trained += [([20, END, 21, EOS], [0, 1, 2, 3], 1.0), ([22, EOS], [0, 1], -1.0)]

@@ -46,10 +46,9 @@ def rows_equal_float64(sizes: tuple[int, ...] = (7, 1003, 32000, 202048)) -> Non
             for gap in (0, 5):  # float4 and scalar loads
                 buffer = torch.full((C, V + gap), float("nan"), device="cuda")
                 view = buffer[:, :V].copy_(x)
-                on = to_gpu(loss)
+                inputs = to_gpu(loss).of(slice(None))
                 out = torch.ops.megatron_rl.cispo_rows_(
-                    *(view, y.cuda(), 0, columns, 1.0, on.generator_logprobs_T),
-                    *(on.advantages_T, on.weights_T, CAP, bf16),
+                    view, y.cuda(), 0, columns, 1.0, *inputs, bf16
                 ).cpu()
                 assert largest(out[0], want.logprobs_T) < 1e-5
                 assert largest(out[1], want.entropy_T) < 1e-5
@@ -93,7 +92,10 @@ def fused_loss_equals_float64(V: int = 32000, T: int = 97, H: int = 128) -> None
             w: Any = case.weight_VH.cuda().requires_grad_()
             w.main_grad = torch.zeros(w.shape, device="cuda")
             got = linear_loss(
-                *(h, w, case.targets_T.cuda(), to_gpu(case.loss)),
+                h,
+                w,
+                case.targets_T.cuda(),
+                to_gpu(case.loss),
                 vocabulary=case.vocabulary,
                 logit_grads=grads,  # type: ignore[arg-type]
                 chunk_bytes=rows * 4 * (V + 8),

@@ -23,16 +23,11 @@ HERE = Path(__file__).parent
 
 def compile_emulation(directory: Path, source: Path = SOURCES) -> ctypes.CDLL:
     out = directory / "emulation.so"
-    done = subprocess.run(
-        [
-            *("g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"),
-            *("-Wno-unknown-pragmas", "-Wno-clobbered", f"-I{source}", f"-I{SOURCES}", f"-I{HERE}"),
-            *(str(HERE / "cuda_emulation.cpp"), "-o", str(out)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-unknown-pragmas", "-Wno-clobbered"]
+    command += [f"-I{folder}" for folder in (source, SOURCES, HERE)]
+    command += [str(HERE / "cuda_emulation.cpp"), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(out))
 
@@ -43,7 +38,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, bf16: bool) -> bool:
-    """Every element by itself: most gradients are tiny beside the target's."""
+    """Compare every element by itself: most gradients are tiny compared with the target's."""
     return torch.allclose(got.float(), want, rtol=1e-2 if bf16 else 2e-5, atol=1e-12)
 
 
@@ -54,10 +49,9 @@ def pointer(t: torch.Tensor) -> ctypes.c_void_p:
 
 def rows(x: torch.Tensor, y: torch.Tensor, first: int, columns: int, scale: float) -> list[object]:
     i64 = ctypes.c_int64
-    return [
-        *(pointer(x), i64(x.stride(0)), i64(x.shape[1]), pointer(y)),
-        *(i64(first), i64(columns), ctypes.c_float(scale), i64(len(x))),
-    ]
+    shape = [i64(x.stride(0)), i64(x.shape[1])]
+    shard = [i64(first), i64(columns), ctypes.c_float(scale), i64(len(x))]
+    return [pointer(x), *shape, pointer(y), *shard]
 
 
 def cispo(
@@ -88,10 +82,7 @@ def test_cispo_kernel(
     y = torch.tensor([0, columns - 1, columns // 2])
     loss = cispo_inputs(C, torch.full((C,), -3.0))
     want_x = strided(x, gap)
-    want = cispo_reference.cispo_rows_(
-        *(want_x, y, 0, columns, 1.25, loss.generator_logprobs_T),
-        *(loss.advantages_T, loss.weights_T, CAP, False),
-    )
+    want = cispo_reference.cispo_rows_(want_x, y, 0, columns, 1.25, *loss.of(slice(None)), False)
     emulated.emulate_order(order)
     got = cispo(emulated, x, y, columns, bf16)
     assert largest(got, want) < 1e-5
@@ -109,10 +100,7 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
     columns = [width, V - width]
     loss = cispo_inputs(C, torch.full((C,), -3.0))
     want_x = whole.clone()
-    want = cispo_reference.cispo_rows_(
-        *(want_x, y, 0, V, 1.25, loss.generator_logprobs_T),
-        *(loss.advantages_T, loss.weights_T, CAP, False),
-    )
+    want = cispo_reference.cispo_rows_(want_x, y, 0, V, 1.25, *loss.of(slice(None)), False)
     emulated.emulate_order(2)
     stats = torch.empty(2, 4, C)
     for i in range(2):
@@ -128,11 +116,10 @@ def test_sharded_kernels(emulated: ctypes.CDLL, bf16: bool) -> None:
     )
     assert largest(merged[:2], want[:2]) < 1e-5
     assert largest(terms, want[2:]) < 1e-5
+    statistics = (pointer(merged[2]), pointer(merged[3]), pointer(terms[1]))
     for i in range(2):
-        emulated.emulate_row_grads(
-            *rows(parts[i], y, i * width, columns[i], 1.25),
-            *(pointer(merged[2]), pointer(merged[3]), pointer(terms[1]), int(bf16)),
-        )
+        shard = rows(parts[i], y, i * width, columns[i], 1.25)
+        emulated.emulate_row_grads(*shard, *statistics, int(bf16))
     got = torch.cat([bf16_of(p) if bf16 else p for p in parts], 1)
     assert close(got[:, :V], want_x, bf16)
     assert (got[:, V:] == 0).all()
@@ -158,10 +145,7 @@ def test_the_emulation_notices_a_missing_barrier(tmp_path: Path, barrier: str) -
         x = torch.randn(C, V, generator=torch.Generator().manual_seed(0)) * 4
         want = x.clone()
         loss = cispo_inputs(C, torch.full((C,), -3.0))
-        cispo_reference.cispo_rows_(
-            *(want, y, 0, V, 1.25, loss.generator_logprobs_T),
-            *(loss.advantages_T, loss.weights_T, CAP, False),
-        )
+        cispo_reference.cispo_rows_(want, y, 0, V, 1.25, *loss.of(slice(None)), False)
         library.emulate_order(order)
         cispo(library, x, y, V, True)
         wrong += not close(bf16_of(x), want, True)

@@ -84,9 +84,9 @@ def test_a_wheel_holds_the_library_which_is_loaded_where_no_compiler_is(
 def test_without_a_compiler_the_wheel_is_for_all_and_the_reference_is_named(
     source: Path, tmp_path: Path
 ) -> None:
-    wheel, said = make(source, "build_wheel", CXX="no-such-compiler")
+    wheel, output = make(source, "build_wheel", CXX="no-such-compiler")
     assert wheel.stem.endswith("py3-none-any")
-    assert "kernels not built now, but at first use: no C++ compiler" in said
+    assert "kernels not built now, but at first use: no C++ compiler" in output
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         assert not [n for n in archive.namelist() if n.endswith(".so")]

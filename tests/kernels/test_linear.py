@@ -12,7 +12,7 @@ from megatron_rl.kernels import heads
 from megatron_rl.kernels.fused import linear_loss
 from megatron_rl.kernels.linear import CispoInputs
 from megatron_rl.kernels.ops import fp32_linear
-from tests.kernels.cases import CAP, largest, leaves, linear_case, relative, rows_of_memory, run
+from tests.kernels.cases import largest, leaves, linear_case, relative, rows_of_memory, run
 from tests.sums import sum_error
 
 pytestmark = pytest.mark.usefixtures("cpu_kernel")
@@ -48,7 +48,7 @@ def test_bf16_operands_equal_float64(
         assert truth.weight_error(weight_grad_VH) < 2e-6
     else:
         assert relative(weight_grad_VH, truth.weight_grad_VH) < 3e-3
-    # Of bf16 type itself: rounding it alone costs up to 2^-8.
+    # It is bf16 itself: its rounding costs up to 2^-8.
     assert leaf[0].grad is not None
     assert relative(leaf[0].grad, truth.hidden_grad_TH) < 4e-3
     if case.vocabulary < V:
@@ -127,7 +127,7 @@ def test_a_shared_embedding_gets_zeros_beside_main_grad() -> None:
     embedded = torch.nn.functional.embedding(case.targets_T, weight_VH)
     got = linear_loss(hidden_TH, weight_VH, case.targets_T, case.loss, loss_scale=1.0)
     (got.loss + embedded.float().sum()).backward()
-    # What autograd delivers is the embedding's share alone; Megatron's hook adds it to main_grad.
+    # Autograd delivers the embedding's share only; Megatron's hook adds it to main_grad.
     want = torch.zeros(67, 32).index_add_(0, case.targets_T, torch.ones(20, 32))
     assert torch.equal(weight_VH.grad.float(), want)  # type: ignore[union-attr]
     assert relative(weight.main_grad, case.truth.weight_grad_VH) < 3e-3
@@ -191,10 +191,7 @@ def test_no_tokens_give_zeros_and_still_a_graph() -> None:
     none = slice(0, 0)
     for scale in (None, 1.0):
         hidden_TH, weight_VH = leaves(case, main_grad=scale is not None)
-        empty = CispoInputs(
-            case.loss.generator_logprobs_T[none], case.loss.advantages_T[none],
-            case.loss.weights_T[none], CAP,
-        )  # fmt: skip
+        empty = CispoInputs(*case.loss.of(none))
         got = linear_loss(hidden_TH[none], weight_VH, case.targets_T[none], empty, loss_scale=scale)
         got.loss.backward()
         assert got.loss == 0

@@ -49,11 +49,8 @@ def bf16_of(x_CV: torch.Tensor) -> torch.Tensor:
 def run(
     ops: Ops, x_CV: torch.Tensor, y_C: torch.Tensor, loss: CispoInputs, columns: int, **kw: Any
 ) -> torch.Tensor:
-    return ops.cispo_rows_(
-        *(x_CV, y_C, 0, columns, kw.get("scale", 1.0)),
-        *(loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, loss.max_ratio),
-        kw.get("bf16", False),
-    )
+    scale, inputs = kw.get("scale", 1.0), loss.of(slice(None))
+    return ops.cispo_rows_(x_CV, y_C, 0, columns, scale, *inputs, kw.get("bf16", False))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -99,17 +96,13 @@ def test_shards_merge_to_the_whole_row(ops: Ops, shards: int) -> None:
         [ops.row_stats(parts[i], y_C, i * width, columns[i], 1.0) for i in range(shards)]
     )
     logp, entropy, top, mass = ops.merge_rows(stats, 1.0)
-    terms = ops.cispo_terms(
-        logp.contiguous(), loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP
-    )
+    terms = ops.cispo_terms(logp.contiguous(), *loss.of(slice(None)))
     assert largest(logp, want.logprobs_T) < 4e-6
     assert largest(entropy, want.entropy_T) < 4e-6
     assert relative(terms[1], want.coefficient_T) < 5e-6
+    statistics = (top.contiguous(), mass.contiguous(), terms[1].contiguous())
     for i in range(shards):
-        ops.row_grads_(
-            *(parts[i], y_C, i * width, columns[i], 1.0),
-            *(top.contiguous(), mass.contiguous(), terms[1].contiguous(), False),
-        )
+        ops.row_grads_(parts[i], y_C, i * width, columns[i], 1.0, *statistics, False)
     got = torch.cat(parts, 1)
     assert relative(got[:, :V], want.logit_grads_TV) < 2e-6
     assert (got[:, V:] == 0).all()
@@ -119,9 +112,9 @@ def test_a_shard_without_real_columns_changes_nothing(ops: Ops) -> None:
     x_CV, y_C = logits(4, 50), torch.tensor([3, 49, 0, 20])
     whole = ops.row_stats(x_CV, y_C, 0, 50, 1.0)
     empty = ops.row_stats(torch.full((4, 50), 9e9), y_C, 50, 0, 1.0)
-    alone = ops.merge_rows(whole[None], 1.0)
-    assert torch.equal(ops.merge_rows(torch.stack([whole, empty]), 1.0), alone)
-    assert torch.equal(ops.merge_rows(torch.stack([empty, whole]), 1.0), alone)
+    want = ops.merge_rows(whole[None], 1.0)
+    assert torch.equal(ops.merge_rows(torch.stack([whole, empty]), 1.0), want)
+    assert torch.equal(ops.merge_rows(torch.stack([empty, whole]), 1.0), want)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
@@ -204,9 +197,7 @@ def test_the_ratio_is_capped_from_above_alone(ops: Ops) -> None:
     gen = torch.tensor([-30.0, 0.0, float("-inf"), -1.0])
     logp = torch.tensor([-1.0, -9.0, -1.0, -1.0])
     loss = CispoInputs(gen, torch.tensor([2.0, 2.0, -2.0, 2.0]), torch.full((4,), 0.5), CAP)
-    ratio, c, term = ops.cispo_terms(
-        logp, loss.generator_logprobs_T, loss.advantages_T, loss.weights_T, CAP
-    )
+    ratio, c, term = ops.cispo_terms(logp, *loss.of(slice(None)))
     # -w A min(ratio, 5): 5, e^-9, 5 and 1 times -+1.
     expected = torch.tensor([-5.0, -torch.tensor(-9.0).exp().item(), 5.0, -1.0])
     assert torch.allclose(c, expected, rtol=1e-6)

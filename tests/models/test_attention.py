@@ -79,7 +79,7 @@ def test_equals_masked_attention(
     qkv = inputs(bounds, rows)
     exact, own = leaves(qkv), leaves(qkv, torch.float32)
     want = with_gradients(reference(bounds, exact, chunk, temperature), exact)
-    given = None if len(bounds) == 2 else rows_of(bounds)  # nothing said: rows are sequences
+    given = None if len(bounds) == 2 else rows_of(bounds)  # default: rows are sequences
     got = with_gradients(module(*own, packed_seq_params=given), own)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-6, rtol=1e-5)

@@ -143,9 +143,8 @@ TE_LAYER = {
 }
 TE_HEADS = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
 TE_DENSE = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
-TE_EXPERTS = {
-    *("pre_mlp_layernorm.weight", "mlp.router.weight"),
-    *(f"mlp.experts.linear_fc{i}.weight{e}" for i in (1, 2) for e in range(4)),
+TE_EXPERTS = {"pre_mlp_layernorm.weight", "mlp.router.weight"} | {
+    f"mlp.experts.linear_fc{i}.weight{e}" for i in (1, 2) for e in range(4)
 }
 TE_SHARED = {"mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
 
