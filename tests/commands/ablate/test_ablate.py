@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,8 +223,11 @@ def test_a_call_is_interrupted_once_it_may_stop(
 ) -> None:
     monkeypatch.undo()  # the real `call`
     command = tmp_path / "command"
+    # Python, like the command itself: a shell cannot trap a SIGINT that it inherited as ignored.
     command.write_text(
-        "#!/bin/sh\ntrap 'echo stopped; exit 130' INT\necho up\nwhile true; do sleep 0.1; done\n"
+        f"#!{sys.executable}\nimport signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(print('stopped') or 130))\n"
+        "print('up', flush=True)\ntime.sleep(100)\n"
     )
     command.chmod(0o755)
     monkeypatch.setattr(runs.sys, "executable", str(command))
