@@ -6,10 +6,9 @@
     two passes  log-probs of all tokens; the coefficients arrive with the backward pass, which
                 computes the logits again: four products. For all other losses.
 
-Under tensor parallelism each rank holds V columns of the vocabulary; per chunk the ranks exchange
-16 bytes per token, and the hidden gradient is summed over them once, in fp32. Temperature divides
-the logits. Shape legend: T tokens, C tokens of a chunk, H hidden, V vocabulary of this rank,
-R tensor-parallel ranks.
+Under tensor parallelism each rank holds V columns of the vocabulary; the ranks exchange 16 bytes
+per token, and the hidden gradient is summed over them once, in fp32. Shape legend: T tokens, C
+tokens of a chunk, H hidden, V vocabulary of this rank, R tensor-parallel ranks.
 """
 
 from __future__ import annotations
