@@ -19,7 +19,7 @@ from tests.e2e.processes import ROOT, TORCHRUN, finish, rows, start
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 EXAMPLE = "examples/extend_pretraining.py"
-PRETRAINING, STOP_AT, STEPS = 30, 10, 20
+PRETRAINING, STOP_AT, STEPS = 30, 5, 10
 # The sizes of `tiny_qwen3_moe`. CPU: what a machine without a GPU needs.
 MODEL = """
   --num-layers 3 --hidden-size 64 --num-attention-heads 2 --kv-channels 32 --ffn-hidden-size 192
@@ -34,7 +34,7 @@ TRAINING = """
   --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
   --expert-tensor-parallel-size 1 --seq-length 64 --micro-batch-size 8 --global-batch-size 32
   --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --log-interval 1
-  --eval-interval 10 --eval-iters 0 --num-workers 0 --calculate-per-token-loss
+  --eval-interval 5 --eval-iters 0 --num-workers 0 --calculate-per-token-loss
 """
 CPU = """
   --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
