@@ -260,7 +260,8 @@ class TransferClient:
             WeightsError: either side refused, or did not answer in time.
         """
         if self._store is None:
-            self._store = self._worker.rendezvous.connect(self._worker.seconds)
+            # A busy host may take seconds to accept; the sender's time begins afterwards.
+            self._store = self._worker.rendezvous.connect(max(self._worker.seconds, 20.0))
         deadline = time.monotonic() + self._worker.seconds
         request = TransferRequest(self._store, self._base, self._number, version, deadline)
         self._number += 1
