@@ -134,6 +134,12 @@ class RunConfig(Section):
                 f"roles.generator_ranks is {r.generator_ranks}: it must be a multiple of"
                 f" roles.generator_tensor_parallel = {r.generator_tensor_parallel}"
             )
+        if r.one_gpu and (r.trainer_ranks, r.generator_ranks) != (1, 1):
+            raise ValueError(
+                f"roles.one_gpu is true: it takes one rank of each role, and roles.trainer_ranks ="
+                f" {r.trainer_ranks}, roles.generator_ranks = {r.generator_ranks}; set both to 1,"
+                " or set it false"
+            )
         if p.virtual_pipeline > 1 and p.pipeline == 1:
             raise ValueError(
                 f"parallel.virtual_pipeline is {p.virtual_pipeline}: it needs parallel.pipeline > 1"
@@ -175,6 +181,11 @@ class RunConfig(Section):
 
     def _weights_fit(self) -> None:
         w = self.weights
+        if self.roles.one_gpu and w.transport == "nccl":
+            raise ValueError(
+                "roles.one_gpu is true: weights.transport = 'nccl' needs a GPU of its own for each"
+                " rank; use 'disk' or 'gloo', or set it false"
+            )
         if w.directory is not None and w.transport != "disk":
             raise ValueError(
                 f"weights.directory is {str(w.directory)!r}: weights.transport = {w.transport!r}"

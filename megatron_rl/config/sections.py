@@ -19,6 +19,9 @@ class Roles(Section):
     """Ranks that generate."""
     generator_tensor_parallel: PositiveInt = 1
     """Tensor-parallel ranks of one vLLM engine; the first one runs the engine, the others wait."""
+    one_gpu: bool = False
+    """Trainer and generator share one GPU; `generation.gpu_memory_fraction` is the generator's
+    part."""
     gpus_per_node: PositiveInt = 8
     """GPUs of a node; used by `megatron-rl plan` to keep groups and engines within nodes."""
     gpu_gib: PositiveFloat = 80.0
