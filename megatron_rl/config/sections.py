@@ -26,6 +26,8 @@ class Roles(Section):
     """GPUs of a node; used by `megatron-rl plan` to keep groups and engines within nodes."""
     gpu_gib: PositiveFloat = 80.0
     """Memory of a GPU in GiB; used by `megatron-rl plan`."""
+    host_gib: PositiveFloat = 1907.0
+    """Memory of a node's host in GiB (2,048 GB); used by `megatron-rl plan`."""
     generator_python: Path | None = None
     """Python interpreter of the generator ranks, if vLLM has its own environment. The environment
     variable MEGATRON_RL_GENERATOR_PYTHON sets it for all runs of a machine."""
