@@ -43,11 +43,13 @@ def torchrun_for(
     gpus_per_node: int,
     environment: Mapping[str, str] = os.environ,
     gpus: int | None = None,
+    *,
+    one_gpu: bool = False,
 ) -> list[str] | None:
     """Return the options of the torchrun to start, or None if enough ranks are already running.
 
     A single node without GPUs starts all ranks, up to `gpus_per_node`. A node with GPUs starts one
-    rank per GPU.
+    rank per GPU, or all of them on one (`roles.one_gpu`).
 
     Args:
         needed: ranks.
@@ -55,6 +57,7 @@ def torchrun_for(
         gpus_per_node: most ranks that one node without GPUs starts.
         environment: of this process.
         gpus: of this node; None: counted when needed.
+        one_gpu: the ranks share one GPU.
 
     Raises:
         ConfigError: all GPUs of all nodes are too few; names the number of nodes it takes.
@@ -76,6 +79,8 @@ def torchrun_for(
         )
     if not gpus:
         return ["--standalone", f"--nproc-per-node={needed}"]
+    if one_gpu and nodes == 1:
+        gpus = needed
     per_node = min(gpus, -(-needed // nodes))
     if per_node * nodes != needed:
         wide = -(-needed // gpus)

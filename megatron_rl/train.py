@@ -51,7 +51,7 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
     roles = config.roles
     needed = roles.world_size if command == "train" else roles.trainer_ranks
     name = "the default configuration" if path is None else str(path)
-    torchrun = launch.torchrun_for(needed, name, roles.gpus_per_node)
+    torchrun = launch.torchrun_for(needed, name, roles.gpus_per_node, one_gpu=roles.one_gpu)
     if torchrun is not None:
         _check_before_ranks_start(config, command)
         launch.exec_torchrun(torchrun, arguments)
@@ -148,12 +148,15 @@ def _reinforce(
             save_config(config)
             orchestrator = OrchestratorProcess(config, directory, phases, checkpoint)
             stack.push(orchestrator.kill_on_error)
-            store.set("model_dir", str(directory))
-            store.set("orchestrator", orchestrator.endpoint)
+            if not config.roles.one_gpu:
+                _start_generators(store, directory, orchestrator.endpoint)
         policy = Policy(config, directory)
         start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
         client = None
         if orchestrator is not None:
+            if config.roles.one_gpu:
+                # An engine takes what another process allocates during its start for its own.
+                _start_generators(store, directory, orchestrator.endpoint)
             client = TrainerClient(
                 orchestrator.endpoint,
                 config.timeouts,
@@ -168,6 +171,12 @@ def _reinforce(
         train_loop(config, policy, client, publisher, start_step, interrupted)
         if orchestrator is not None:
             orchestrator.wait(config.timeouts.evaluation_seconds)
+
+
+def _start_generators(store: Any, directory: Path, endpoint: str) -> None:
+    """Set the keys that the generator ranks wait for (`generator.role`)."""
+    store.set("model_dir", str(directory))
+    store.set("orchestrator", endpoint)
 
 
 def train_loop(

@@ -38,6 +38,11 @@ class Roles(Section):
         return self.trainer_ranks + self.generator_ranks
 
     @property
+    def devices(self) -> int:
+        """Number of GPUs of the run, or of ranks where there is none."""
+        return 1 if self.one_gpu else self.world_size
+
+    @property
     def engines(self) -> int:
         """Number of vLLM engines."""
         return self.generator_ranks // self.generator_tensor_parallel

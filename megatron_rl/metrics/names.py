@@ -15,8 +15,8 @@ METRICS: dict[str, str] = {
     "event": "name of the event (event rows)",
     # compute: cumulative since step 0, in every step and eval row
     "compute_tokens": "completion tokens generated for training [tokens]",
-    "compute_device_hours": "wall hours x ranks of trainer and generators, without evaluations and"
-    " checkpoints [device hours]",
+    "compute_device_hours": "wall hours x ranks of trainer and generators (1 if they share a GPU),"
+    " without evaluations and checkpoints [device hours]",
     "compute_flops": "2 x active parameters per generated token + 6 x per trained token [FLOP]",
     "wall_seconds": "time since the RL stage began, over all resumptions [s]",
     # evaluation

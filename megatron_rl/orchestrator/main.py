@@ -54,7 +54,7 @@ def run_orchestrator(spec: Spec) -> None:
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
     evaluated = {row["step"] for row in read_metrics(path) if row["kind"] == "eval"}
-    metrics = RunMetrics(sink, config.roles.world_size, evaluated)
+    metrics = RunMetrics(sink, config.roles.devices, evaluated)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     verification = Verification(config.verifier, prompts.verifiers, decode)
 

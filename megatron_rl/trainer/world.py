@@ -17,8 +17,10 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import ConfigError, RunConfig
 
+CONTEXTS_GIB = 2.0
+"""Memory for the CUDA contexts of trainer and generator, which neither's allocator counts."""
 _control: list[dist.ProcessGroup] = []
 
 
@@ -45,6 +47,7 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
 
     Raises:
         ValueError: sizes that don't fit together.
+        ConfigError: on one GPU, the generator leaves the trainer no memory.
     """
     p, t = config.parallel, config.timeouts
     if world_size != config.roles.trainer_ranks:
@@ -56,6 +59,8 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     if cuda:
         local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
         torch.cuda.set_device(local)
+        if config.roles.one_gpu:
+            _leave_memory_to_the_generator(config, local)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.PrefixStore("megatron", store),
@@ -78,6 +83,19 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     # Imported modules stay: without this every full collection walks through them (0.2 s).
     gc.collect()
     gc.freeze()
+
+
+def _leave_memory_to_the_generator(config: RunConfig, device: int) -> None:
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = config.generation.gpu_memory_fraction
+    share = 1 - fraction - CONTEXTS_GIB * 2**30 / total
+    if share <= 0:
+        raise ConfigError(
+            f"generation.gpu_memory_fraction is {fraction}: of this GPU's {total / 2**30:.1f} GiB"
+            f" it leaves the trainer nothing (roles.one_gpu; {CONTEXTS_GIB:g} GiB are for the CUDA"
+            " contexts of both); lower it"
+        )
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def join_world(config: RunConfig) -> None:

@@ -8,14 +8,21 @@ from megatron_rl.launch import torchrun_for
 ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
-def start(needed, environment, gpus, per_node=8):
-    return torchrun_for(needed, "run.yaml", per_node, environment, gpus)
+def start(needed, environment, gpus, per_node=8, **options):
+    return torchrun_for(needed, "run.yaml", per_node, environment, gpus, **options)
 
 
 def test_outside_torchrun_a_node_starts_the_needed_ranks():
     for needed, environment, gpus in ((3, {}, 0), (8, {}, 8), (3, ONE, 0), (4, ONE, 8)):
         options = ["--standalone", f"--nproc-per-node={needed}"]
         assert start(needed, environment, gpus) == options
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("environment", [{}, ONE])
+def test_two_roles_on_one_gpu_are_two_ranks(gpus, environment):
+    assert start(2, environment, gpus, one_gpu=True) == ["--standalone", "--nproc-per-node=2"]
+    assert start(2, {**ONE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, gpus, one_gpu=True) is None
 
 
 def test_running_ranks_start_nothing():
