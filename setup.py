@@ -134,7 +134,7 @@ setup(
         "cuda": [
             *TRAIN,
             "vllm>=0.32,<0.33",
-            "transformer-engine[pytorch]>=2.9",
+            "transformer-engine[pytorch]>=2.10",
             *FP8,
         ],
         "fp8": FP8,
