@@ -167,43 +167,78 @@ def _liger(compiled: bool) -> Variant:
     return run
 
 
+def _of_logprobs(logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Variant:
+    """Return CISPO by autograd over `logprobs(hidden, weight, targets)`."""
+
+    def run(d: Inputs) -> Result:
+        h, w = d.hidden_TH.detach().requires_grad_(), d.weight_VH.detach().requires_grad_()
+        logp = logprobs(h, w, d.targets_T)
+        ratio = torch.exp(logp.detach() - d.generator_logprobs_T).clamp(max=CAP)
+        loss = -(d.weights_T * d.advantages_T * ratio * logp).sum()
+        loss.backward()
+        assert h.grad is not None
+        assert w.grad is not None
+        return loss.detach(), logp.detach(), h.grad, w.grad
+
+    return run
+
+
+def _liger_of_the_card() -> Variant:
+    """Return Liger's own kernels: CuTe DSL on Hopper, `liger-cute-kernels` on Blackwell.
+
+    Raises:
+        RuntimeError: another card, or a package that is missing: Liger would take plain torch.
+    """
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
+
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) == (9, 0):
+        apply = liger._load_sm90_function().apply  # ImportError without liger-kernel[cutedsl]
+        return _of_logprobs(lambda h, w, y: -apply(h, w, y))
+    if major != 10:
+        raise RuntimeError(f"it has none for compute capability {major}.{minor}")
+    if liger._load_native_tp_function() is None:
+        raise RuntimeError("Blackwell's kernels are in liger-kernel[lck], which is not installed")
+    from liger_kernel.ops import configure
+
+    world, configured = _world_of_one(), set[tuple[int, int, int]]()
+
+    def logprobs(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        size = (*h.shape, w.shape[0])
+        if size not in configured:
+            capacity = configure.FusedLinearCrossEntropyConfig(*size, group="world")
+            if not configure.configure(process_groups={"world": world}, flsce=capacity):
+                raise RuntimeError("liger-cute-kernels does not take this card")
+            configured.add(size)
+        return -liger.LigerFusedLinearScaledCrossEntropyTPFunction.apply(h, w, y, world)
+
+    return _of_logprobs(logprobs)
+
+
 def _cut_cross_entropy() -> Variant:
     from cut_cross_entropy import linear_cross_entropy
 
-    def run(d: Inputs) -> Result:
-        h, w = d.hidden_TH.detach().requires_grad_(), d.weight_VH.detach().requires_grad_()
-        logp = -linear_cross_entropy(h, w, d.targets_T, reduction="none")
-        ratio = torch.exp(logp.detach() - d.generator_logprobs_T).clamp(max=CAP)
-        loss = -(d.weights_T * d.advantages_T * ratio * logp).sum()
-        loss.backward()
-        assert h.grad is not None
-        assert w.grad is not None
-        return loss.detach(), logp.detach(), h.grad, w.grad
-
-    return run
+    return _of_logprobs(lambda h, w, y: -linear_cross_entropy(h, w, y, reduction="none"))
 
 
-def _megatron() -> Variant:
+def _world_of_one() -> Any:
     import torch.distributed as dist
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     if not dist.is_initialized():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
 
-    def run(d: Inputs) -> Result:
-        h, w = d.hidden_TH.detach().requires_grad_(), d.weight_VH.detach().requires_grad_()
+
+def _megatron() -> Variant:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    world = _world_of_one()
+
+    def logprobs(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         logits = (h @ w.t())[:, None, :]
-        logp = -fused_vocab_parallel_cross_entropy(logits, d.targets_T[:, None], dist.group.WORLD)[
-            :, 0
-        ]
-        ratio = torch.exp(logp.detach() - d.generator_logprobs_T).clamp(max=CAP)
-        loss = -(d.weights_T * d.advantages_T * ratio * logp).sum()
-        loss.backward()
-        assert h.grad is not None
-        assert w.grad is not None
-        return loss.detach(), logp.detach(), h.grad, w.grad
+        return -fused_vocab_parallel_cross_entropy(logits, y[:, None], world)[:, 0]
 
-    return run
+    return _of_logprobs(logprobs)
 
 
 def _floor(fp32: bool) -> Variant:
@@ -241,6 +276,7 @@ FACTORIES: dict[str, Callable[[], Variant]] = {
     "torch.compile, bf16 logits": lambda: _autograd(_logits_bf16, True),
     "Liger cispo": lambda: _liger(False),
     "Liger cispo, compiled": lambda: _liger(True),
+    "Liger, kernels of the card": _liger_of_the_card,
     "cut-cross-entropy": _cut_cross_entropy,
     "Megatron fused cross-entropy, bf16 logits": _megatron,
     "fused": lambda: _fused(True),
@@ -251,4 +287,7 @@ FACTORIES: dict[str, Callable[[], Variant]] = {
     "three products alone, fp32 gradients": lambda: _floor(True),
 }
 CPU_ONLY = ("fused, without bf16 instructions",)
-CUDA_ONLY = ("cut-cross-entropy", "Megatron fused cross-entropy, bf16 logits")
+CUDA_ONLY = (
+    *("Liger, kernels of the card", "cut-cross-entropy"),
+    "Megatron fused cross-entropy, bf16 logits",
+)
