@@ -23,7 +23,7 @@ from tests.e2e.processes import TORCHRUN, finish, rows, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-STEPS, KILL_AT, INTERRUPT_AT = 48, 11, 20
+STEPS, KILL_AT, INTERRUPT_AT = 40, 11, 19
 SAVED_EVERY = 8
 DROPPED = "metrics.dropped-0.jsonl"
 """Rows of steps that are repeated after a restart from an older checkpoint."""
@@ -33,7 +33,7 @@ SETTINGS = f"""
   --optimizer.learning_rate 3e-4 --task.heldout_prompts 24
   --evaluation.samples_per_prompt 8 --evaluation.points 4
   --metrics.logprob_check_every_steps 1 --metrics.terminal plain
-  --checkpoint.every_steps {SAVED_EVERY}
+  --checkpoint.every_steps {SAVED_EVERY} --timeouts.shutdown_seconds 8
 """.split()
 BUCKET_BYTES = 200_000
 AFTER_RESUME = f"""

@@ -62,14 +62,19 @@ def layouts() -> dict[str, dict[str, int]]:
     return out
 
 
-ALL_EXPORTS = ("TP2 PP2 VPP2 EP1 ETP1", "TP2 PP1 VPP1 EP4 ETP1", "TP1 PP2 VPP1 EP2 ETP1")
-"""Layouts in which every bucket size goes through all versions; in others each takes one."""
+ALL = ("TP2 PP2 VPP2 EP1 ETP1", "TP2 PP1 VPP1 EP4 ETP1", "TP1 PP2 VPP1 EP2 ETP1")
+"""Layouts that take both number formats, and every bucket size through all versions.
+
+Others take bf16, the format of real runs, and each bucket size through one version.
+"""
 
 
-def models_of(layout: dict[str, int]) -> list[str]:
-    """Dense models have no expert ranks to be spread over."""
-    experts = layout["parallel__expert"] * layout["parallel__expert_tensor"]
-    return [name for name in MODELS if experts == 1 or name not in DENSE]
+def cases(layout: str) -> list[tuple[str, str]]:
+    """Return (model, number format); dense models have no expert ranks to be spread over."""
+    options = layouts()[layout]
+    experts = options["parallel__expert"] * options["parallel__expert_tensor"]
+    models = [name for name in MODELS if experts == 1 or name not in DENSE]
+    return list(itertools.product(models, DTYPES if layout in ALL else ("bf16",)))
 
 
 def faults(
@@ -109,9 +114,9 @@ def main(rank: int, folder: Path) -> None:
         init_world(run, rank, RANKS, dist.FileStore(str(folder / f"store{i}"), RANKS))
         found[layout] = {}
         exports = list(zip(VERSIONS, BUCKETS, strict=True))
-        if layout in ALL_EXPORTS:
+        if layout in ALL:
             exports = list(itertools.product(VERSIONS, BUCKETS))
-        for name, dtype in itertools.product(models_of(options), DTYPES):
+        for name, dtype in cases(layout):
             directory = folder / dtype / name
             run = run_config(directory, RANKS, precision__params=dtype, **options)
             policy = Policy(run, directory)
