@@ -34,7 +34,9 @@ from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_args import (
     CONCURRENT_SCORES,
+    check_model_class,
     engine_args,
+    head_dtype,
     interruption,
     read_architecture,
 )
@@ -73,7 +75,8 @@ class Engine:
         The arguments are those of `serve.run_generator`.
 
         Raises:
-            ValueError: the interruption phrase or the checkpoint does not fit.
+            ValueError: the interruption phrase or the checkpoint does not fit, or a package is
+                missing.
             RuntimeError: vLLM did not start (its own error is above in the log).
         """
         self.version = version
@@ -82,6 +85,7 @@ class Engine:
         self.architecture = read_architecture(model_dir)
         replay = config.algorithm.routing_replay
         check_experts(self.architecture, replay)
+        check_model_class(model_dir)
         self._expected = WireFormat.of(config).expected(self.architecture.shapes())
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
         interrupts = config.generation.interruption == "phrase"
@@ -103,12 +107,29 @@ class Engine:
         self.in_flight = 0
 
     async def prepare(self) -> None:
-        """Label the start version and open the weight transfer; once, before anything else."""
+        """Check the head, label the start version, open the weight transfer; before all else.
+
+        Raises:
+            RuntimeError: a worker computes other logits than the configuration says.
+        """
+        await self.check_head()
         init = {"receiver": self._receiver}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
         await self._llm.update_weight_version(str(self.version))
         if self.routes is not None:
             await self.routes.prepare()
+
+    async def check_head(self) -> None:
+        """Raise RuntimeError unless every worker computes logits of the configured type."""
+        expected = head_dtype(self._config)
+        for number, dtypes in enumerate(await self._llm.collective_rpc("head_dtypes")):
+            if dtypes != [expected]:
+                raise RuntimeError(
+                    f"precision.logits is {self._config.precision.logits!r}, so the generator's"
+                    f" logits are {expected}, and worker {number} computes them in"
+                    f" {', '.join(dtypes) or 'a way that it does not tell'}: this vLLM release"
+                    " does not apply `head_dtype` to the model's architecture"
+                )
 
     async def complete(
         self, prompt: list[int], thinking_budget: int, answer_budget: int, temperature: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.compat import quiet
@@ -25,12 +26,29 @@ def ignore_signals() -> None:
 
 
 def prepare_environment(config: RunConfig, model_dir: str) -> None:
-    """Set the environment variables that vLLM reads; those that the user has set stay."""
+    """Choose the engine's GPUs, and set the variables that vLLM reads; those of the user stay.
+
+    The GPUs are counted by NVML: a process that has called CUDA can neither be forked nor change
+    its GPUs.
+
+    Raises:
+        ValueError: the node lacks the engine's GPUs, or the user's start method breaks them.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise `is_available` calls CUDA
     import torch
 
+    roles = config.roles
+    if devices := _visible_devices():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = devices_of(local_rank, roles.generator_tensor_parallel, devices, roles.one_gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        _choose_gpus(config.roles.generator_tensor_parallel)
+    method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if on_gpu and method != "spawn":
+        raise ValueError(
+            f"VLLM_WORKER_MULTIPROC_METHOD is {method!r}: on GPUs vLLM's processes start by"
+            " 'spawn', since a forked process cannot use CUDA once its parent has; unset it"
+        )
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
@@ -66,19 +84,33 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def _choose_gpus(tensor_parallel: int) -> None:
-    # Each engine takes the GPUs of its own ranks: torchrun gives rank i of a node GPU i.
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is None:
-        return
-    first = int(local_rank)
-    end = first + tensor_parallel
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(end)] if visible is None else visible.split(",")
-    if end > len(devices):
+def devices_of(local_rank: int, width: int, visible: Sequence[str], one_gpu: bool) -> list[str]:
+    """Return the devices of the engine whose first rank is `local_rank`, of those of its node.
+
+    torchrun gives rank i of a node device i; with `one_gpu`, all ranks share the first.
+
+    Raises:
+        ValueError: the node has too few.
+    """
+    first = 0 if one_gpu else local_rank
+    end = first + width
+    if end > len(visible):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES is {visible!r}: local rank {first} with"
-            f" roles.generator_tensor_parallel = {tensor_parallel} needs {end} devices; make all of"
-            " the node's GPUs visible to torchrun"
+            f"local rank {local_rank} with roles.generator_tensor_parallel = {width} needs {end}"
+            f" GPUs on its node, and {len(visible)} are visible ({','.join(visible)}): choose roles"
+            " that keep each engine within a node, and make all of its GPUs visible to torchrun"
+            " (CUDA_VISIBLE_DEVICES)"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first:end])
+    return list(visible[first:end])
+
+
+def _visible_devices() -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES that exist on this node."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.startswith("MIG-"):
+        return visible.split(",")  # NVML does not count them, and CUDA counts the first alone
+    count = torch.cuda.device_count()
+    # CUDA ends the list at the first entry that does not exist.
+    return [str(i) for i in range(count)] if visible is None else visible.split(",")[:count]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.expert_capture import returned_by_vllm
@@ -27,7 +29,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEngineArgs:
     """Return vLLM's arguments for one engine of a run."""
-    generation, precision = config.generation, config.precision
+    generation = config.generation
     # One more than the longest sequence: scoring a whole one asks for one more token.
     blocks = config.sequence_tokens // BLOCK_TOKENS + 1
     arguments: dict[str, Any] = {
@@ -51,16 +53,14 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     if config.algorithm.routing_replay != "none" and returned_by_vllm():
         arguments["enable_return_routed_experts"] = True
     overrides: dict[str, Any] = {}
-    # TF32 is for the trainer's backward products and fp32 operands: the results here are fp32 too.
-    head = "bf16" if precision.logits == "bf16" else "fp32"
-    if head != config.generator_dtype:
-        overrides["head_dtype"] = _DTYPES[head]
-    checkpoint = json.loads((Path(model_dir) / "config.json").read_text())
-    if (checkpoint.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
+    if head_dtype(config) != arguments["dtype"]:
+        overrides["head_dtype"] = head_dtype(config)
+    checkpoint = _read_config(model_dir)
+    text_config = checkpoint.get("text_config", checkpoint)
+    if (text_config.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
         # No sequence leaves its first chunk: plain attention is the same, and needs one group of
         # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
         overrides["attention_chunk_size"] = None
-    text_config = checkpoint.get("text_config", checkpoint)
     if config.weights.quantization == "fp8":
         overrides["quantization_config"] = _fp8(checkpoint, text_config)
         # The start checkpoint has no scales: they come with the trainer's first version, before
@@ -69,6 +69,11 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     if not any(Path(model_dir).glob("*.safetensors")):
         # A plug-in's model: the weights come with the trainer's first version.
         arguments["load_format"] = "dummy"
+    if checkpoint is not text_config:
+        # vLLM builds the language model from `text_config` alone.
+        overrides["text_config"] = dict(overrides)
+        # Nothing else is used: neither the images' processor nor their tower is made.
+        arguments["language_model_only"] = True
     if overrides:
         arguments["hf_overrides"] = overrides
     if "attn_temperature_tuning" in text_config:
@@ -129,13 +134,44 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
     }
 
 
+def head_dtype(config: RunConfig) -> str:
+    """Return the type of the logits, as torch names it."""
+    # TF32 is for the trainer's backward products and fp32 operands: the results here are fp32 too.
+    return "bfloat16" if config.precision.logits == "bf16" else "float32"
+
+
 def read_architecture(model_dir: str) -> Architecture:
     """Return the architecture of a Hugging Face directory.
 
     Raises:
         ValueError: an architecture that is not implemented.
     """
-    return architecture(json.loads((Path(model_dir) / "config.json").read_text()))
+    return architecture(_read_config(model_dir))
+
+
+def check_model_class(model_dir: str) -> None:
+    """Have vLLM import its class of a Hugging Face directory's model.
+
+    It does so in another process, keeps the result, and does the same itself when it starts, but
+    leaves the cause of a failure to its log.
+
+    Raises:
+        ValueError: the class cannot be imported, with the cause: a package that is missing.
+    """
+    for name in _read_config(model_dir).get("architectures") or ():
+        try:
+            if name in ModelRegistry.models:
+                ModelRegistry.models[name].inspect_model_cls()
+        except RuntimeError as e:
+            raise ValueError(
+                f"{model_dir}: vLLM cannot import its class {name}: {str(e).splitlines()[-1]};"
+                f" install what is missing in the generators' environment ({sys.executable})"
+            ) from e
+
+
+def _read_config(model_dir: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
+    return config
 
 
 def interruption(config: RunConfig, tokenizer: Any) -> Interruption:

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -118,6 +119,12 @@ class WorkerExtension(CapturedRoutes):
     """
 
     weight_transfer_engine: ReceivedWeights
+
+    def head_dtypes(self) -> list[str]:
+        """Return the types of the logits that the model's heads compute, as torch names them."""
+        modules = self.model_runner.get_model().modules()
+        heads = {str(m.head_dtype) for m in modules if isinstance(m, LogitsProcessor)}
+        return sorted(name.removeprefix("torch.") for name in heads)
 
     def begin_weights(self, manifest: str) -> None:
         """Start to receive the version of this manifest (JSON); returns at once."""

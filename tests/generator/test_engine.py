@@ -238,3 +238,13 @@ def test_a_version_that_is_not_right_is_refused_and_the_engine_goes_on_with_the_
 def test_a_prompt_that_does_not_fit_is_refused_with_the_sizes(served):
     with pytest.raises(ValueError, match=r"a prompt of 300 tokens .* generation.max_prompt_tokens"):
         served.run(lambda: served.engine.complete(prompt(0, 300), 150, 20, 1.0))
+
+
+def test_a_head_of_another_type_than_the_configuration_says_is_refused(served, monkeypatch):
+    engine = served.engine
+    served.run(engine.check_head)
+    tree = engine._config.model_dump(mode="json")
+    tree["precision"]["logits"] = "bf16"
+    monkeypatch.setattr(engine, "_config", type(engine._config).model_validate(tree))
+    with pytest.raises(RuntimeError, match=r"logits are bfloat16, and worker 0 .* in float32"):
+        served.run(engine.check_head)

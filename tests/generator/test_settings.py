@@ -83,6 +83,20 @@ def test_llama_4_keeps_its_chunks_and_query_scale_where_they_matter(model_dir, t
     assert long.override_generation_config == {"attn_temperature_tuning": True}
 
 
+def test_the_text_part_of_a_multimodal_checkpoint_has_the_settings_of_a_text_model(
+    model_dir, tmp_path
+):
+    text = json.loads((model_dir / "config.json").read_text())
+    whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = with_precision(run_config(tmp_path), params="bf16")
+    args = engine_args(config, 0, str(tmp_path))
+    expected = {"head_dtype": "float32", "attention_chunk_size": None}
+    assert args.hf_overrides == {**expected, "text_config": expected}
+    assert args.language_model_only
+    assert not engine_args(config, 0, str(model_dir)).language_model_only
+
+
 def test_a_phrase_that_is_not_what_it_seems_as_tokens_is_refused(model_dir):
     tokenizer = tiny_models.tokenizer()
     config = run_config(model_dir)
