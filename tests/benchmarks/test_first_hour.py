@@ -60,7 +60,9 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_ones_run(tmp_path: 
     table = (tmp_path / "first_hour.md").read_text()
     for line in ("exit status 3; no driver", "after 3 s", "no such tool", "42 checks", "2 failed"):
         assert line in table
-    assert not psutil.pid_exists(int((tmp_path / "hangs.log").read_text()))
+    child = int((tmp_path / "hangs.log").read_text())
+    # Where process 1 reaps no orphans, it stays in the table.
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert first_hour.run_parts(chosen[2:], tmp_path, environment) == 0
 
 
@@ -103,9 +105,9 @@ def test_the_kernels_line_has_the_floor_and_the_reason_why_a_variant_is_missing(
     ("error", "fault"),
     [
         ({}, ""),
-        ({"mean": 0.05}, "must be at most 0.03"),
-        ({"mean": float("nan")}, "must be at most 0.03"),
-        ({"mean": 0.0, "tokens": 0}, "must be at most 0.03"),
+        ({"mean": 0.05}, "must be at most 0.02"),
+        ({"mean": float("nan")}, "must be at most 0.02"),
+        ({"mean": 0.0, "tokens": 0}, "must be at most 0.02"),
     ],
 )
 def test_a_run_whose_log_probs_differ_fails(
@@ -117,6 +119,6 @@ def test_a_run_whose_log_probs_differ_fails(
     (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
     if fault:
         with pytest.raises(ValueError, match=fault):
-            first_hour.one_gpu_run(tmp_path, 0.03)
+            first_hour.one_gpu_run(tmp_path, 0.02)
     else:
-        assert "pass rate 0.200 -> 0.600; 1,200 tokens/s" in first_hour.one_gpu_run(tmp_path, 0.03)
+        assert "pass rate 0.200 -> 0.600; 1,200 tokens/s" in first_hour.one_gpu_run(tmp_path, 0.02)

@@ -29,6 +29,7 @@ def share(monkeypatch):
     properties = SimpleNamespace(total_memory=40 * 2**30)
     for name, value in {
         "is_available": lambda: True,
+        "device_count": lambda: 1,
         "set_device": create_autospec(torch.cuda.set_device),
         "get_device_properties": lambda device: properties,
         "set_per_process_memory_fraction": limit,
@@ -69,7 +70,7 @@ def test_the_engine_starts_after_the_trainers_model_where_they_share_a_gpu(
     tmp_path, monkeypatch, one_gpu, started
 ):
     from megatron_rl.orchestrator import child_process
-    from megatron_rl.trainer import client, model
+    from megatron_rl.trainer import checkpoint, client, model
 
     store, keys = {}, []
 
@@ -92,6 +93,7 @@ def test_the_engine_starts_after_the_trainers_model_where_they_share_a_gpu(
         raise Ended
 
     monkeypatch.setattr(child_process, "OrchestratorProcess", Orchestrator)
+    monkeypatch.setattr(checkpoint, "resume_from", lambda *_: None)
     monkeypatch.setattr(model, "Policy", policy)
     monkeypatch.setattr(client, "TrainerClient", connect)
     config = RunConfig(output_dir=tmp_path, roles={"one_gpu": one_gpu, "trainer_ranks": 1})
