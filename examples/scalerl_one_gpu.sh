@@ -4,9 +4,10 @@
 #
 #   bash examples/scalerl_one_gpu.sh                         # a tiny Qwen3 that it makes itself
 #   bash examples/scalerl_one_gpu.sh --precision.params fp32 # on a CPU
-#   bash examples/scalerl_one_gpu.sh --start_checkpoint /data/Qwen3-0.6B \
+#   bash examples/scalerl_one_gpu.sh --start_checkpoint /data/Qwen3-0.6B --roles.gpu_gib 40 \
 #     --generation.max_prompt_tokens 256 --generation.thinking_budget_tokens "[1024, 2048]" \
-#     --generation.answer_budget_tokens 256 --optimizer.learning_rate 1e-6 --parallel.recompute full
+#     --generation.answer_budget_tokens 256 --generation.concurrent_completions 32 \
+#     --parallel.recompute full --optimizer.learning_rate 1e-6
 #
 # Any key of the configuration (scalerl_one_gpu.yaml) can follow as an option.
 import sys
