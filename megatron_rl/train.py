@@ -97,6 +97,9 @@ def run_trainer_rank(
     import psutil
     import torch
 
+    from megatron_rl.trainer import gpu_setup
+
+    gpu_setup.prepare(config.parallel)
     from megatron_rl.compat.quiet import show_own_notices
     from megatron_rl.models import start_checkpoint
     from megatron_rl.trainer import world

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_rl.section import Fraction, Section
 
@@ -67,10 +74,28 @@ class Parallel(Section):
     """Split activations along the sequence over the tensor-parallel ranks."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce the gradients of a bucket of layers over the data-parallel ranks during the backward
+    pass of the others, not all of them after it."""
+    overlap_param_gather: bool = False
+    """Gather the sharded optimizer's new parameters in the background, up to where they are read:
+    in the layers of the next pass, or by the export of weights. Needs `distributed_optimizer` and
+    `overlap_grad_reduce`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes. `selective`: the inner activations of dense
     MLPs and shared experts, and on GPU also norms and routed experts. `full`: everything but the
     inputs of the layers."""
+
+    @model_validator(mode="after")
+    def _gather_is_sharded(self) -> Self:
+        if self.overlap_param_gather and not (
+            self.overlap_grad_reduce and self.distributed_optimizer
+        ):
+            raise ValueError(
+                "parallel.overlap_param_gather is true: it needs parallel.distributed_optimizer and"
+                " parallel.overlap_grad_reduce (or set it false)"
+            )
+        return self
 
 
 class Precision(Section):

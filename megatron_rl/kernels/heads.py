@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Literal, get_args, override
@@ -19,6 +19,7 @@ from typing import Literal, get_args, override
 import torch
 from torch import Tensor
 
+from megatron_rl.kernels import transformer_engine
 from megatron_rl.kernels.library import CPU_KERNELS, cpu_kernel, load
 
 log = logging.getLogger(__name__)
@@ -191,10 +192,8 @@ class TransformerEngine(CudaTorch):
 
     name = "bf16 x bf16 -> fp32 by Transformer Engine's general_gemm (cuBLASLt)"
 
-    def __init__(self) -> None:
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-        self.gemm = general_gemm
+    def __init__(self, gemm: Callable[..., object]) -> None:
+        self.gemm = gemm
 
     def _takes(self, *tensors: Tensor) -> bool:
         # cuBLASLt needs rows of a multiple of 16 bytes.
@@ -250,11 +249,8 @@ class Combined(HeadProducts):
 
 def _bf16_products(device: str, tf32: bool) -> HeadProducts:
     if device == "cuda":
-        try:
-            return TransformerEngine()
-        except (ImportError, OSError, RuntimeError) as error:
-            log.info("Transformer Engine is not usable (%s): torch.mm(out_dtype=) instead", error)
-            return CudaTorch()
+        gemm = transformer_engine.general_gemm()
+        return CudaTorch() if gemm is None else TransformerEngine(gemm)
     kind = cpu_kernel(load())
     return Upcast(tf32, device) if kind == "generic" else CpuBf16(kind)
 
@@ -269,6 +265,7 @@ def select(
 
     Raises:
         ValueError: an unknown setting, or operands that are neither bf16 nor fp32.
+        RuntimeError: on GPU, a Transformer Engine that cannot be used.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}: one of {', '.join(get_args(Precision))}")

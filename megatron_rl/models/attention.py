@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_rl.models.packing import Rows, longest, pieces
+from megatron_rl.models.packing import Rows, pieces
 
 
 class Rotary(torch.nn.Module):
@@ -52,7 +52,7 @@ def temperature_scale(positions: Tensor, floor_scale: float, attn_scale: float) 
 
 
 def _scaled(query_sbnd: Tensor, rows: Rows, temperature: tuple[float, float] | None) -> Tensor:
-    if temperature is None or longest(rows.bounds) < temperature[0]:
+    if temperature is None or rows.longest < temperature[0]:
         return query_sbnd  # the scale is 1 everywhere
     scale_s = temperature_scale(rows.positions_s, *temperature)
     return (query_sbnd * scale_s.view(-1, 1, 1, 1)).to(query_sbnd.dtype)
@@ -106,8 +106,8 @@ class CausalAttention(torch.nn.Module):
         if cut.slots is not None:
             both = torch.cat([key_sbgd, value_sbgd], dim=-1)
             both = gather_from_sequence_parallel_region(both, group=self.group)
-            slots = torch.from_numpy(cut.slots).to(both.device)
-            key_sbgd, value_sbgd = both.index_select(0, slots).chunk(2, dim=-1)
+            both = both.index_select(0, rows.slots(self.chunk, cut))
+            key_sbgd, value_sbgd = both.chunk(2, dim=-1)
         lengths = (cut.queries, cut.keys, cut.keys)
         parts = (
             x.permute(1, 2, 0, 3).split(n, dim=2)
@@ -133,8 +133,9 @@ class CausalAttention(torch.nn.Module):
 def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> type:
     """Return a class of Transformer Engine's attention for `Rows`, chunks and the query scale.
 
-    Packed or chunked rows take its `thd` format, which needs no mask. Its context parallelism has
-    no chunks: there, `CausalAttention` attends sequences longer than a chunk.
+    All rows take its `thd` format: it needs no mask, and cuDNN plans it for ranges of lengths; each
+    length of `sbhd` costs a plan. Its context parallelism has no chunks: there, `CausalAttention`
+    attends sequences longer than a chunk.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -162,12 +163,9 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
             rows = packed_seq_params or Rows.of_bounds(
                 (0, s * size), self._rank, size, query.device
             )
-            beyond = chunk is not None and longest(rows.bounds) > chunk
-            if beyond and self._by_torch is not None:
+            if chunk is not None and self._by_torch is not None and rows.longest > chunk:
                 return self._by_torch(query, key, value, packed_seq_params=rows)
             query = _scaled(query, rows, temperature)
-            if len(rows.bounds) == 2 and not beyond:
-                return super().forward(query, key, value, attention_mask, **kwargs)
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
             kwargs["packed_seq_params"] = rows.thd(chunk, b)
             context = super().forward(query, key, value, attention_mask, **kwargs)

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,12 @@ def pieces(bounds: Bounds, chunk: int | None, rank: int, size: int) -> Pieces:
     return Pieces(tuple(queries), tuple(keys), np.concatenate(slots))
 
 
+def _copied(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return values on a device; a copy to a GPU does not wait for the work before it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass
 class Rows(PackedSeqParams):
     """The positions of the sequences of a micro-batch; all its rows have the same bounds.
@@ -122,21 +129,34 @@ class Rows(PackedSeqParams):
     positions_s: Tensor = field(default_factory=torch.Tensor)
     """int64: position of each of this rank's tokens within its sequence."""
     _thd: dict[tuple[int | None, int], PackedSeqParams] = field(default_factory=dict)
+    _slots: dict[int | None, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_bounds(cls, bounds: Bounds, rank: int, size: int, device: torch.device) -> Rows:
         """Return rows of these bounds on context-parallel rank `rank` of `size`."""
         own = within_sequence(bounds, own_positions(bounds, rank, size))
-        return cls(bounds=bounds, positions_s=torch.from_numpy(own).to(device))
+        return cls(bounds=bounds, positions_s=_copied(own, device))
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Length of the longest sequence."""
+        return longest(self.bounds)
+
+    def slots(self, chunk: int | None, pieces: Pieces) -> Tensor:
+        """Return the slots of a rank's pieces, on its device; copied once for all layers."""
+        if chunk not in self._slots:
+            assert pieces.slots is not None
+            self._slots[chunk] = _copied(pieces.slots, self.positions_s.device)
+        return self._slots[chunk]
 
     def thd(self, chunk: int | None, rows: int) -> PackedSeqParams:
         """Return Transformer Engine's parameters for `rows` consecutive rows, in chunks."""
         if (chunk, rows) not in self._thd:
             fine = refined(self.bounds, chunk)
             ends = [row * fine[-1] + end for row in range(rows) for end in fine[1:]]
-            ends_n = torch.tensor([0, *ends], dtype=torch.int32, device=self.positions_s.device)
+            ends_n = _copied(np.array([0, *ends], np.int32), self.positions_s.device)
             # The same object for "padded" means no padding between the sequences.
-            self._thd[chunk, rows] = PackedSeqParams(
+            thd = self._thd[chunk, rows] = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=ends_n,
                 cu_seqlens_kv=ends_n,
@@ -144,8 +164,8 @@ class Rows(PackedSeqParams):
                 cu_seqlens_kv_padded=ends_n,
                 max_seqlen_q=longest(fine),
                 max_seqlen_kv=longest(fine),
-                pad_between_seqs=False,
             )
+            thd.pad_between_seqs = False  # no field of megatron-core 0.18
         return self._thd[chunk, rows]
 
 

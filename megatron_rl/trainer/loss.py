@@ -170,6 +170,9 @@ def head_loss(
             hidden_SBH, tensor_parallel_output_grad=plain, group=head.group
         )
     hidden_TH = hidden_SBH.flatten(0, 1).index_select(0, micro.rows_T)
+    # The head is not called, so its hooks are: DDP ends a gather of parameters in them.
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
     weight_VH = output_layer.weight if output_weight is None else output_weight
     if plain:
         return _plain(hidden_TH, weight_VH, context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
+from megatron_rl.kernels import transformer_engine as engine
 from megatron_rl.models import divisibility, specs
 from megatron_rl.models.attention import Rotary
 from megatron_rl.models.base import Architecture
@@ -32,12 +32,22 @@ from megatron_rl.trainer import world
 
 
 def transformer_engine() -> bool:
-    """Return True if layers are Transformer Engine's: CUDA is available, and it is installed."""
-    return torch.cuda.is_available() is True and _installed("transformer_engine")
+    """Return True if layers are Transformer Engine's: CUDA is available, and it is installed.
 
+    Raises:
+        RuntimeError: it is installed, and it or Megatron's layers of it cannot be used.
+    """
+    if engine.general_gemm() is None:
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
 
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    if not HAVE_TE:
+        raise RuntimeError(
+            "Transformer Engine loads, but this Megatron-Core does not find in it what its layers"
+            " need: install a release of both that constraints.txt names, or remove Transformer"
+            " Engine to train with Megatron's local layers"
+        )
+    return True
 
 
 def check_sizes(run: RunConfig, architecture: Architecture) -> None:
@@ -107,15 +117,15 @@ def transformer_config(
         deallocate_pipeline_outputs=cuda,
         perform_initialization=False,
         attention_softmax_in_fp32=True,
-        gradient_accumulation_fusion=use_te and _installed("fused_weight_gradient_mlp_cuda"),
         # Makes Megatron pass positions to the rotary embedding; here they are one-dimensional.
         mrope_section=[architecture.head_dim // 2],
-        apply_rope_fusion=use_te and not architecture.interleaved_rope,
+        apply_rope_fusion=use_te,
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         moe_grouped_gemm=use_te,
+        moe_permute_fusion=use_te,
         moe_token_dispatcher_type="alltoall",
     )
 
@@ -153,6 +163,10 @@ def build_module(
     )
     frequencies = architecture.inverse_frequencies().to(world.device())
     model.rotary_pos_emb = Rotary(frequencies, architecture.interleaved_rope)
+    for layer in model.modules():
+        # As `gradient_accumulation_fusion` does; with it, Megatron's head would need apex.
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            layer.fuse_wgrad_accumulation = True
     return model
 
 
@@ -168,7 +182,11 @@ def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> Distrib
     if config.bf16:
         inner = Float16Module(config, inner)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer(run)
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=shards_optimizer(run),
+        overlap_grad_reduce=run.parallel.overlap_grad_reduce,
+        overlap_param_gather=run.parallel.overlap_param_gather and shards_optimizer(run),
+        align_param_gather=True,  # `Policy.apply` starts all of them
     )
     return DistributedDataParallel(config, ddp, inner)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
+from megatron_rl.kernels import heads
 from megatron_rl.models import architecture
 from megatron_rl.models.packing import Rows
 from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters, world
@@ -37,7 +39,10 @@ class Policy(ModelShards):
     Raises:
         FileNotFoundError: no Hugging Face model.
         ValueError: a model that is not implemented, or not divisible by the layout.
+        RuntimeError: a Transformer Engine that cannot be used.
     """
+
+    chunks: Sequence[DistributedDataParallel] = ()
 
     def __init__(self, run: RunConfig, directory: str | Path) -> None:
         super().__init__(run, architecture(hf_checkpoint.read_config(directory)))
@@ -45,12 +50,17 @@ class Policy(ModelShards):
         megatron_build.check_sizes(run, self.architecture)
         use_te = megatron_build.transformer_engine()
         self.config = megatron_build.transformer_config(run, self.architecture, use_te)
+        # Builds or loads the kernels, which fails now rather than in the first pass.
+        device = world.device().type
+        heads.select(
+            run.precision.logits, run.precision.logit_grads, self.config.params_dtype, device
+        )
         self.modules = [
             megatron_build.build_module(run, self.architecture, self.config, use_te, i)
             for i in range(run.parallel.virtual_pipeline)
         ]
         """The chunks of this pipeline stage; one, unless the pipeline is a virtual one."""
-        self.parameters = parameters.by_weight(
+        self._parameters = parameters.by_weight(
             self.architecture,
             [
                 ModelChunk(m, megatron_build.layer_range(self.config, i))
@@ -59,12 +69,29 @@ class Policy(ModelShards):
             self.experts,
             use_te,
         )
-        """This rank's parameters by `Weight.megatron`."""
         self.route(self.modules)
         self.load_huggingface(directory)
         self.chunks = [megatron_build.wrap(run, self.config, module) for module in self.modules]
         self.optimizer = megatron_build.make_optimizer(run, self.config, self.chunks)
+        if run.parallel.overlap_grad_reduce:
+            self.config.no_sync_func = self._no_sync
         self._forward_backward = get_forward_backward_func()
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:  # type: ignore[override]
+        """This rank's parameters by `Weight.megatron`, after the gather that `apply` started."""
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group.param_gather_handle is not None:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
+        return self._parameters
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     @property
     def module(self) -> GPTModel:
@@ -138,6 +165,9 @@ class Policy(ModelShards):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         _, norm, _ = self.optimizer.step()
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
         return float(norm)
 
     def set_adam(self, beta1: float, beta2: float, eps: float) -> None:

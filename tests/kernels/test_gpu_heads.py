@@ -5,47 +5,20 @@ Stand-ins with those conventions take their place on CPU: nothing here exercises
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl.kernels import heads
+from megatron_rl.kernels import heads, transformer_engine
 from megatron_rl.kernels.library import load
 from tests.kernels.cases import largest, leaves, linear_case, relative, run
-
-
-def general_gemm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-    accumulate: bool = False,
-    layout: str = "TN",
-    out: torch.Tensor | None = None,
-    **other: Any,
-) -> tuple[torch.Tensor, None, None, None]:
-    """op(B) op(A), BLAS's column-major view of row-major tensors: "TN" is B A^T, "NN" is B A."""
-    assert not other
-    for t in (A, B, out):
-        assert t is None or t.is_contiguous(), "strides are not read"
-    a, b = A.float(), B.float()
-    product = (b.T if layout[1] == "T" else b) @ (a.T if layout[0] == "T" else a)
-    assert out is not None
-    assert out.dtype == out_dtype
-    out.copy_(out + product if accumulate else product)
-    return out, None, None, None
+from tests.te_stand_in import general_gemm
 
 
 @pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> heads.TransformerEngine:
-    module: Any = ModuleType("transformer_engine.pytorch.cpp_extensions")
-    module.general_gemm = general_gemm
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return heads.TransformerEngine()
+def head() -> heads.TransformerEngine:
+    return heads.TransformerEngine(general_gemm)
 
 
 def test_three_products(head: heads.TransformerEngine) -> None:
@@ -81,15 +54,12 @@ def test_strided_gradients_are_left_to_torch(
     assert taken == ["hidden_grad", "weight_grad", "logits"]
 
 
-def test_the_gpu_head_is_transformer_engine_where_it_is_usable(
-    head: heads.TransformerEngine, monkeypatch: pytest.MonkeyPatch
+def test_the_gpu_head_is_transformer_engine_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert isinstance(heads._bf16_products("cuda", False), heads.TransformerEngine)
-    for name in list(sys.modules):
-        if name.startswith("transformer_engine"):
-            monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
-    chosen = heads._bf16_products("cuda", False)
-    assert type(chosen) is heads.CudaTorch
+    for gemm, kind in ((general_gemm, heads.TransformerEngine), (None, heads.CudaTorch)):
+        monkeypatch.setattr(transformer_engine, "general_gemm", lambda gemm=gemm: gemm)
+        assert type(heads._bf16_products("cuda", False)) is kind
 
 
 class CudaProducts:

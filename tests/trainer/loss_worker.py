@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.trainer import megatron_build, world
+from megatron_rl.trainer import world
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer
@@ -21,12 +21,14 @@ from tests.sums import sum_error
 from tests.trainer.cases import absolute_terms, batch, gradients, run_config
 
 SP = {"parallel__tensor": 2, "parallel__sequence_parallel": True}
+OVERLAP = {"parallel__overlap_grad_reduce": True, "parallel__overlap_param_gather": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense TP2": ("dense", {"parallel__tensor": 2}),
     "dense TP2 SP": ("dense", SP),
     "dense PP2": ("dense", {"parallel__pipeline": 2}),
     "dense CP2": ("dense", {"parallel__context": 2}),
-    "dense DP2 overlap": ("dense", {}),
+    "dense DP2 overlap": ("dense", OVERLAP),
+    "scout EP2 overlap": ("scout", {"parallel__expert": 2, **OVERLAP}),
     "tied TP2": ("tied", {"parallel__tensor": 2}),
     "tied PP2": ("tied", {"parallel__pipeline": 2}),
     "scout EP2": ("scout", {"parallel__expert": 2}),
@@ -60,6 +62,8 @@ def step(config: Any, directory: Path, terms: bool = False) -> tuple[Any, ...]:
     seen: dict[str, Any] = {}
     # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
     policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=not kw["forward_only"])
+    for chunk in policy.chunks:  # and where hooks reduce them
+        chunk.force_all_reduce = True
 
     def observed(rate: float) -> float:
         seen["gradients"] = gradients(policy)
@@ -103,20 +107,9 @@ def apart(
     }
 
 
-def overlapping(run: Any, config: Any, module: Any) -> Any:
-    """`megatron_build.wrap`, with gradients that are reduced during the backward pass."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    chunk = DistributedDataParallel(config, ddp, module.to(world.device()))
-    config.no_sync_func = chunk.no_sync
-    return chunk
-
-
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    wrap = megatron_build.wrap
     for i, (layout, (model, options)) in enumerate(LAYOUTS.items()):
 
         def config(kind: str, algorithm: dict[str, Any], options: Any = options) -> Any:
@@ -127,7 +120,6 @@ def main(rank: int, folder: Path) -> None:
                 kernels__head=kind,
                 # Adam's step is nearly proportional to gradients that are small beside this.
                 optimizer__eps=1e-2,
-                parallel__distributed_optimizer="overlap" not in layout,  # noqa: B023
                 **options,
                 **algorithm,
             )
@@ -138,7 +130,6 @@ def main(rank: int, folder: Path) -> None:
         except ValueError as error:
             found[layout] = str(error)
             continue
-        megatron_build.wrap = overlapping if "overlap" in layout else wrap
         found[layout] = {}
         for name, algorithm in ALGORITHMS.items():
             if (layout, name) not in CASES:
@@ -148,7 +139,6 @@ def main(rank: int, folder: Path) -> None:
             *_, terms, _ = step(single, folder / model, terms=True)
             if rank == 0:
                 found[layout][name] = apart(*pair, terms)
-        megatron_build.wrap = wrap
         world.destroy_world()
     if rank == 0:
         torch.save(found, folder / "found.pt")
