@@ -2,8 +2,9 @@
 
 Senders: one trainer rank per pipeline stage and expert group, each with the tensors that it joined
 (`export(spread=True)`), so that no rank gathers the whole model. Each holds its part of the newest
-versions in pinned host memory and serves an engine on request (`requests`), while training
-continues. Sender and workers of an engine have their own communicator:
+versions in pinned host memory, which later versions reuse, and serves an engine on request
+(`requests`), one engine at a time, while training continues. Sender and workers of an engine have
+their own communicator:
 
     NCCL rank 0: the sender        NCCL rank 1 + w: worker w of the engine
 
@@ -18,7 +19,10 @@ NCCL has no time-outs: at the end of `timeouts.transfer_seconds` the communicato
 from __future__ import annotations
 
 import base64
+import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +37,8 @@ from megatron_rl.weights.rendezvous import Rendezvous
 from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
 from megatron_rl.weights.transports.nccl_communicator import bounded, connect, new_unique_id
 from megatron_rl.weights.transports.nccl_plan import (
+    BUFFERS,
+    TRANSFERS_AT_ONCE,
     CheckedLoad,
     Part,
     chunk_counts,
@@ -45,9 +51,6 @@ from megatron_rl.weights.transports.requests import (
     TransferRequest,
     TransferService,
 )
-
-BUFFERS = 2
-"""Chunks in transit at once, each on its own stream."""
 
 
 class NcclPublisher:
@@ -75,7 +78,10 @@ class NcclPublisher:
         self._workers, self._seconds = workers, seconds
         self._retention = VersionRetention(keep)
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._unused: list[dict[str, Tensor]] = []
+        """Pinned memory of versions that were removed."""
         self._lock = threading.Lock()
+        self._transfers = threading.Semaphore(TRANSFERS_AT_ONCE)
         self._links: list[_SenderLink] = []
         self._services: list[TransferService] = []
         self._released = -1
@@ -90,8 +96,10 @@ class NcclPublisher:
         self.bucket_bytes = bucket_bytes
         held: list[tuple[str, Tensor]] = []
         sums: list[Tensor] = []
+        with self._lock:
+            buffers = self._unused.pop() if self._unused else {}
         for name, tensor in reject_doubled_names(stream, version):
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = buffers[name] if name in buffers else _pinned_like(tensor)
             held.append((name, pinned.copy_(tensor.detach())))
             sums.append(word_sum(tensor))
         part = self._part(held, sums, bucket_bytes)
@@ -114,6 +122,27 @@ class NcclPublisher:
         for link in self._links:
             link.abort()
         self._drop(self._retention.clear())
+        for buffers in self._unused:
+            for pinned in buffers.values():
+                torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr())
+        self._unused.clear()
+
+    @contextmanager
+    def turn(self, request: TransferRequest) -> Iterator[None]:
+        """Wait until another transfer may begin.
+
+        Raises:
+            WeightsError: none may at the request's deadline.
+        """
+        if not self._transfers.acquire(timeout=request.seconds_left):
+            raise WeightsError(
+                f"weights version {request.version}: the transfers to other generators took longer"
+                " than timeouts.transfer_seconds; raise it"
+            )
+        try:
+            yield
+        finally:
+            self._transfers.release()
 
     def _part(self, held: list[tuple[str, Tensor]], sums: list[Tensor], bucket_bytes: int) -> Part:
         infos = tuple(tensor_info(name, tensor) for name, tensor in held)
@@ -154,8 +183,24 @@ class NcclPublisher:
 
     def _drop(self, versions: list[int]) -> None:
         with self._lock:
-            for version in versions:
-                del self._held[version]
+            self._unused += [dict(self._held.pop(version)) for version in versions]
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """Return pinned memory for a tensor; torch's allocator would round up to a power of two.
+
+    Raises:
+        WeightsError: the host has too little.
+    """
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+    if error:
+        raise WeightsError(
+            f"the host cannot pin {flat.numel():,} bytes for the weights (CUDA error {error});"
+            " `megatron-rl plan` counts what a node needs"
+        )
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 class _SenderLink:
@@ -187,7 +232,7 @@ class _SenderLink:
         try:
             if self._communicator is None:
                 self._communicator = connect(self._unique_id, 0, self._size, request)
-            with bounded(self._communicator, request):
+            with self._publisher.turn(request), bounded(self._communicator, request):
                 packed_nccl_broadcast_producer(
                     (
                         (name, tensor.to(f"cuda:{self._device}", non_blocking=True))

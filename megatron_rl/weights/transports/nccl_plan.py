@@ -13,6 +13,11 @@ from megatron_rl.weights.device_checksum import checksum_of
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.transports.base import LoadWeights
 
+BUFFERS = 2
+"""Chunks in transit at once, each on its own stream."""
+TRANSFERS_AT_ONCE = 1
+"""Engines that a sender serves at a time; each takes buffers of its own on the sender's GPU."""
+
 
 def chunk_counts(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
     """Return the number of tensors of each chunk, for tensors of these sizes in bytes."""

@@ -11,9 +11,9 @@ requests from 0, and every value is JSON:
 
 From `answer` on, each value may be {"error": "..."} instead: a transfer ends for all at once.
 
-One thread of the sender serves one engine, so engines do not wait for each other, and the trainer
-waits for none of them. A sender holds the versions that it offers in its own memory, so training
-continues. Every wait ends after `timeouts.transfer_seconds`.
+One thread of the sender serves one engine, so the trainer waits for none of them, nor, by `gloo`,
+does an engine for another. A sender holds the versions that it offers in its own memory, so
+training continues. Every wait ends after `timeouts.transfer_seconds`.
 """
 
 from __future__ import annotations
