@@ -87,7 +87,8 @@ def test_the_kubernetes_objects_are_valid_and_their_numbers_agree():
     assert pod["subdomain"] == service["metadata"]["name"]
     roles = yaml.safe_load(config["data"]["run.yaml"])["roles"]
     gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert sum(roles.values()) == nodes * gpus
+    assert roles["trainer_ranks"] + roles["generator_ranks"] == nodes * gpus
+    assert container["resources"]["limits"]["memory"] == f"{roles['host_gib']}Gi"
 
 
 def test_the_configuration_in_the_kubernetes_example_is_valid(tmp_path):

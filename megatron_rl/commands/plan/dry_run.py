@@ -35,10 +35,10 @@ def dry_run(config: RunConfig, path: Path | None, overrides: list[str]) -> int:
 
 def node_lines(config: RunConfig) -> list[str]:
     """Return the roles of each node, neighbors with the same roles in one line."""
-    r, lines = config.roles, []
+    r, per_node, lines = config.roles, _ranks_per_node(config), []
 
     def ranks_of(node: int) -> range:
-        return range(node * r.gpus_per_node, min((node + 1) * r.gpus_per_node, r.world_size))
+        return range(node * per_node, min((node + 1) * per_node, r.world_size))
 
     def roles(node: int) -> str:
         generators = [rank - r.trainer_ranks for rank in ranks_of(node) if rank >= r.trainer_ranks]
@@ -48,7 +48,7 @@ def node_lines(config: RunConfig) -> list[str]:
         parts += [f"{len(generators)} generator ranks, {engines} engine(s)"] * bool(generators)
         return "; ".join(parts)
 
-    for text, group in itertools.groupby(range(math.ceil(r.world_size / r.gpus_per_node)), roles):
+    for text, group in itertools.groupby(range(math.ceil(r.world_size / per_node)), roles):
         nodes = list(group)
         name = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]}-{nodes[-1]}"
         first, last = ranks_of(nodes[0])[0], ranks_of(nodes[-1])[-1]
@@ -86,7 +86,7 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
     if path is not None and script[0] == "-m":
         script += ["--config", str(path)]
     command = " ".join([*script, *overrides])
-    ranks, per_node = config.roles.world_size, config.roles.gpus_per_node
+    ranks, per_node = config.roles.world_size, _ranks_per_node(config)
     nodes = math.ceil(ranks / per_node)
     if nodes == 1:
         return [f"torchrun --nproc-per-node {ranks} {command}"]
@@ -100,3 +100,7 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
         f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d"
         f" --rdzv-endpoint $HEAD:29500 {command}",
     ]
+
+
+def _ranks_per_node(config: RunConfig) -> int:
+    return config.roles.world_size if config.roles.one_gpu else config.roles.gpus_per_node

@@ -7,6 +7,7 @@ parameter (bf16: 2):
     optimizer   (12 in bf16: fp32 copy and two moments; 8 in fp32) x (Pd / replicas + Pe / replicas
                 of an expert) with the distributed optimizer, x P without
     logits      fp32, one chunk of tokens of the fused head, and hidden states; on the last stage
+    export, staging, communicators      of a rank that sends weights (`update_memory`)
 
 Activations follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198, section 4); docs/memory.md has the bytes per token and layer. Stage i of p holds p - i
@@ -15,19 +16,19 @@ micro-batches (1F1B; interleaved as in section 4.2.3).
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
+from megatron_rl.commands.plan.host_memory import GIB, HostMemory, fullest_host
+from megatron_rl.commands.plan.tensors import count_stages, update_bytes
+from megatron_rl.commands.plan.update_memory import receiver_bytes, sender_memory, update_seconds
 from megatron_rl.config import Parallel, RunConfig
-from megatron_rl.models.divisibility import layers_of_stage
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
-GIB = 2**30
 RESERVE_GIB = 6.0
 """Memory of a trainer's GPU for CUDA, NCCL, temporary tensors and fragmentation."""
 EXPERT_IMBALANCE = 1.25
@@ -36,6 +37,10 @@ HEAD_CHUNK_BYTES = 3175 * 2**20
 """Default of `kernels.chunk_mib` on GPU."""
 GENERATOR_WORKSPACE_BYTES = 4 * GIB
 """Estimate of vLLM's activations, CUDA graphs and buffers."""
+SHARED_FILES_BYTES_PER_SECOND = 5.0e9
+"""Estimate of a shared file system from which all nodes read the start checkpoint at once."""
+ENGINE_START_SECONDS = 300.0
+"""Estimate of an engine's compilation and CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,16 @@ class StageMemory:
     optimizer: float
     activations: float
     logits: float
-    transfer: float
+    export: float
+    staging: float
+    communicators: float
 
     @property
     def total(self) -> float:
-        """Everything but the reserve."""
+        """Everything but the reserve; a version is joined when there are no activations."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.activations + self.logits + self.transfer
+        step = max(self.activations + self.logits, self.export)
+        return states + step + self.staging + self.communicators
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +75,15 @@ class GeneratorMemory:
     workspace: float
     kv_cache: float
     """Rest of `generation.gpu_memory_fraction`; may be negative."""
-    kv_bytes_per_token: float
-    sequence_tokens: int
-
-    @property
-    def kv_tokens(self) -> int:
-        """Capacity of an engine's KV cache in tokens."""
-        return max(0, math.floor(self.kv_cache / self.kv_bytes_per_token))
+    kv_bytes_per_sequence: float
+    """Of full length; layers of chunked attention keep their last chunk alone."""
+    update: float
+    """While weights are loaded, outside `generation.gpu_memory_fraction`."""
 
     @property
     def sequences(self) -> float:
         """Number of completions of full length that decode at once without preemption."""
-        return self.kv_tokens / self.sequence_tokens
+        return max(0.0, self.kv_cache / self.kv_bytes_per_sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,12 @@ class LayoutMemory:
     worst: StageMemory
     """The stage with the fullest ranks."""
     generator: GeneratorMemory
+    host: HostMemory
+    """The fullest node."""
     misfits: list[str]
     """Reasons why it does not fit."""
+    notes: list[str]
+    """Reasons why it is slow, or may end at a time-out."""
 
 
 def estimate(
@@ -100,98 +109,108 @@ def estimate(
     """Return the memory of a run whose layout divides the model, on GPUs of `roles.gpu_gib`."""
     counts = enumerate(count_stages(architecture, run.parallel))
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
-    generator, misfits = generator_memory(run, architecture), []
     worst = max(stages, key=lambda stage: stage.total)
-    available = run.roles.gpu_gib - reserve_gib
-    if worst.total > available * GIB:
-        parts = ("parameters", "gradients", "optimizer", "activations", "logits")
-        sizes = sorted(((getattr(worst, part), part) for part in parts), reverse=True)[:3]
-        largest = ", ".join(f"{part} {size / GIB:.1f}" for size, part in sizes)
+    generator, host = generator_memory(run, architecture), fullest_host(run, architecture)
+    misfits = [
+        *_trainer_misfits(run, worst, generator, reserve_gib),
+        *_generator_misfits(run, generator),
+    ]
+    if host.total > run.roles.host_gib * GIB:
         misfits.append(
-            f"trainers: {worst.total / GIB:.1f} GiB on a rank of stage {worst.stage}, but"
-            f" {available:.1f} GiB are available ({run.roles.gpu_gib:g} less a reserve of"
-            f" {reserve_gib:g}); {largest}"
+            f"host of node {host.node}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
+            f" {run.roles.host_gib:g}; versions of the weights {host.versions / GIB:.1f}, saving"
+            f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.transport"
+            " to 'disk' with a weights.directory that all nodes share, or raise parallel.pipeline"
         )
+    notes = _notes(run, architecture, generator)
+    return LayoutMemory(run, stages, worst, generator, host, misfits, notes)
+
+
+def _trainer_misfits(
+    run: RunConfig, worst: StageMemory, generator: GeneratorMemory, reserve_gib: float
+) -> list[str]:
+    total, taken, remedy = run.roles.gpu_gib, reserve_gib, ""
+    text = f"{total:g} less a reserve of {reserve_gib:g}"
+    if run.roles.one_gpu:
+        share = run.generation.gpu_memory_fraction * total + generator.update / GIB
+        taken, text = taken + share, f"{text} and {share:.1f} of the generator"
+        remedy = "; lower generation.gpu_memory_fraction"
+    if worst.total <= (total - taken) * GIB:
+        return []
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "staging")
+    sizes = sorted(((getattr(worst, name), name) for name in names), reverse=True)[:3]
+    largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sizes)
+    return [
+        f"trainers: {worst.total / GIB:.1f} GiB on a rank of stage {worst.stage}, but"
+        f" {total - taken:.1f} GiB are available ({text}); {largest}{remedy}"
+    ]
+
+
+def _generator_misfits(run: RunConfig, generator: GeneratorMemory) -> list[str]:
+    misfits = []
     if generator.sequences < 1:
-        needed = generator.sequence_tokens * generator.kv_bytes_per_token / GIB
         misfits.append(
             f"generators: {generator.weights / GIB:.1f} GiB of weights and"
             f" {generator.workspace / GIB:.1f} of workspace leave a KV cache of"
             f" {max(generator.kv_cache, 0) / GIB:.1f} GiB, but one sequence of"
-            f" {generator.sequence_tokens} tokens takes {needed:.1f}: raise"
+            f" {run.sequence_tokens} tokens takes {generator.kv_bytes_per_sequence / GIB:.1f}:"
+            " raise roles.generator_tensor_parallel"
+        )
+    fraction = run.generation.gpu_memory_fraction
+    rest = (1 - fraction) * run.roles.gpu_gib
+    if generator.update > rest * GIB:
+        misfits.append(
+            f"generators: an update of the weights takes {generator.update / GIB:.1f} GiB, but"
+            f" generation.gpu_memory_fraction = {fraction:g} leaves {rest:.1f}: lower it, or raise"
             " roles.generator_tensor_parallel"
         )
-    return LayoutMemory(run, stages, worst, generator, misfits)
+    return misfits
+
+
+def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemory) -> list[str]:
+    notes, wanted = [], run.generation.concurrent_completions
+    if 1 <= generator.sequences < wanted:
+        notes.append(
+            f"the KV cache of an engine holds {generator.sequences / wanted:.0%} of"
+            f" generation.concurrent_completions = {wanted} at full length; beyond that, decoding"
+            f" preempts and computes again: lower it to {math.floor(generator.sequences)}, or raise"
+            " roles.generator_tensor_parallel"
+        )
+    seconds, limits = update_seconds(run, architecture), run.timeouts
+    if seconds > limits.transfer_seconds:
+        notes.append(
+            f"a weight update takes {seconds:.0f} s until the last generator has it, and"
+            f" timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
+        )
+    nodes = math.ceil(run.roles.world_size / run.roles.gpus_per_node)
+    read = nodes * update_bytes(run, architecture)
+    seconds = ENGINE_START_SECONDS + read / SHARED_FILES_BYTES_PER_SECOND
+    if seconds > limits.startup_seconds:
+        notes.append(
+            f"{nodes} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
+            f" {SHARED_FILES_BYTES_PER_SECOND / 1e9:g} GB/s before the engines start, about"
+            f" {seconds:.0f} s, and timeouts.startup_seconds is {limits.startup_seconds:g}: raise"
+            " it"
+        )
+    return notes
 
 
 def generator_memory(run: RunConfig, architecture: Architecture) -> GeneratorMemory:
     """Return the memory of a generator rank."""
-    ranks = run.roles.generator_tensor_parallel
+    ranks, tokens = run.roles.generator_tensor_parallel, run.sequence_tokens
     width, a = 2 if run.generator_dtype == "bf16" else 4, architecture
-    total = a.parameters()
-    size = float(width * total)
-    if run.weights.quantization == "fp8":
-        # Linear layers: one byte, and a scale per 128 x 128 block. Embedding and head stay.
-        tables = (1 if a.tied else 2) * a.vocabulary * a.hidden
-        size = width * tables + (1 + 4 / 128**2) * (total - tables)
+    weights = update_bytes(run, a) / ranks
     logits = 2 * 4 * run.generation.concurrent_completions * a.vocabulary
     workspace = GENERATOR_WORKSPACE_BYTES + logits
     heads = max(a.groups / ranks, 1)  # replicated if there are more ranks than heads
-    budget = run.generation.gpu_memory_fraction * run.roles.gpu_gib * GIB
+    kept = (min(tokens, a.layer_options(i).get("chunk") or tokens) for i in range(a.layers))
     return GeneratorMemory(
-        weights=size / ranks,
+        weights=weights,
         workspace=workspace,
-        kv_cache=budget - size / ranks - workspace,
-        kv_bytes_per_token=2 * a.layers * heads * a.head_dim * width,
-        sequence_tokens=run.sequence_tokens,
+        kv_cache=run.generation.gpu_memory_fraction * run.roles.gpu_gib * GIB - weights - workspace,
+        kv_bytes_per_sequence=2 * heads * a.head_dim * width * sum(kept),
+        update=receiver_bytes(run, a),
     )
-
-
-def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter[str]]:
-    """Count `dense` and `expert` parameters of a rank of each stage, padded vocabulary included.
-
-    They come from the name mapping that loads and exports the model. All ranks of a stage have the
-    same number. The sizes must divide the model (`models.divisibility`).
-    """
-    p = parallel
-    counts = _count_parts(architecture, p.tensor, p.expert, p.expert_tensor)
-    stages = []
-    for stage in range(p.pipeline):
-        layers = layers_of_stage(architecture.layers, p.pipeline, p.virtual_pipeline, stage)
-        parts: list[int | str] = [*layers]
-        if stage == 0:
-            parts.append("embedding")
-        if stage == p.pipeline - 1:
-            parts.append("decoder")
-            # Tied embeddings are one tensor if the first stage is the last one, too.
-            if not architecture.tied or p.pipeline > 1:
-                parts.append("output_layer")
-        stages.append(sum((counts[part] for part in parts), Counter()))
-    return stages
-
-
-@functools.lru_cache(maxsize=256)
-def _count_parts(
-    architecture: Architecture, tensor: int, expert: int, expert_tensor: int
-) -> dict[int | str, Counter[str]]:
-    """Count a rank's parameters by layer, and by module outside the layers (`decoder`: norm)."""
-    counts: dict[int | str, Counter[str]] = defaultdict(Counter)
-    for weight in architecture.weights():
-        part = weight.megatron.partition(".")[0] if weight.layer is None else weight.layer
-        shape, split = weight.shape, cast(Any, weight.split)
-        if weight.expert is None:
-            counts[part]["dense"] += _elements(shape, split, tensor)
-        elif weight.expert < architecture.experts // expert:
-            counts[part]["expert"] += _elements(shape, split, expert_tensor)
-    return counts
-
-
-@functools.cache
-def _elements(shape: tuple[int, ...], split: Any, size: int) -> int:
-    """Return the number of elements of one of `size` shards."""
-    import torch
-
-    return int(split.shard(torch.empty(shape, device="meta"), 0, size).numel())
 
 
 def _stage_memory(
@@ -212,6 +231,7 @@ def _stage_memory(
     # The chunk, then gathered hidden states and their gradient, in `params` and summed in fp32.
     logits = min(budget, 4.0 * tokens * -(-architecture.vocabulary // p.tensor))
     logits += tokens * architecture.hidden * (2 * width + 4)
+    sender = sender_memory(run, architecture, stage)
     return StageMemory(
         stage,
         {kind: count[kind] for kind in ("dense", "expert")},
@@ -220,7 +240,9 @@ def _stage_memory(
         optimizer=(12 if bf16 else 8) * owned,
         activations=tokens * _token_activations(p, architecture, stage, width),
         logits=logits if stage == p.pipeline - 1 else 0.0,
-        transfer=2 * run.weights.bucket_bytes,
+        export=sender.export,
+        staging=sender.staging,
+        communicators=sender.communicators,
     )
 
 

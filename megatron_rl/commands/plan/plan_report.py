@@ -7,13 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.commands.plan.host_memory import GIB
 from megatron_rl.commands.plan.layouts import (
     layout_options,
     layout_problems,
     layout_values,
     search,
 )
-from megatron_rl.commands.plan.memory import GIB, RESERVE_GIB, LayoutMemory, estimate
+from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, estimate
+from megatron_rl.commands.plan.tensors import update_bytes
+from megatron_rl.commands.plan.update_memory import update_seconds
 from megatron_rl.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 3
 """Exit status: no layout fits."""
 SCHEMA = "megatron_rl.memory_plan/1"
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "transfer", "total")
-LINK_BYTES_PER_SECOND = 50.0e9
-"""Peak of 400 Gb/s InfiniBand."""
+PARTS = (
+    *("parameters", "gradients", "optimizer", "activations", "logits"),
+    *("export", "staging", "communicators", "total"),
+)
 
 
 def memory_plan(
@@ -59,15 +63,18 @@ def memory_plan(
         if memory.misfits:
             _print_reasons("the configured layout does not fit:", memory.misfits)
         else:
-            print(f"fits {world} GPUs of {roles.gpu_gib:g} GiB")
-    num_bytes = update_bytes(run, architecture)
-    seconds = num_bytes / LINK_BYTES_PER_SECOND
+            print(f"fits {1 if roles.one_gpu else world} GPUs of {roles.gpu_gib:g} GiB")
+        if memory.notes:
+            _print_reasons("notes:", memory.notes)
+    num_bytes, seconds = update_bytes(run, architecture), update_seconds(run, architecture)
     print(
         f"weight update: {num_bytes / 1e9:.1f} GB to every generator rank, {seconds:.2f} s at"
-        " 400 Gb/s"
+        f" 400 Gb/s until the last of {roles.engines} engines has it"
     )
     fits, layouts = memory is not None and not memory.misfits, []
-    if search_layouts or not fits:
+    if roles.one_gpu and (search_layouts or not fits):
+        print("roles.one_gpu allows no other layout")
+    elif search_layouts or not fits:
         layouts = search(run, architecture, world, reserve_gib)
         _print_layouts(layouts)
     layouts = [layout for layout in layouts if not layout.misfits]
@@ -75,7 +82,11 @@ def memory_plan(
         configured = {"layout": layout_values(run)} if memory is None else _as_json(memory)
         content = {
             "schema": SCHEMA,
-            "assumptions": {"gpu_gib": roles.gpu_gib, "reserve_gib": reserve_gib},
+            "assumptions": {
+                "gpu_gib": roles.gpu_gib,
+                "host_gib": roles.host_gib,
+                "reserve_gib": reserve_gib,
+            },
             "configured": {"problems": problems, **configured},
             "transfer": {"num_bytes": num_bytes, "seconds": seconds},
             "proposed": [_as_json(layout) for layout in layouts],
@@ -114,18 +125,12 @@ def read_architecture(run: RunConfig) -> Architecture:
         raise ConfigError(f"model {run.model}: {e}") from None
 
 
-def update_bytes(run: RunConfig, architecture: Architecture) -> int:
-    """Return the bytes of a weight update, which every generator rank receives."""
-    width = 2 if run.generator_dtype == "bf16" else 4
-    return (1 if run.weights.quantization == "fp8" else width) * architecture.parameters()
-
-
 def _print_reasons(title: str, reasons: list[str]) -> None:
     print(title, *(f"  - {reason}" for reason in reasons), sep="\n")
 
 
 def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
-    """Print a column for the first, the fullest and the last stage, and the generator's memory."""
+    """Print a column for the first, the fullest and the last stage, then generator and host."""
     print(f"layout: {layout_options(memory.run)}")
     shown = {stage.stage: stage for stage in (memory.stages[0], memory.worst, memory.stages[-1])}
     stages = [shown[number] for number in sorted(shown)]
@@ -135,12 +140,17 @@ def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
         rows[f"{part} GiB"] = [f"{getattr(stage, part) / GIB:.2f}" for stage in stages]
     for name, cells in rows.items():
         print(f"  {name:<24}" + "".join(f"{cell:>17}" for cell in cells))
-    total, g = memory.run.roles.gpu_gib, memory.generator
+    roles, g, h = memory.run.roles, memory.generator, memory.host
     print(
-        f"  of {total - reserve_gib:g} GiB ({total:g} less a reserve of {reserve_gib:g})\n"
+        "  (in the total, activations and logits or export, whichever is larger)\n"
+        f"  of {roles.gpu_gib - reserve_gib:g} GiB ({roles.gpu_gib:g} less a reserve of"
+        f" {reserve_gib:g})\n"
         f"generator rank: {g.weights / GIB:.2f} GiB weights, {g.workspace / GIB:.2f} GiB workspace,"
-        f" {max(g.kv_cache, 0) / GIB:.2f} GiB KV cache = {g.kv_tokens:,} tokens ="
-        f" {g.sequences:.1f} sequences of {g.sequence_tokens:,} tokens per engine"
+        f" {max(g.kv_cache, 0) / GIB:.2f} GiB KV cache = {g.sequences:.1f} sequences of"
+        f" {memory.run.sequence_tokens:,} tokens per engine; {g.update / GIB:.2f} GiB an update\n"
+        f"host of node {h.node}: {h.versions / GIB:.2f} GiB versions of the weights,"
+        f" {h.saving / GIB:.2f} GiB saving, {h.processes / GIB:.2f} GiB processes, total"
+        f" {h.total / GIB:.2f} of {roles.host_gib:g} GiB"
     )
 
 
@@ -165,6 +175,8 @@ def _as_json(memory: LayoutMemory) -> dict[str, Any]:
     return {
         "layout": layout_values(memory.run),
         "stages": [{**asdict(stage), "total": stage.total} for stage in memory.stages],
-        "generator": {**asdict(g), "kv_tokens": g.kv_tokens, "sequences": g.sequences},
+        "generator": {**asdict(g), "sequences": g.sequences},
+        "host": {**asdict(memory.host), "total": memory.host.total},
         "misfits": memory.misfits,
+        "notes": memory.notes,
     }

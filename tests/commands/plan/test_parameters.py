@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.commands.plan.layouts import layout_problems
-from megatron_rl.commands.plan.memory import count_stages
+from megatron_rl.commands.plan.tensors import count_stages
 from megatron_rl.config import Parallel, RunConfig
 from megatron_rl.models import architecture, named_config
 from megatron_rl.models.base import Architecture
