@@ -179,6 +179,10 @@ def test_a_bad_value_is_named_with_what_would_be_right(key: str, value: str, rig
             ("schedule.prompts_per_step is 100", "task.train_prompts = 99"),
         ),
         (
+            ["--parallel.overlap_param_gather", "--parallel.overlap_grad_reduce=false"],
+            ("parallel.overlap_param_gather is true", "parallel.overlap_grad_reduce"),
+        ),
+        (
             ["--roles.one_gpu"],
             ("roles.one_gpu is true", "roles.trainer_ranks = 2, roles.generator_ranks = 1"),
         ),
