@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with everything that the demo, the tests and the linters need; a second call is quick.
+# On a GPU node: EXTRAS=cuda,dev bash scripts/setup.sh
 #
 # Requirements: any python3 >= 3.8 with pip (to fetch uv), Python 3.12 or 3.13, a C++ compiler.
 # Variables:
@@ -111,8 +112,17 @@ if [ -n "$TORCH_INDEX" ]; then
   arguments+=(--index "$TORCH_INDEX" --index-strategy unsafe-best-match)
 fi
 echo "make setup: installing megatron_rl[$EXTRAS] into $VENV ($("$VENV/bin/python" --version))"
-MEGATRON_RL_BUILD_CUDA=0 "$UV" pip install "${arguments[@]}" --constraint constraints.txt \
-  --override overrides.txt --editable ".[$EXTRAS]"
+pinned=("${arguments[@]}" --constraint constraints.txt)
+case $EXTRAS in *cpu*) pinned+=(--override overrides.txt) ;; esac
+case $EXTRAS in
+*cuda*) # Transformer Engine's extension is compiled against the torch that is there: docs/install.md
+  export NVTE_BUILD_USE_NVIDIA_WHEELS=1
+  "$UV" pip install "${pinned[@]}" torch nvidia-cuda-crt setuptools wheel packaging pip
+  pinned+=(--no-build-isolation-package transformer-engine-torch)
+  pinned+=(--refresh-package transformer-engine-torch) # the cache may have another torch's
+  ;;
+esac
+MEGATRON_RL_BUILD_CUDA=0 "$UV" pip install "${pinned[@]}" --editable ".[$EXTRAS]"
 
 # The isolated build above had no torch, so the kernels are compiled now.
 case $EXTRAS in *cuda*) ;; *) export MEGATRON_RL_BUILD_CUDA=${MEGATRON_RL_BUILD_CUDA:-0} ;; esac

@@ -17,7 +17,7 @@ def test_the_cuda_extra_resolves_to_the_pinned_versions(machine: str) -> None:
         solution = uv(
             "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--strip-extras",
             "--python-version", "3.12", "--python-platform", f"{machine}-manylinux_2_39",
-            "--constraint", "constraints.txt", "--extra", "cuda", "setup.py",
+            "--constraint", "constraints.txt", "--extra", "cuda", "--extra", "dev", "setup.py",
         )  # fmt: skip
     except RegistryUnreachableError as e:
         pytest.skip(f"the package registry cannot be reached: {e}")

@@ -55,7 +55,7 @@ def doctor(
     ports = port or [int(os.environ.get("MASTER_PORT") or RENDEZVOUS_PORT)]
     console = Console(soft_wrap=True, highlight=False)
     checks, failed = [], []
-    for name, result in run_checks(python, folder, ports, quick):
+    for name, result in run_checks(python, folder, ports, run.roles.host_gib, quick):
         checks.append({"check": name, **asdict(result)})
         if result.status == "fail":
             failed.append(name)
@@ -75,11 +75,12 @@ def doctor(
 
 
 def run_checks(
-    python: str, folder: Path, ports: list[int], quick: bool
+    python: str, folder: Path, ports: list[int], host_gib: float, quick: bool
 ) -> Iterator[tuple[str, Result]]:
     """Yield the lines of the report as soon as they are known, causes before consequences.
 
-    `python` is the generators' interpreter, `folder` that of weights; `quick` starts no process.
+    `python` is the generators' interpreter, `folder` that of weights, `host_gib` the memory that a
+    node should have; `quick` starts no process.
     """
     yield from _lines("python", software_checks.check_python)
     gpus = software_checks.check_gpus()
@@ -98,7 +99,7 @@ def run_checks(
         "vLLM": partial(software_checks.check_features, answer),
         "upstream fixes": partial(software_checks.check_upstream_fixes, answer),
         "NCCL": partial(software_checks.check_nccl, answer, cuda=cuda),
-        "machine": node_checks.check_memory,
+        "machine": partial(node_checks.check_memory, host_gib, cuda=cuda),
         "open files": node_checks.check_open_files,
         "shared memory": partial(node_checks.check_shared_memory, folder, cuda=cuda),
         "loopback": node_checks.check_loopback,

@@ -28,6 +28,7 @@ FEATURES = {
     ],
     "head dtype": ["config:ModelConfig.head_dtype"],
     "routed experts": ["engine.arg_utils:AsyncEngineArgs.enable_return_routed_experts"],
+    "multimodal Llama 4": ["model_executor.models.mllama4:Llama4ForConditionalGeneration"],
 }
 """Names in vLLM that a run uses, by feature."""
 

@@ -33,12 +33,16 @@ dist.destroy_process_group()
 """Program of a rank, which adds rank + 1 over all ranks."""
 
 
-def check_memory() -> Result:
-    """Report cores and memory."""
+def check_memory(host_gib: float, *, cuda: bool) -> Result:
+    """Report cores and memory; on a GPU node, less than `roles.host_gib` misleads the plan."""
     import psutil
 
     total = psutil.virtual_memory().total / GIB
-    return Result("note", f"{len(os.sched_getaffinity(0))} cores, {total:.0f} GiB of memory")
+    detail = f"{len(os.sched_getaffinity(0))} cores, {total:.0f} GiB of memory"
+    if not cuda or total >= host_gib:
+        return Result("note", detail)
+    remedy = f"set roles.host_gib={total:.0f} where `megatron-rl plan` plans for this node"
+    return Result("note", f"{detail}; roles.host_gib is {host_gib:g}", remedy)
 
 
 def check_open_files() -> Result:

