@@ -10,8 +10,9 @@ On disk, below `output_dir/checkpoints`:
 
 All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
 after the rename. Recovery: the newest directory with a `trainer.json` counts (`find_latest`); a
-`.tmp` directory or one without it was torn by a crash and is skipped with a warning. The format
-reshards over tensor, pipeline and data parallelism.
+`.tmp` directory or one without it was torn by a crash and is skipped with a warning. Each rank
+writes and reads its own shards, one tensor at a time; the format reshards over tensor, pipeline,
+context and data parallelism.
 """
 
 from __future__ import annotations
@@ -70,14 +71,11 @@ def save(
         shutil.rmtree(work, ignore_errors=True)
         (work / "model").mkdir(parents=True)
     dist.barrier(group=group)
-    megatron_checkpoint.write_in_process()
-    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(work / "model"))
-    dist.barrier(group=group)
+    megatron_checkpoint.save(_sharded_state(policy, is_loading=False), work / "model", group)
     if first:
         if write_state is not None:
             write_state(step, str(work))
-        layout = {"world_size": dist.get_world_size(), **config.parallel.model_dump()}
-        _write_json(work / "trainer.json", {"step": step, "layout": layout})
+        _write_json(work / "trainer.json", {"step": step, "layout": _layout(config)})
         replace_folder(work, final)
         _write_json(folder(config) / "latest.json", {"step": step, "directory": final.name})
         _remove_old(config)
@@ -91,7 +89,7 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     Args:
         config: the run.
         policy: of the same architecture; its parallel layout may differ, except in the number of
-            expert-parallel ranks.
+            expert-parallel ranks and in whether the optimizer is sharded.
         directory: a finished checkpoint, from `find_latest`.
 
     Returns:
@@ -113,15 +111,12 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
             f"{path} has format {about.get('format')!r}: this program reads {FORMAT}; use the"
             " release that wrote it"
         )
-    layout, p = about["layout"], config.parallel
-    if layout["expert"] != p.expert and policy.architecture.experts:
-        raise ValueError(
-            f"{path} was written with parallel.expert = {layout['expert']} and cannot be resumed"
-            f" with {p.expert}: Megatron does not reshard optimizer state over experts; keep it"
-        )
-    same_world = layout == {"world_size": dist.get_world_size(), **p.model_dump()}
+    layout, now = about["layout"], _layout(config)
+    _check_layout(path, layout, now, policy.architecture.experts > 0)
+    same_world = layout == now
     template = _sharded_state(policy, is_loading=True, random_state=same_world)
     state = dist_checkpointing.load(template, str(path / "model"))
+    dist.barrier(group=world.control_group())  # NCCL would not wait as long for a slow reader
     for key, module in _modules(policy).items():
         module.load_state_dict(state[key], strict=False)
     policy.optimizer.load_state_dict(state["optimizer"])
@@ -182,11 +177,33 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     return None
 
 
+def _layout(config: RunConfig) -> dict[str, Any]:
+    return {"world_size": dist.get_world_size(), **config.parallel.model_dump()}
+
+
+def _check_layout(path: Path, old: dict[str, Any], new: dict[str, Any], experts: bool) -> None:
+    if experts and old["expert"] != new["expert"]:
+        raise ValueError(
+            f"{path} was written with parallel.expert = {old['expert']} and cannot be resumed with"
+            f" {new['expert']}: Megatron does not reshard optimizer state over experts; keep it"
+        )
+    kinds = {True: "a sharded optimizer", False: "an unsharded optimizer"}
+    before, after = (
+        layout["distributed_optimizer"]
+        and layout["world_size"] > layout["tensor"] * layout["pipeline"]
+        for layout in (old, new)
+    )
+    if before != after:
+        raise ValueError(
+            f"{path} has {kinds[before]} and cannot be resumed with {kinds[after]}: it is sharded"
+            " under parallel.distributed_optimizer with data or context parallelism; keep these"
+        )
+
+
 def _layout_metadata() -> dict[str, Any]:
     """Return the layout options of Megatron's distributed checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -200,6 +217,7 @@ def _sharded_state(
     model = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
     # Megatron's optimizer takes the entries of a single chunk, or all of several chunks.
     entries = model if len(model) > 1 else model["model"]
+    megatron_checkpoint.shard_optimizer(policy.optimizer)
     optimizer = policy.optimizer.sharded_state_dict(
         entries, is_loading=is_loading, metadata=metadata
     )

@@ -168,6 +168,7 @@ def export(
     *,
     spread: bool = False,
     on_cpu: bool = True,
+    pace: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the current weights by Hugging Face name; collective over the trainer ranks.
 
@@ -177,6 +178,8 @@ def export(
         dtype: number format to travel in; None: the parameters' own.
         spread: as in `make_plan`.
         on_cpu: the tensors are moved to the CPU, bucket by bucket.
+        pace: group of all ranks in which they wait for the reader of a slow stream, bucket by
+            bucket; without it a bucket is sent at once, and NCCL's time-out runs until it is read.
 
     Returns:
         On trainer rank 0 (with `spread`, on each of the plan's destinations) the stream of (name,
@@ -187,7 +190,7 @@ def export(
     plan = policy.export_plans.get(key)
     if plan is None:
         plan = policy.export_plans[key] = make_plan(policy, bucket_bytes, dtype, spread=spread)
-    stream = _exchange(policy, plan, on_cpu)
+    stream = _exchange(policy, plan, on_cpu, pace)
     if dist.get_rank() in plan.destinations:
         return stream
     return iter(list(stream))  # empty: it sends everything now
@@ -207,10 +210,14 @@ def export_for_generators(config: RunConfig, policy: ShardedModel) -> Iterator[t
     )
 
 
-def _exchange(policy: ShardedModel, plan: ExportPlan, on_cpu: bool) -> Iterator[tuple[str, Tensor]]:
+def _exchange(
+    policy: ShardedModel, plan: ExportPlan, on_cpu: bool, pace: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
     # All ranks take the buckets in one order, so that no two wait for each other.
     rank = dist.get_rank()
     for bucket in plan.buckets:
+        if pace is not None:
+            dist.barrier(group=pace)
         if bucket.destination == rank:
             yield from _receive(policy, plan, bucket.shards, on_cpu)
         elif own := [shard for shard in bucket.shards if shard.sender == rank]:

@@ -94,3 +94,13 @@ def test_another_format_is_refused(run: tuple[RunConfig, Policy]) -> None:
     (path / "trainer.json").write_text(json.dumps({**about, "format": 2}))
     with pytest.raises(ValueError, match="has format 2: this program reads 1"):
         checkpoint.load(config, policy, path)
+
+
+def test_a_layout_with_another_kind_of_optimizer_is_refused(run: tuple[RunConfig, Policy]) -> None:
+    config, policy = run
+    path = checkpoint.save(config, policy, 3)
+    about = json.loads((path / "trainer.json").read_text())
+    about["layout"]["world_size"] = 2
+    (path / "trainer.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="has a sharded optimizer and cannot be resumed with an"):
+        checkpoint.load(config, policy, path)
