@@ -83,13 +83,7 @@ def torchrun_for(
         gpus = needed
     per_node = min(gpus, -(-needed // nodes))
     if per_node * nodes != needed:
-        wide = -(-needed // gpus)
-        raise ConfigError(
-            f"{config} needs {needed} ranks, one GPU each, and {nodes} node(s) of {gpus} GPU(s)"
-            f" have {gpus * nodes}: start it on {wide} node(s) with torchrun --nnodes {wide}"
-            f" --nproc-per-node {needed // wide}, ask `megatron-rl plan` for a layout of another"
-            " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
-        )
+        raise _other_number_of_nodes(config, needed, nodes, gpus)
     if nodes == 1:
         return ["--standalone", f"--nproc-per-node={per_node}"]
     # The port of the torchrun that started this process stays taken while it lives.
@@ -101,6 +95,16 @@ def torchrun_for(
         f"--master-port={port}",
         f"--nproc-per-node={per_node}",
     ]
+
+
+def _other_number_of_nodes(config: str, needed: int, nodes: int, gpus: int) -> ConfigError:
+    wide = -(-needed // gpus)
+    return ConfigError(
+        f"{config} needs {needed} ranks, one GPU each, and {nodes} node(s) of {gpus} GPU(s)"
+        f" have {gpus * nodes}: start it on {wide} node(s) with torchrun --nnodes {wide}"
+        f" --nproc-per-node {needed // wide}, ask `megatron-rl plan` for a layout of another"
+        " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
+    )
 
 
 def exec_torchrun(options: Sequence[str], arguments: Sequence[str]) -> None:

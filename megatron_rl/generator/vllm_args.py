@@ -52,30 +52,17 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     }
     if config.algorithm.routing_replay != "none" and returned_by_vllm():
         arguments["enable_return_routed_experts"] = True
-    overrides: dict[str, Any] = {}
-    if head_dtype(config) != arguments["dtype"]:
-        overrides["head_dtype"] = head_dtype(config)
     checkpoint = _read_config(model_dir)
     text_config = checkpoint.get("text_config", checkpoint)
-    if (text_config.get("attention_chunk_size") or 0) >= arguments["max_model_len"]:
-        # No sequence leaves its first chunk: plain attention is the same, and needs one group of
-        # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
-        overrides["attention_chunk_size"] = None
-    if config.weights.quantization == "fp8":
-        overrides["quantization_config"] = _fp8(checkpoint, text_config)
-        # The start checkpoint has no scales: they come with the trainer's first version, before
-        # anything is generated.
-        arguments["load_format"] = "dummy"
-    if not any(Path(model_dir).glob("*.safetensors")):
-        # A plug-in's model: the weights come with the trainer's first version.
-        arguments["load_format"] = "dummy"
+    if overrides := _config_overrides(config, checkpoint, arguments["max_model_len"]):
+        arguments["hf_overrides"] = overrides
     if checkpoint is not text_config:
-        # vLLM builds the language model from `text_config` alone.
-        overrides["text_config"] = dict(overrides)
         # Nothing else is used: neither the images' processor nor their tower is made.
         arguments["language_model_only"] = True
-    if overrides:
-        arguments["hf_overrides"] = overrides
+    fp8 = config.weights.quantization == "fp8"  # the start checkpoint has no scales
+    if fp8 or not any(Path(model_dir).glob("*.safetensors")):  # a plug-in's model
+        # The weights come with the trainer's first version, before anything is generated.
+        arguments["load_format"] = "dummy"
     if "attn_temperature_tuning" in text_config:
         # vLLM decides on Llama 4's query scale by `max_model_len`, the trainer by the checkpoint.
         tuning = bool(text_config["attn_temperature_tuning"])
@@ -89,6 +76,26 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
             "kv_cache_memory_bytes": int(generation.kv_cache_gib * 2**30),
         }
     return AsyncEngineArgs(**arguments)
+
+
+def _config_overrides(
+    config: RunConfig, checkpoint: dict[str, Any], max_model_len: int
+) -> dict[str, Any]:
+    """Return what vLLM changes in the checkpoint's config.json."""
+    text_config = checkpoint.get("text_config", checkpoint)
+    overrides: dict[str, Any] = {}
+    if head_dtype(config) != _DTYPES[config.generator_dtype]:
+        overrides["head_dtype"] = head_dtype(config)
+    if (text_config.get("attention_chunk_size") or 0) >= max_model_len:
+        # No sequence leaves its first chunk: plain attention is the same, and needs one group of
+        # KV blocks instead of one per kind of layer (a tenth of the engine's time on CPU).
+        overrides["attention_chunk_size"] = None
+    if config.weights.quantization == "fp8":
+        overrides["quantization_config"] = _fp8(checkpoint, text_config)
+    if checkpoint is not text_config:
+        # vLLM builds the language model from `text_config` alone.
+        overrides["text_config"] = dict(overrides)
+    return overrides
 
 
 def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:

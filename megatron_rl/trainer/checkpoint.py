@@ -113,7 +113,7 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
         )
     layout, now = about["layout"], _layout(config)
     _check_layout(path, layout, now, policy.architecture.experts > 0)
-    same_world = layout == now
+    same_world = all(layout[key] == size for key, size in now.items())
     template = _sharded_state(policy, is_loading=True, random_state=same_world)
     state = dist_checkpointing.load(template, str(path / "model"))
     dist.barrier(group=world.control_group())  # NCCL would not wait as long for a slow reader
@@ -178,7 +178,12 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
-    return {"world_size": dist.get_world_size(), **config.parallel.model_dump()}
+    """Return the sizes that say which rank has what."""
+    in_any_layout = {"recompute", "overlap_grad_reduce", "overlap_param_gather"}
+    return {
+        "world_size": dist.get_world_size(),
+        **config.parallel.model_dump(exclude=in_any_layout),
+    }
 
 
 def _check_layout(path: Path, old: dict[str, Any], new: dict[str, Any], experts: bool) -> None:

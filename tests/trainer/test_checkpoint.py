@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import checkpoint
@@ -104,3 +105,15 @@ def test_a_layout_with_another_kind_of_optimizer_is_refused(run: tuple[RunConfig
     (path / "trainer.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="has a sharded optimizer and cannot be resumed with an"):
         checkpoint.load(config, policy, path)
+
+
+def test_random_state_is_restored_where_only_the_computation_differs(
+    run: tuple[RunConfig, Policy],
+) -> None:
+    config, policy = run
+    torch.manual_seed(5)
+    path = checkpoint.save(config, policy, 3)
+    expected = torch.rand(3)
+    parallel = config.parallel.model_copy(update={"recompute": "full", "overlap_grad_reduce": True})
+    checkpoint.load(config.model_copy(update={"parallel": parallel}), policy, path)
+    assert torch.rand(3).equal(expected)

@@ -60,12 +60,10 @@ def memory_plan(
     else:
         memory = estimate(run, architecture, reserve_gib)
         _print_memory(memory, reserve_gib)
-        if memory.misfits:
-            _print_reasons("the configured layout does not fit:", memory.misfits)
-        else:
+        if not memory.misfits:
             print(f"fits {1 if roles.one_gpu else world} GPUs of {roles.gpu_gib:g} GiB")
-        if memory.notes:
-            _print_reasons("notes:", memory.notes)
+        _print_reasons("the configured layout does not fit:", memory.misfits)
+        _print_reasons("notes:", memory.notes)
     num_bytes, seconds = update_bytes(run, architecture), update_seconds(run, architecture)
     print(
         f"weight update: {num_bytes / 1e9:.1f} GB to every generator rank, {seconds:.2f} s at"
@@ -80,13 +78,10 @@ def memory_plan(
     layouts = [layout for layout in layouts if not layout.misfits]
     if json_path is not None:
         configured = {"layout": layout_values(run)} if memory is None else _as_json(memory)
+        assumptions = {"gpu_gib": roles.gpu_gib, "host_gib": roles.host_gib}
         content = {
             "schema": SCHEMA,
-            "assumptions": {
-                "gpu_gib": roles.gpu_gib,
-                "host_gib": roles.host_gib,
-                "reserve_gib": reserve_gib,
-            },
+            "assumptions": {**assumptions, "reserve_gib": reserve_gib},
             "configured": {"problems": problems, **configured},
             "transfer": {"num_bytes": num_bytes, "seconds": seconds},
             "proposed": [_as_json(layout) for layout in layouts],
@@ -126,7 +121,8 @@ def read_architecture(run: RunConfig) -> Architecture:
 
 
 def _print_reasons(title: str, reasons: list[str]) -> None:
-    print(title, *(f"  - {reason}" for reason in reasons), sep="\n")
+    if reasons:
+        print(title, *(f"  - {reason}" for reason in reasons), sep="\n")
 
 
 def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
