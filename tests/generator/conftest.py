@@ -105,7 +105,7 @@ def served(request, tmp_path_factory) -> Iterator[Served]:
         yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Yield a function that sends the trainer's process one command and returns its answer."""
     folder = tmp_path_factory.mktemp("trainer")
