@@ -5,7 +5,6 @@ without torch, and rejects unknown keys, bad values and sizes that do not fit to
 under a field is its help text; units are in the names.
 """
 
-from megatron_rl.algorithm.schedule import Schedule as Schedule
 from megatron_rl.algorithm.settings import Algorithm as Algorithm
 from megatron_rl.config.describe import describe as describe
 from megatron_rl.config.load import CONFIG_FILE as CONFIG_FILE
@@ -14,24 +13,14 @@ from megatron_rl.config.load import save_config as save_config
 from megatron_rl.config.run import NAMED_MODELS as NAMED_MODELS
 from megatron_rl.config.run import TINY_MODELS as TINY_MODELS
 from megatron_rl.config.run import RunConfig as RunConfig
-from megatron_rl.config.sections import Checkpoint as Checkpoint
 from megatron_rl.config.sections import Evaluation as Evaluation
-from megatron_rl.config.sections import FitSettings as FitSettings
-from megatron_rl.config.sections import Generation as Generation
-from megatron_rl.config.sections import Metrics as Metrics
-from megatron_rl.config.sections import OptimizerConfig as OptimizerConfig
 from megatron_rl.config.sections import Parallel as Parallel
-from megatron_rl.config.sections import Precision as Precision
-from megatron_rl.config.sections import Roles as Roles
-from megatron_rl.config.sections import SupervisedStage as SupervisedStage
 from megatron_rl.config.sections import Timeouts as Timeouts
-from megatron_rl.config.sections import Weights as Weights
 from megatron_rl.config.tasks import ArithmeticTask as ArithmeticTask
 from megatron_rl.config.tasks import DataSetTask as DataSetTask
 from megatron_rl.config.tasks import HuggingFaceTask as HuggingFaceTask
 from megatron_rl.config.tasks import JsonlTask as JsonlTask
 from megatron_rl.config.tasks import ReasoningTask as ReasoningTask
 from megatron_rl.config.tasks import Task as Task
-from megatron_rl.config.tasks import TaskChoice as TaskChoice
 from megatron_rl.section import ConfigError as ConfigError
 from megatron_rl.section import Section as Section

@@ -9,21 +9,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from megatron_rl.algorithm.schedule import Schedule
 from megatron_rl.algorithm.settings import Algorithm
-from megatron_rl.config.sections import (
-    Checkpoint,
-    Evaluation,
-    FitSettings,
-    Generation,
-    Kernels,
-    Metrics,
-    OptimizerConfig,
-    Parallel,
-    Precision,
-    Roles,
-    SupervisedStage,
-    Timeouts,
-    Weights,
-)
+from megatron_rl.config import sections
 from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named_tasks
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.section import Section
@@ -51,25 +37,25 @@ class RunConfig(Section):
     """Hugging Face directory of the initial weights; without it, a tiny model makes its own."""
     resume: bool = False
     """Continue from the newest checkpoint in `output_dir`."""
-    roles: Roles = Roles()
-    parallel: Parallel = Parallel()
-    precision: Precision = Precision()
-    kernels: Kernels = Kernels()
+    roles: sections.Roles = sections.Roles()
+    parallel: sections.Parallel = sections.Parallel()
+    precision: sections.Precision = sections.Precision()
+    kernels: sections.Kernels = sections.Kernels()
     tasks: dict[str, TaskChoice] = Field(default_factory=dict)
     """Tasks by name. A single task may be given as `task: {...}`; together with `tasks`, `task` has
     the keys that they share. A task whose name is a kind needs no `kind`."""
-    sft: SupervisedStage = SupervisedStage()
+    sft: sections.SupervisedStage = sections.SupervisedStage()
     algorithm: Algorithm = Algorithm()
     schedule: Schedule = Schedule()
-    generation: Generation = Generation()
+    generation: sections.Generation = sections.Generation()
     verifier: VerifierSettings = VerifierSettings()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: Evaluation = Evaluation()
-    fit: FitSettings = FitSettings()
-    weights: Weights = Weights()
-    checkpoint: Checkpoint = Checkpoint()
-    metrics: Metrics = Metrics()
-    timeouts: Timeouts = Timeouts()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    evaluation: sections.Evaluation = sections.Evaluation()
+    fit: sections.FitSettings = sections.FitSettings()
+    weights: sections.Weights = sections.Weights()
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    metrics: sections.Metrics = sections.Metrics()
+    timeouts: sections.Timeouts = sections.Timeouts()
 
     def seed_of(self, task: str) -> int:
         """Return the seed of a task's questions and of their split."""

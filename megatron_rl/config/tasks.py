@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.rewards.task_verifiers import KINDS as VERIFIERS
 from megatron_rl.section import ConfigError, Section
