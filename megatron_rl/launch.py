@@ -48,16 +48,9 @@ def torchrun_for(
 ) -> list[str] | None:
     """Return the options of the torchrun to start, or None if enough ranks are already running.
 
-    A single node without GPUs starts all ranks, up to `gpus_per_node`. A node with GPUs starts one
-    rank per GPU, or all of them on one (`roles.one_gpu`).
-
-    Args:
-        needed: ranks.
-        config: name of the configuration, for messages.
-        gpus_per_node: most ranks that one node without GPUs starts.
-        environment: of this process.
-        gpus: of this node; None: counted when needed.
-        one_gpu: the ranks share one GPU.
+    A single node without GPUs starts all `needed` ranks, up to `gpus_per_node`. A node with GPUs
+    starts one rank per GPU, or all of them on one (`one_gpu`). Messages name the configuration
+    `config`; `gpus` are those of this node (None: counted when needed).
 
     Raises:
         ConfigError: all GPUs of all nodes are too few; names the number of nodes it takes.
@@ -119,14 +112,13 @@ def exec_torchrun(options: Sequence[str], arguments: Sequence[str]) -> None:
 def check_world_size(config: RunConfig, needed: int) -> None:
     """Raise ConfigError unless torchrun started as many ranks as the configuration needs."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    roles = config.roles
-    generators = f" + roles.generator_ranks {roles.generator_ranks}"
     if started != needed:
+        trainers, generators = config.roles.trainer_ranks, config.roles.generator_ranks
+        others = f" + roles.generator_ranks {generators}" if needed > trainers else ""
         raise ConfigError(
             f"torchrun started {started} ranks and the configuration needs {needed}"
-            f" (roles.trainer_ranks {roles.trainer_ranks}"
-            + (generators if needed > roles.trainer_ranks else "")
-            + f"): use --nnodes x --nproc-per-node = {needed}, or change roles"
+            f" (roles.trainer_ranks {trainers}{others}): use --nnodes x --nproc-per-node ="
+            f" {needed}, or change roles"
         )
 
 
@@ -157,8 +149,7 @@ def weights_rendezvous() -> Rendezvous:
 
 
 def _store_prefix() -> str:
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"megatron_rl/{restart}"
+    return f"megatron_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 # ---------------------------------------------------------------- the generators' interpreter
@@ -170,8 +161,7 @@ def generator_python(config: RunConfig) -> str | None:
     Raises:
         ConfigError: not an executable file.
     """
-    chosen = config.roles.generator_python
-    source = "roles.generator_python"
+    chosen, source = config.roles.generator_python, "roles.generator_python"
     if chosen is None and os.environ.get(GENERATOR_PYTHON):
         chosen, source = Path(os.environ[GENERATOR_PYTHON]), GENERATOR_PYTHON
     if chosen is None:
@@ -188,11 +178,8 @@ def generator_python(config: RunConfig) -> str | None:
 def enter_generator_python(config: RunConfig, arguments: Sequence[str]) -> None:
     """Re-execute this process in the generators' interpreter, if that is another one.
 
-    The process keeps its id and torchrun's variables, so torchrun still watches it.
-
-    Args:
-        config: the run's configuration.
-        arguments: of `megatron-rl`, as this rank was started.
+    The process keeps its id and torchrun's variables, so torchrun still watches it; `arguments` are
+    those of `megatron-rl`, as this rank was started.
 
     Raises:
         ConfigError: the interpreter is not an executable file.

@@ -37,10 +37,8 @@ Command = Literal["train", "sft"]
 def run(command: Command, path: Path | None, overrides: list[str]) -> None:
     """Run this rank's role, or start torchrun if the ranks are not running yet.
 
-    Args:
-        command: `train`, or `sft` for the supervised stage alone.
-        path: YAML file of the run; None for the defaults.
-        overrides: dotted options on top of it.
+    The command `sft` is the supervised stage alone. `overrides` are dotted options on top of the
+    YAML file `path` (None: the defaults).
 
     Raises:
         ConfigError: a configuration that cannot run, or another number of ranks than it needs.
@@ -63,12 +61,12 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
         sys.stdout.flush()
     if rank >= roles.trainer_ranks:
         launch.enter_generator_python(config, arguments)
+    store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
+    if rank >= roles.trainer_ranks:
         from megatron_rl.generator.role import run_generator_rank
 
-        store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
         run_generator_rank(config, rank, store, rendezvous)
     else:
-        store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
         run_trainer_rank(config, rank, store, rendezvous, reinforce=command == "train")
 
 
@@ -87,12 +85,8 @@ def run_trainer_rank(
 ) -> None:
     """Run a trainer rank from the process group to the end of the run.
 
-    Args:
-        config: the run's configuration.
-        rank: rank under torchrun, which is the rank in Megatron's world.
-        store: torchrun's key-value store.
-        rendezvous: where generators ask for weights.
-        reinforce: False ends after the supervised stage (`megatron-rl sft`).
+    `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's, and generators
+    ask for weights at `rendezvous`. Without `reinforce` it ends after the supervised stage.
     """
     import psutil
     import torch
@@ -106,7 +100,7 @@ def run_trainer_rank(
     from megatron_rl.trainer.sft import make_start_checkpoint
     from megatron_rl.weights.transports import refuse_contradictions
 
-    interrupted = Interrupt()
+    interrupted = watch_signals()
     if reinforce:
         refuse_contradictions(config, cuda=torch.cuda.is_available())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -199,13 +193,9 @@ def train_loop(
         train_step -> step_done         the weights are v + 1 now
         publish_weights                 version v + 1, complete before it is announced
 
-    Args:
-        config: the run's configuration.
-        policy: the model, with the weights of `start_step`.
-        client: connection to the orchestrator, on rank 0; None elsewhere.
-        publisher: of weights, on the ranks that publish, rank 0 among them; None elsewhere.
-        start_step: optimizer steps that are in the weights.
-        stop_requested: True once this rank was interrupted; called before every step.
+    The policy has the weights of `start_step`. Rank 0 has the client of the orchestrator, and the
+    ranks that publish weights, rank 0 among them, a publisher; others have None. `stop_requested`
+    is called before every step, and True once this rank was interrupted.
     """
     from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
@@ -233,17 +223,9 @@ def train_loop(
         client.send(messages.TrainerDone(step=step, interrupted=interrupted))
 
 
-class Interrupt:
-    """SIGINT and SIGTERM request a clean end: a checkpoint, then exit."""
-
-    def __init__(self) -> None:
-        self._requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._request)
-
-    def _request(self, *_: Any) -> None:
-        self._requested = True
-
-    def __call__(self) -> bool:
-        """Return True once a signal has arrived."""
-        return self._requested
+def watch_signals() -> Callable[[], bool]:
+    """Let SIGINT and SIGTERM request a clean end (checkpoint, then exit); return `requested()`."""
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+    return lambda: bool(received)

@@ -50,9 +50,7 @@ def describe(
 def type_text(kind: Any, constraints: Iterable[Any] = ()) -> str:
     """Format a type for a writer of YAML: `int > 0`, `float | None`, `'phrase' | 'none'`.
 
-    Args:
-        kind: annotation.
-        constraints: bounds and other metadata that pydantic checks.
+    The constraints are bounds and other metadata that pydantic checks.
     """
     inner, origin = get_args(kind), get_origin(kind)
     if origin is Annotated:
@@ -70,11 +68,6 @@ def type_text(kind: Any, constraints: Iterable[Any] = ()) -> str:
 
 
 def _bounds(constraints: Iterable[Any]) -> list[str]:
-    bounds = []
-    for constraint in constraints:
-        if isinstance(constraint, FieldInfo):
-            bounds += _bounds(constraint.metadata)
-        for name, sign in _BOUNDS.items():
-            if (limit := getattr(constraint, name, None)) is not None:
-                bounds.append(f"{sign} {limit:g}")
-    return bounds
+    flat = [x for c in constraints for x in (c.metadata if isinstance(c, FieldInfo) else [c])]
+    limits = [(sign, getattr(x, name, None)) for x in flat for name, sign in _BOUNDS.items()]
+    return [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]

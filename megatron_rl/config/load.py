@@ -27,9 +27,8 @@ Location = tuple[int | str, ...]
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
     """Load a configuration: a recipe, under a YAML file, under command-line overrides.
 
-    Args:
-        path: YAML file, or None for the defaults; its key `recipe` names the recipe.
-        overrides: `["--schedule.steps", "40", "--model=tiny_dense", "--recipe", "dapo"]`.
+    Without a path, the file is empty. The key `recipe` of the file or the overrides names the
+    recipe: `["--schedule.steps", "40", "--model=tiny_dense", "--recipe", "dapo"]`.
 
     Raises:
         ConfigError: unknown key, bad value, or values that do not fit together; the message names
@@ -153,11 +152,9 @@ def _message(error: ValidationError, one_task: bool) -> str:
 
 
 def _follow(location: Location, one_task: bool) -> tuple[list[str], tuple[type[Section], ...]]:
-    """Follow pydantic's location of an error through the tree.
+    """Return (keys, sections) at pydantic's location of an error.
 
-    Returns:
-        The keys as written in the file: without the kinds of choices, and `task` for the only task;
-        and the sections at the location.
+    The keys are those of the file: without the kinds of choices, and `task` for the only task.
     """
     keys: list[str] = []
     sections: tuple[type[Section], ...] = (RunConfig,)

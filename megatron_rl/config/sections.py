@@ -82,9 +82,8 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _gather_is_sharded(self) -> Self:
-        if self.overlap_param_gather and not (
-            self.overlap_grad_reduce and self.distributed_optimizer
-        ):
+        possible = self.overlap_grad_reduce and self.distributed_optimizer
+        if self.overlap_param_gather and not possible:
             raise ValueError(
                 "parallel.overlap_param_gather is true: it needs parallel.distributed_optimizer and"
                 " parallel.overlap_grad_reduce (or set it false)"

@@ -40,7 +40,6 @@ class ArithmeticTask(Task):
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
-    """Kind of the task."""
     train_prompts: PositiveInt = 6000
     """Size of the training pool."""
     heldout_prompts: PositiveInt = 96
@@ -55,7 +54,6 @@ class ReasoningTask(Task):
     """Questions that reasoning-gym generates and scores."""
 
     kind: Literal["reasoning"] = "reasoning"
-    """Kind of the task."""
     dataset: str
     """Name of the task in reasoning-gym, such as `chain_sum`."""
     level: NonNegativeInt = 0
@@ -117,7 +115,6 @@ class JsonlTask(DataSetTask):
     """Questions of a JSON Lines file."""
 
     kind: Literal["jsonl"] = "jsonl"
-    """Kind of the task."""
     path: Path
     """File with one question per line."""
 
@@ -126,7 +123,6 @@ class HuggingFaceTask(DataSetTask):
     """Questions of a Hugging Face data set, or of local files."""
 
     kind: Literal["huggingface"] = "huggingface"
-    """Kind of the task."""
     source: str
     """Name on the hub, a folder of `save_to_disk`, or a parquet, csv, json, jsonl or arrow file or
     a folder of such files."""
@@ -139,8 +135,7 @@ class HuggingFaceTask(DataSetTask):
 
 
 TaskChoice = Annotated[
-    ArithmeticTask | ReasoningTask | JsonlTask | HuggingFaceTask,
-    Field(discriminator="kind"),
+    ArithmeticTask | ReasoningTask | JsonlTask | HuggingFaceTask, Field(discriminator="kind")
 ]
 TASK_KINDS = ("arithmetic", "reasoning", "jsonl", "huggingface")
 DEFAULT_KIND = "arithmetic"

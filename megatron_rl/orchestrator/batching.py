@@ -52,17 +52,11 @@ def build_batch(
 ) -> BuiltBatch:
     """Build the batch of a step.
 
-    A group is kept if its completions differ in verified reward (zero-variance filter); the mean
-    over prompts is over kept groups. Forced tokens have loss weight 0. Completions without a reward
-    are in neither batch nor baseline; `algorithm.truncated` decides for truncated completions.
-
-    Args:
-        step: trainer step; weights of version `step` train it.
-        groups: complete groups, in dispatch order.
-        prompts: token ids of each prompt id.
-        algorithm: filters, penalties, advantages and aggregation.
-        probe: number of sequences whose log-probs the trainer returns.
-        flags: other fields of `Batch`.
+    Weights of version `step` train it. The groups are complete and in dispatch order; a group is
+    kept if its completions differ in verified reward (zero-variance filter), and the mean over
+    prompts is over kept groups. Forced tokens have loss weight 0. Completions without a reward are
+    in neither batch nor baseline; `algorithm.truncated` decides for truncated completions. The
+    trainer returns the log-probs of `probe` sequences; `flags` are other fields of `Batch`.
     """
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
@@ -113,15 +107,12 @@ def _trained_samples(
         verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
         return verified + _penalties(group, samples, algorithm)
 
-    others: list[np.ndarray] = []
-    if algorithm.advantage_std_over == "all":
-        dropped = [g for g in groups if is_dropped(g, algorithm)]
-        others = [rewards(g) for g in dropped if baseline_samples(g, algorithm)]
+    dropped = [g for g in groups if is_dropped(g, algorithm) and baseline_samples(g, algorithm)]
     advantages = group_advantages(
         [rewards(g) for g in kept],
         algorithm.advantage_normalization,
         baseline=algorithm.advantage_baseline,
-        others=others,
+        others=[rewards(g) for g in dropped] if algorithm.advantage_std_over == "all" else [],
     )
     pairs = [
         [
@@ -157,8 +148,7 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
     if algorithm.length_penalty == "none":
         return np.zeros(len(samples))
     longest, cache = algorithm.length_max_tokens, algorithm.length_cache_tokens
-    assert longest is not None
-    assert cache is not None
+    assert longest is not None and cache is not None
     penalties = length_penalty(np.array([len(s.token_ids) for s in samples]), longest, cache)
     if algorithm.length_penalty == "all":
         return penalties
@@ -187,9 +177,6 @@ def _sampled_mask(sample: Sample) -> np.ndarray:
     mask = np.ones(len(sample.token_ids), dtype=bool)
     mask[slice(*sample.forced)] = False
     return mask
-
-
-# ---------------------------------------------------------------- metrics of rollouts
 
 
 def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[str, Any]:
@@ -243,9 +230,7 @@ def by_task(
 ) -> dict[str, dict[str, Any]]:
     """Return `task_metrics` of each task; a task without a prompt in the step has zero counts."""
     return {
-        task: task_metrics(
-            [g for g in groups if g.task == task], [g for g in kept if g.task == task]
-        )
+        task: task_metrics(*([g for g in part if g.task == task] for part in (groups, kept)))
         for task in tasks
     }
 

@@ -98,8 +98,9 @@ class Orchestrator:
             self._end_training(m.TrainerDone(step=0, interrupted=False))
         async with self.connection:
             for group in self.groups.waiting:  # a resumed run: verdicts that were missing
-                for sample in group.unverified:
-                    self._verify(sample)
+                for sample in group.ordered:
+                    if sample.index not in group.verdicts:
+                        self._verify(sample)
             while not self._is_over():
                 event = await self.connection.next_event(TICK_SECONDS)
                 if event is not None:

@@ -50,12 +50,6 @@ class GeneratorState:
         self.updating = self.pending.popleft()
         return self.updating
 
-    @property
-    def unread_versions(self) -> list[int]:
-        """Versions whose bytes this generator may still read."""
-        updating = [] if self.updating is None else [self.updating]
-        return [m.version for m in (*updating, *self.pending)]
-
 
 class Generators:
     """The generators that have said hello, and the weight versions that are kept for them."""
@@ -80,8 +74,8 @@ class Generators:
     def add(self, name: str, capacity: int, keep: set[int]) -> GeneratorState:
         """Add a generator and offer it the versions published so far."""
         generator = self._states[name] = GeneratorState(name, capacity)
-        for version in sorted(self._manifests):
-            generator.offer(self._manifests[version], keep)
+        for manifest in self._manifests.values():  # in the order of their versions
+            generator.offer(manifest, keep)
         return generator
 
     def publish(self, manifest: Manifest, keep: set[int]) -> None:
@@ -93,7 +87,8 @@ class Generators:
 
     def oldest_needed(self) -> int:
         """Return the oldest version whose bytes a generator may still read."""
-        needed = [v for generator in self for v in generator.unread_versions]
+        unread = [m for g in self for m in (g.updating, *g.pending) if m is not None]
+        needed = [m.version for m in unread]
         if not self.all_up:
             needed.extend(self._manifests)
         return min(needed, default=max(self._manifests, default=0))
@@ -114,14 +109,13 @@ class Generators:
 
     def check(self, now: float) -> None:
         """Raise RunError if a generator did not come up or fell silent."""
+        startup = self._timeouts.startup_seconds
         limit = max(SILENCE_SECONDS, self._timeouts.transfer_seconds)
-        if not self.all_up:
-            if now - self._started > self._timeouts.startup_seconds:
-                raise RunError(
-                    f"{len(self._states)} of {self._expected} generators are up after"
-                    f" timeouts.startup_seconds = {self._timeouts.startup_seconds}"
-                )
-            return
+        if not self.all_up and now - self._started > startup:
+            raise RunError(
+                f"{len(self._states)} of {self._expected} generators are up after"
+                f" timeouts.startup_seconds = {startup}"
+            )
         for generator in self:
-            if now - generator.last_message > limit:
+            if self.all_up and now - generator.last_message > limit:
                 raise RunError(f"{generator.name} has been silent for {limit:.0f} s")

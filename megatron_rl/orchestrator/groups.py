@@ -38,11 +38,6 @@ class Group:
         return len(self.verdicts) == self.size
 
     @property
-    def unverified(self) -> list[Sample]:
-        """Completions that arrived and have no verdict."""
-        return [s for s in self.ordered if s.index not in self.verdicts]
-
-    @property
     def rewarded(self) -> list[Sample]:
         """Completions with a reward."""
         return [s for s in self.ordered if self.reward(s) is not None]
@@ -75,9 +70,8 @@ class Group:
 class GroupQueue:
     """Groups in dispatch order, which is the order in which steps take them.
 
-    Args:
-        per_step: groups that a step trains (B), not counting those that a refill replaces.
-        replaced: True for a complete group that is dropped and replaced by a later one (refill).
+    A step trains `per_step` groups (B), not counting the complete ones that are `replaced`, dropped
+    in favor of later ones (refill).
 
     Example: B = 2; groups 0 to 4 were dispatched and 1 is replaced: step 0 takes 0, 1 and 2, and
     group 5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).
@@ -165,11 +159,10 @@ class GroupQueue:
 
     def restore(self, step: int, consumed: int, groups: list[Group]) -> None:
         """Restore a checkpoint: received groups are kept, the others are generated again."""
-        self.trained_steps, self.consumed = step, consumed
-        self.next_index = consumed
+        self.trained_steps, self.consumed, self.next_index = step, consumed, consumed
         for group in groups:
-            if not group.received:
+            if group.received:
+                self._groups[group.index] = group
+                self.verified(group)
+            else:
                 self._again[group.index] = group
-                continue
-            self._groups[group.index] = group
-            self.verified(group)

@@ -89,18 +89,13 @@ def run_orchestrator(spec: Spec) -> None:
 @contextlib.asynccontextmanager
 async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
     """Bind the ROUTER socket and announce its address."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.ROUTER)
     options = {zmq.ROUTER_MANDATORY: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 2000}
-    for option, value in options.items():
-        socket.setsockopt(option, value)
-    socket.bind(spec.bind)
-    replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    try:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        socket.bind(spec.bind)
+        replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
         yield socket
-    finally:
-        socket.close()
-        context.term()
 
 
 def _raise_limit_of_files() -> None:

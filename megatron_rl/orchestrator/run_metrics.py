@@ -48,8 +48,6 @@ class RunMetrics:
         self._evaluating: set[str] = set()
         self._evaluation_start = 0.0
 
-    # ------------------------------------------------------------ clocks and counters
-
     def start_clock(self) -> None:
         """Start counting compute: all generators are up."""
         if self._started is None:
@@ -147,8 +145,6 @@ class RunMetrics:
         self._evaluating.discard(generator)
         if not self._evaluating:
             self._counters["evaluation_seconds"] = seconds
-
-    # ------------------------------------------------------------ rows
 
     def step(self, done: m.StepDone) -> None:
         """Write the row of a trained step."""

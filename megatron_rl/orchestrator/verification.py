@@ -26,10 +26,7 @@ class Verification:
     """
 
     def __init__(
-        self,
-        settings: VerifierSettings,
-        kinds: Iterable[str],
-        decode: Callable[[list[int]], str],
+        self, settings: VerifierSettings, kinds: Iterable[str], decode: Callable[[list[int]], str]
     ) -> None:
         kinds = set(kinds)
         self._decode = decode
