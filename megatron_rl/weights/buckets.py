@@ -7,12 +7,13 @@ Layout of flat bytes: the tensors' bytes in their order, each beginning at a mul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.messages import TensorInfo
+from megatron_rl.messages import Manifest, TensorInfo
 from megatron_rl.weights.manifest import WeightsError
 
 ALIGNMENT = 16
@@ -77,6 +78,27 @@ def into_buckets(
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def manifest_of(
+    version: int,
+    checksums: Mapping[str, str],
+    entries: Sequence[Sequence[TensorInfo]],
+    path: str = "",
+    **fields: Any,
+) -> Manifest:
+    """Return a manifest, from the checksum of each bucket by name and the entries in each."""
+    tensors = tuple(info for infos in entries for info in infos)
+    return Manifest(
+        version=version,
+        path=path,
+        buckets=tuple(checksums),
+        checksums=tuple(checksums.values()),
+        tensors=tensors,
+        num_bytes=sum(map(tensor_bytes, tensors)),
+        bucket_tensors=tuple(map(len, entries)),
+        **fields,
+    )
 
 
 def offsets(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:

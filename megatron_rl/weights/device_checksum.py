@@ -21,11 +21,8 @@ from megatron_rl.messages import TensorInfo
 BLOCK_WORDS = 2**20
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-_FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9)
+# As signed numbers.
+_FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 
 def _odd_multipliers(numbers: Tensor) -> Tensor:

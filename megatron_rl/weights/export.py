@@ -15,6 +15,7 @@ over buckets.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,24 +106,19 @@ def make_plan(
         RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
     """
     weights = [w for w in policy.architecture.weights() if w.exported]
-    held = {
-        (i, policy.split_rank(w)[0] if w.split.sharded else 0): (
-            tuple(p.shape),
-            dtype or p.dtype,
-            policy.split_rank(w)[1],
-        )
-        for i, w in enumerate(weights)
-        if (p := policy.parameters.get(w.megatron)) is not None
-    }
-    everywhere: list[dict[tuple[int, int], tuple[tuple[int, ...], torch.dtype, int]]]
-    everywhere = [{} for _ in range(dist.get_world_size())]
+    held: list[tuple[_Shard, int]] = []
+    for i, w in enumerate(weights):
+        if (p := policy.parameters.get(w.megatron)) is not None:
+            part, size = policy.split_rank(w) if w.split.sharded else (0, 1)
+            shard = _Shard(i, part, dist.get_rank(), tuple(p.shape), dtype or p.dtype)
+            held.append((shard, size))
+    everywhere: list[list[tuple[_Shard, int]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, held)
     owners: list[dict[int, _Shard]] = [{} for _ in weights]
     sizes = [1] * len(weights)
-    for rank, theirs in enumerate(everywhere):
-        for (i, part), (shape, kind, parts) in theirs.items():
-            owners[i].setdefault(part, _Shard(i, part, rank, shape, kind))
-            sizes[i] = parts if weights[i].split.sharded else 1
+    for shard, size in itertools.chain(*everywhere):  # in the order of ranks
+        owners[shard.weight].setdefault(shard.split_rank, shard)
+        sizes[shard.weight] = size
     # Parameters of the same Hugging Face tensors form a unit, in the order of their first one.
     units: dict[tuple[str, ...], list[_Shard]] = {}
     for weight, shards, size in zip(weights, owners, sizes, strict=True):

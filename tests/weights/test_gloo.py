@@ -235,7 +235,7 @@ def test_closing_ends_the_service_and_needs_no_store_that_is_gone():
     publisher = GlooPublisher(Rendezvous("127.0.0.1", host.port, "gone"), 1, 1, seconds=2.0)
     del host
     limit = time.monotonic() + SECONDS
-    while not publisher._services[0]._thread.ended:
+    while not publisher._services[0]._service.done():
         assert time.monotonic() < limit
         time.sleep(0.01)
     publisher.close()

@@ -78,9 +78,8 @@ class ReceiverInfo:
     """Worker processes of the engine."""
     seconds: float
     """`timeouts.transfer_seconds`."""
-    host: str
-    port: int
-    prefix: str
+    rendezvous: dict[str, Any]
+    """`asdict` of the run's `Rendezvous`."""
 
     @classmethod
     def of(cls, config: RunConfig, engine: int, rendezvous: Rendezvous) -> dict[str, Any]:
@@ -90,15 +89,13 @@ class ReceiverInfo:
             engine=engine,
             workers=config.roles.generator_tensor_parallel,
             seconds=config.timeouts.transfer_seconds,
-            host=rendezvous.host,
-            port=rendezvous.port,
-            prefix=rendezvous.prefix,
+            rendezvous=asdict(rendezvous),
         )
         return asdict(info)
 
     def worker(self, number: int) -> ReceivingWorker:
         """Return one of the engine's workers."""
-        rendezvous = Rendezvous(self.host, self.port, self.prefix)
+        rendezvous = Rendezvous(**self.rendezvous)
         return ReceivingWorker(rendezvous, self.engine, number, self.workers, self.seconds)
 
 

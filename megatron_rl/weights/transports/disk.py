@@ -19,39 +19,29 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from megatron_rl.messages import Manifest, TensorInfo
-from megatron_rl.weights.buckets import dtype_name, into_buckets, tensor_bytes, tensor_info
-from megatron_rl.weights.manifest import (
-    WeightsError,
-    checksum,
-    version_folder,
-    write_manifest,
-)
-from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
+from megatron_rl.weights.buckets import dtype_name, into_buckets, manifest_of, tensor_info
+from megatron_rl.weights.manifest import WeightsError, checksum, version_folder, write_manifest
+from megatron_rl.weights.transports.base import LoadWeights, Publisher, Receiver, WeightStream
 
 _HIDDEN = ".writing-"
 
 
-class DiskPublisher:
-    """Writes versions into `directory` and deletes unneeded ones (`base.VersionRetention`).
+class DiskPublisher(Publisher):
+    """Writes versions into `directory` and deletes unneeded ones.
 
     Example: `DiskPublisher(Path("/dev/shm/run"), keep=2).publish(21, stream, 256 * 2**20)`.
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        self._retention = VersionRetention(keep)
+        super().__init__(keep)
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         for left_behind in directory.glob(f"{_HIDDEN}*"):
             shutil.rmtree(left_behind)
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Versions of this publisher that are on disk, oldest first."""
-        return self._retention.versions
-
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
         """Write `version`; its folder appears when its last byte is written."""
-        self._retention.check_newer(version)
+        self._check_newer(version)
         folder = version_folder(self.directory, version)
         hidden = self.directory / f"{_HIDDEN}{version:06d}"
         hidden.mkdir()
@@ -71,65 +61,39 @@ class DiskPublisher:
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        self._delete(self._retention.add(version))
+        self._add(version)
         return manifest
-
-    def release(self, version: int) -> None:
-        """Allow the removal of `version` and older ones: no generator needs them any more."""
-        self._delete(self._retention.release(version))
 
     def close(self) -> None:
         """Delete every version of this publisher, and the directory if nothing else is in it."""
-        self._delete(self._retention.clear())
+        super().close()
         if self.directory.is_dir() and not any(self.directory.iterdir()):
             self.directory.rmdir()
 
-    def _delete(self, versions: list[int]) -> None:
+    def _remove(self, versions: list[int]) -> None:
         for version in versions:
             shutil.rmtree(version_folder(self.directory, version), ignore_errors=True)
 
 
-class DiskReceiver:
+class DiskReceiver(Receiver):
     """Reads a version bucket by bucket; the generator compared all checksums before."""
-
-    def begin(self, manifest: Manifest) -> None:
-        """Do nothing: the files are complete."""
-
-    def poll(self) -> bool:
-        """Return True."""
-        return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
         """Load from the files; each bucket's checksum is compared once more before it is used."""
         load_weights(read_buckets(manifest))
 
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
 
 def _write(
     hidden: Path, folder: Path, version: int, stream: WeightStream, bucket_bytes: int
 ) -> Manifest:
-    buckets: list[str] = []
-    checksums: list[str] = []
-    counts: list[int] = []
-    infos: list[TensorInfo] = []
+    buckets: dict[str, str] = {}
+    entries: list[list[TensorInfo]] = []
     for bucket in into_buckets(stream, bucket_bytes, version):
-        data = save(bucket)
-        buckets.append(f"{len(buckets):05d}.safetensors")
-        checksums.append(checksum(data))
-        counts.append(len(bucket))
-        infos += [tensor_info(name, tensor) for name, tensor in bucket.items()]
-        (hidden / buckets[-1]).write_bytes(data)
-    manifest = Manifest(
-        version=version,
-        path=str(folder),
-        buckets=tuple(buckets),
-        checksums=tuple(checksums),
-        tensors=tuple(infos),
-        num_bytes=sum(tensor_bytes(info) for info in infos),
-        bucket_tensors=tuple(counts),
-    )
+        data, name = save(bucket), f"{len(buckets):05d}.safetensors"
+        (hidden / name).write_bytes(data)
+        buckets[name] = checksum(data)
+        entries.append([tensor_info(name, tensor) for name, tensor in bucket.items()])
+    manifest = manifest_of(version, buckets, entries, path=str(folder))
     write_manifest(hidden, manifest)
     return manifest
 

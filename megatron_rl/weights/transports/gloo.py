@@ -1,6 +1,6 @@
 """Transport `gloo`: flat buckets in host memory, broadcast to an engine's workers on request.
 
-The trainer keeps the newest versions in memory (`base.VersionRetention`). Each transfer has its own
+The trainer keeps the newest versions in memory (`base.Publisher`). Each transfer has its own
 process group (sender: rank 0, worker w: rank w + 1), which costs a few milliseconds and keeps the
 remains of a failed one from the next. A worker receives into host memory and compares every
 checksum (blake2b-128 of the flat bucket) while its engine continues to decode; only then is
@@ -13,7 +13,9 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,23 +23,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.messages import Manifest, TensorInfo
-from megatron_rl.weights.buckets import flatten, into_buckets, offsets, tensor_bytes, unflatten
+from megatron_rl.weights.buckets import flatten, into_buckets, manifest_of, offsets, unflatten
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.rendezvous import Rendezvous
-from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
+from megatron_rl.weights.transports.base import LoadWeights, Publisher, Receiver, WeightStream
 from megatron_rl.weights.transports.requests import (
-    Background,
     ReceivingWorker,
     TransferClient,
     TransferRequest,
     TransferService,
+    in_background,
 )
 
 SENDER = 0
 """Trainer rank that sends."""
 
 
-class GlooPublisher:
+class GlooPublisher(Publisher):
     """Holds versions in host memory and serves each engine from a thread of its own.
 
     Args:
@@ -45,14 +47,11 @@ class GlooPublisher:
         engines: number of engines.
         workers: worker processes of one engine.
         seconds: time-out of one transfer, `timeouts.transfer_seconds`.
-        keep: newest versions that stay in memory in any case.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, engines: int, workers: int, seconds: float, keep: int = 2
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, engines: int, workers: int, seconds: float) -> None:
+        super().__init__()
         self._rendezvous, self._workers = rendezvous, workers
-        self._retention = VersionRetention(keep)
         self._held: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
         self._services = [
@@ -60,36 +59,21 @@ class GlooPublisher:
             for engine in range(engines)
         ]
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Versions in memory, oldest first."""
-        return self._retention.versions
-
     def publish(self, version: int, stream: WeightStream, bucket_bytes: int) -> Manifest:
         """Copy the version into memory, ready for requests."""
         self.raise_if_failed()
-        self._retention.check_newer(version)
+        self._check_newer(version)
         flats: list[Tensor] = []
-        infos: list[TensorInfo] = []
-        counts: list[int] = []
+        entries: list[list[TensorInfo]] = []
         for bucket in into_buckets(stream, bucket_bytes, version):
-            entries, flat = flatten(bucket)
+            infos, flat = flatten(bucket)
             flats.append(flat)
-            infos += entries
-            counts.append(len(entries))
-        manifest = Manifest(
-            version=version,
-            path="",
-            buckets=tuple(f"{i:05d}" for i in range(len(flats))),
-            checksums=tuple(checksum(flat.numpy()) for flat in flats),
-            tensors=tuple(infos),
-            num_bytes=sum(tensor_bytes(info) for info in infos),
-            transport="gloo",
-            bucket_tensors=tuple(counts),
-        )
+            entries.append(infos)
+        buckets = {f"{i:05d}": checksum(flat.numpy()) for i, flat in enumerate(flats)}
+        manifest = manifest_of(version, buckets, entries, transport="gloo")
         with self._lock:
             self._held[version] = flats
-        self._drop(self._retention.add(version))
+        self._add(version)
         return manifest
 
     def raise_if_failed(self) -> None:
@@ -97,17 +81,13 @@ class GlooPublisher:
         for service in self._services:
             service.raise_if_failed()
 
-    def release(self, version: int) -> None:
-        """Allow the removal of `version` and older ones: no generator needs them any more."""
-        self._drop(self._retention.release(version))
-
     def close(self) -> None:
         """End the service."""
         for service in self._services:
             service.close()
-        self._drop(self._retention.clear())
+        super().close()
 
-    def _drop(self, versions: list[int]) -> None:
+    def _remove(self, versions: list[int]) -> None:
         with self._lock:
             for version in versions:
                 del self._held[version]
@@ -129,28 +109,31 @@ class GlooPublisher:
         return flats
 
 
-class GlooReceiver:
+class GlooReceiver(Receiver):
     """A worker's end."""
 
     def __init__(self, worker: ReceivingWorker) -> None:
         self._worker = worker
         self._client = TransferClient(worker, SENDER)
-        self._work: Background | None = None
+        self._work: Future[None] | None = None
         self._checked: tuple[Manifest, list[Tensor]] | None = None
 
     def begin(self, manifest: Manifest) -> None:
         """Request the version and receive it in the background."""
-        if self._work is not None and not self._work.ended:
+        if self._work is not None and not self._work.done():
             raise WeightsError(
                 f"weights version {manifest.version}: an earlier transfer is still under way; a"
                 " generator takes one version at a time"
             )
         self._checked = None
-        self._work = Background(lambda: self._receive(manifest), f"weights {manifest.version}")
+        self._work = in_background(lambda: self._receive(manifest), f"weights {manifest.version}")
 
     def poll(self) -> bool:
         """Return True once every byte is received and checked."""
-        return self._work is not None and self._work.done()
+        if self._work is None or not self._work.done():
+            return False
+        self._work.result()
+        return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
         """Load the version that was received."""
@@ -212,10 +195,8 @@ def _compare(manifest: Manifest, flats: list[Tensor]) -> None:
 
 
 def _infos_by_bucket(manifest: Manifest) -> Iterator[tuple[TensorInfo, ...]]:
-    start = 0
-    for count in manifest.bucket_tensors:
-        yield manifest.tensors[start : start + count]
-        start += count
+    tensors = iter(manifest.tensors)
+    return (tuple(islice(tensors, count)) for count in manifest.bucket_tensors)
 
 
 def _named(manifest: Manifest, flats: list[Tensor]) -> Iterator[tuple[str, Tensor]]:

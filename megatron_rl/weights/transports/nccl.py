@@ -23,6 +23,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from megatron_rl.weights.buckets import reject_doubled_names, tensor_bytes, tens
 from megatron_rl.weights.device_checksum import device_checksum, word_sum
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.rendezvous import Rendezvous
-from megatron_rl.weights.transports.base import LoadWeights, VersionRetention, WeightStream
+from megatron_rl.weights.transports.base import LoadWeights, Publisher, Receiver, WeightStream
 from megatron_rl.weights.transports.nccl_communicator import bounded, connect, new_unique_id
 from megatron_rl.weights.transports.nccl_plan import (
     BUFFERS,
@@ -53,7 +54,7 @@ from megatron_rl.weights.transports.requests import (
 )
 
 
-class NcclPublisher:
+class NcclPublisher(Publisher):
     """One trainer rank's end; every trainer rank has one, and publishing is collective.
 
     Args:
@@ -62,21 +63,14 @@ class NcclPublisher:
         engines: number of engines.
         workers: worker processes of one engine.
         seconds: time-out of one transfer, `timeouts.transfer_seconds`.
-        keep: newest versions that always stay in host memory.
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        engines: int,
-        workers: int,
-        seconds: float,
-        keep: int = 2,
+        self, rendezvous: Rendezvous, rank: int, engines: int, workers: int, seconds: float
     ) -> None:
+        super().__init__()
         self._rendezvous, self._rank, self._engines = rendezvous, rank, engines
         self._workers, self._seconds = workers, seconds
-        self._retention = VersionRetention(keep)
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
         self._unused: list[dict[str, Tensor]] = []
         """Pinned memory of versions that were removed."""
@@ -84,7 +78,6 @@ class NcclPublisher:
         self._transfers = threading.Semaphore(TRANSFERS_AT_ONCE)
         self._links: list[_SenderLink] = []
         self._services: list[TransferService] = []
-        self._released = -1
         self.bucket_bytes = 0
         """A chunk ends with the tensor that takes it over this size."""
 
@@ -92,7 +85,7 @@ class NcclPublisher:
         """Copy this rank's tensors into pinned memory; returns the manifest on rank 0."""
         for service in self._services:
             service.raise_if_failed()
-        self._retention.check_newer(version)
+        self._check_newer(version)
         self.bucket_bytes = bucket_bytes
         held: list[tuple[str, Tensor]] = []
         sums: list[Tensor] = []
@@ -105,7 +98,7 @@ class NcclPublisher:
         part = self._part(held, sums, bucket_bytes)
         with self._lock:
             self._held[version] = held
-        self._drop(self._retention.add(version))
+        self._add(version)
         if held and not self._services:
             self._serve()
         parts = self._gather(part)
@@ -121,7 +114,7 @@ class NcclPublisher:
             service.close()
         for link in self._links:
             link.abort()
-        self._drop(self._retention.clear())
+        super().close()
         for buffers in self._unused:
             for pinned in buffers.values():
                 torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr())
@@ -148,18 +141,18 @@ class NcclPublisher:
         infos = tuple(tensor_info(name, tensor) for name, tensor in held)
         numbers: list[int] = torch.stack(sums).tolist() if sums else []
         counts = chunk_counts([tensor_bytes(info) for info in infos], bucket_bytes)
-        checksums, start = [], 0
-        for count in counts:
-            chunk = slice(start, start + count)
-            checksums.append(device_checksum(infos[chunk], numbers[chunk]))
-            start += count
-        return Part(self._rank, infos, tuple(counts), tuple(checksums))
+        entries, rest = iter(infos), iter(numbers)
+        checksums = tuple(
+            device_checksum(list(islice(entries, count)), list(islice(rest, count)))
+            for count in counts
+        )
+        return Part(self._rank, infos, tuple(counts), checksums)
 
     def _gather(self, part: Part) -> list[Part] | None:
         """Return all parts on rank 0, after it told the other ranks the released version."""
         released = [self._released]
         dist.broadcast_object_list(released, src=0)
-        self._drop(self._retention.release(released[0]))
+        super().release(released[0])
         parts: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(part, parts, dst=0)
         return parts
@@ -178,10 +171,10 @@ class NcclPublisher:
         with self._lock:
             held = self._held.get(version)
         if held is None:
-            raise WeightsError(f"only versions {list(self._retention.versions)} are held")
+            raise WeightsError(f"only versions {list(self.versions)} are held")
         return held
 
-    def _drop(self, versions: list[int]) -> None:
+    def _remove(self, versions: list[int]) -> None:
         with self._lock:
             self._unused += [dict(self._held.pop(version)) for version in versions]
 
@@ -255,20 +248,13 @@ class _SenderLink:
         self._communicator = self._unique_id = None
 
 
-class NcclReceiver:
-    """A worker's end."""
+class NcclReceiver(Receiver):
+    """A worker's end; there is no memory for a second version, so `load` receives it."""
 
     def __init__(self, worker: ReceivingWorker) -> None:
         self._worker = worker
         self._clients: dict[int, TransferClient] = {}
         self._communicators: dict[int, tuple[bytes, Any]] = {}
-
-    def begin(self, manifest: Manifest) -> None:
-        """Do nothing: there is no memory for a second version."""
-
-    def poll(self) -> bool:
-        """Return True."""
-        return True
 
     def load(self, manifest: Manifest, load_weights: LoadWeights) -> None:
         """Receive from one sender after the other; each chunk is checked, then loaded."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron_rl.weights.manifest import WeightsError
-from megatron_rl.weights.transports.requests import Background, TransferRequest
+from megatron_rl.weights.transports.requests import TransferRequest, in_background
 
 
 def new_unique_id() -> bytes:
@@ -29,20 +30,18 @@ def connect(unique_id: bytes, rank: int, size: int, request: TransferRequest) ->
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
     device = torch.cuda.current_device()
-    made: list[Any] = []
 
-    def make() -> None:
+    def make() -> Any:
         torch.cuda.set_device(device)
-        made.append(uid_init_process_group(unique_id, rank, size, device))
+        return uid_init_process_group(unique_id, rank, size, device)
 
-    work = Background(make, "NCCL communicator")
-    work.join(request.seconds_left)
-    if not work.done():
+    communicator = in_background(make, "NCCL communicator")
+    if futures.wait([communicator], request.seconds_left).not_done:
         raise WeightsError(
             f"weights version {request.version}: no NCCL communicator between the {size} members"
             " within timeouts.transfer_seconds"
         )
-    return made[0]
+    return communicator.result()
 
 
 @contextmanager

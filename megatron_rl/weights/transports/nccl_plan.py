@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
 from megatron_rl.messages import Manifest, TensorInfo
-from megatron_rl.weights.buckets import tensor_bytes
+from megatron_rl.weights.buckets import manifest_of
 from megatron_rl.weights.device_checksum import checksum_of
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.transports.base import LoadWeights
@@ -44,39 +45,33 @@ class Part:
 
     def chunks(self) -> Iterator[tuple[tuple[TensorInfo, ...], str]]:
         """Yield (tensors, checksum) of each chunk."""
-        start = 0
+        tensors = iter(self.tensors)
         for count, checksum in zip(self.counts, self.checksums, strict=True):
-            yield self.tensors[start : start + count], checksum
-            start += count
+            yield tuple(islice(tensors, count)), checksum
 
 
 def join_parts(version: int, parts: Iterable[Part]) -> Manifest:
     """Return the manifest of a version that several ranks send."""
     ordered = sorted(parts, key=lambda part: part.sender)
-    tensors = tuple(info for part in ordered for info in part.tensors)
-    return Manifest(
-        version=version,
-        path="",
-        buckets=tuple(f"{p.sender}/{i:05d}" for p in ordered for i in range(len(p.counts))),
-        checksums=tuple(checksum for part in ordered for checksum in part.checksums),
-        tensors=tensors,
-        num_bytes=sum(tensor_bytes(info) for info in tensors),
+    chunks = [(p.sender, i, *c) for p in ordered for i, c in enumerate(p.chunks())]
+    return manifest_of(
+        version,
+        {f"{sender}/{i:05d}": checksum for sender, i, _, checksum in chunks},
+        [infos for _, _, infos, _ in chunks],
         transport="nccl",
-        bucket_tensors=tuple(count for part in ordered for count in part.counts),
-        senders=tuple(part.sender for part in ordered for _ in part.counts),
+        senders=tuple(sender for sender, *_ in chunks),
     )
 
 
 def split_parts(manifest: Manifest) -> list[Part]:
     """Return the parts that `join_parts` joined."""
     by_sender: dict[int, list[tuple[tuple[TensorInfo, ...], int, str]]] = {}
-    start = 0
+    tensors = iter(manifest.tensors)
     for sender, count, checksum in zip(
         manifest.senders, manifest.bucket_tensors, manifest.checksums, strict=True
     ):
-        chunk = (manifest.tensors[start : start + count], count, checksum)
+        chunk = (tuple(islice(tensors, count)), count, checksum)
         by_sender.setdefault(sender, []).append(chunk)
-        start += count
     return [
         Part(
             sender,

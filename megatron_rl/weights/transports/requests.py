@@ -22,6 +22,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,37 +80,18 @@ class TransferRequest:
         return value
 
 
-class Background:
-    """A function that runs in a thread, which never keeps the process from ending."""
+def in_background[T](work: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a thread, which never keeps the process from ending."""
+    future: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
-        except BaseException as e:  # noqa: BLE001 - kept for `done`, which raises it
-            self._error = e
+            future.set_result(work())
+        except BaseException as e:  # noqa: BLE001 - kept for `result`, which raises it
+            future.set_exception(e)
 
-    @property
-    def ended(self) -> bool:
-        """True once it has ended, with or without an error."""
-        return not self._thread.is_alive()
-
-    def done(self) -> bool:
-        """Return True once it has ended; raises its error."""
-        if not self.ended:
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def join(self, seconds: float) -> None:
-        """Wait for its end, this long at most."""
-        self._thread.join(seconds)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class TransferService:
@@ -139,22 +122,23 @@ class TransferService:
         self._seconds, self._offer, self._send = seconds, offer, send
         self._failures: list[WeightsError] = []
         self._number = 0
-        self._thread = Background(self._serve, f"weights for generator {engine}")
+        self._service = in_background(self._serve, f"weights for generator {engine}")
 
     def raise_if_failed(self) -> None:
         """Raise the first failure since the last call: a version did not reach the engine."""
-        self._thread.done()
+        if self._service.done():
+            self._service.result()
         if self._failures:
             failure, self._failures = self._failures[0], []
             raise failure
 
     def close(self) -> None:
         """End the service; if the store is gone, it has ended already."""
-        if self._thread.ended:
+        if self._service.done():
             return
         store = self._rendezvous.connect(CLOSE_SECONDS)
         store.set(f"{self._base}request/{self._number}", "{}")
-        self._thread.join(CLOSE_SECONDS)
+        futures.wait([self._service], CLOSE_SECONDS)
 
     def _serve(self) -> None:
         store = self._rendezvous.connect(self._seconds)
