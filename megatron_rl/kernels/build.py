@@ -33,18 +33,10 @@ CUDA_ARCHITECTURES = ("80", "90a", "100")
 """Real architectures; the PTX of the last one serves newer devices."""
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
-_X86 = [
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
-    "-mamx-tile",
-    "-mamx-bf16",
-    # g++ 12 takes its own _mm512_undefined_* for uninitialized variables.
-    "-Wno-maybe-uninitialized",
-    "-Wno-uninitialized",
-]
+# g++ 12 takes its own _mm512_undefined_* for uninitialized variables.
+_QUIET = ("-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+_X86 = (*_AVX512, "-mamx-tile", "-mamx-bf16", *_QUIET)
 
 
 class BuildError(RuntimeError):
@@ -134,7 +126,7 @@ def build(out: Path, *, cuda: bool) -> Path:
     with tempfile.TemporaryDirectory(prefix=".kernels-", dir=out.parent) as name:
         work = Path(name)
         for source in sources:
-            own = _X86 if source == "gemm_bf16.cpp" else []
+            own = _X86 if source == "gemm_bf16.cpp" else ()
             target = work / f"{source}.o"
             _run([compiler, *flags, *own, "-c", SOURCES / source, "-o", target])
         objects, linker, prefix = [work / f"{s}.o" for s in sources], [compiler], "-Wl,"

@@ -28,19 +28,11 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class PluginMicroBatch:
-    """Item of the data iterator, for `forward_step`."""
-
-    context: HeadPass
-    count: int
-    """Micro-batches of the step on this rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     batch: messages.Batch
     micro_batches: list[MicroBatch]
     objective: Objective
+    head: LmHead
     started: float
     wait_seconds: float
 
@@ -72,15 +64,14 @@ class PluginSteps:
         self._step = start_step - 1
         self._current: _Step | None = None
         self._published = -1
-        self._head: LmHead | None = None
 
     @property
     def steps(self) -> int:
         """Optimizer steps that Megatron has made, or is about to finish."""
         return self._step + 1
 
-    def micro_batch(self, step: int, index: int) -> PluginMicroBatch:
-        """Return micro-batch `index` of `step`; the first call of a step is collective.
+    def micro_batch(self, step: int, index: int) -> HeadPass:
+        """Return the pass of micro-batch `index` of `step`; the first call of a step is collective.
 
         Raises:
             ConfigError: more micro-batches than Megatron makes of a step.
@@ -90,16 +81,10 @@ class PluginSteps:
             self._advance(step)
         current = self._current
         assert current is not None
-        assert self._head is not None
-        temperature = self._config.generation.temperature
-        micro = current.micro_batches[index]
-        context = HeadPass(self._head, micro, current.objective, temperature)
-        return PluginMicroBatch(context, len(current.micro_batches))
+        return HeadPass(current.head, current.micro_batches[index], current.objective)
 
     def _advance(self, step: int) -> None:
         config, model = self._config, self._model
-        if self._head is None:
-            self._head = LmHead.of(config, model.architecture.vocabulary)
         self.publish(step)
         started = time.perf_counter()
         batch, _ = next_batch(self._client, step, lambda: False)
@@ -114,8 +99,9 @@ class PluginSteps:
         micro_batches = micro_batches_of(batch, model)
         model.check_count(len(micro_batches), step)
         objective = Objective(config.algorithm, old_is_current(config, step))
+        head = LmHead.of(config, model.architecture.vocabulary)
         self._step = step
-        self._current = _Step(batch, micro_batches, objective, started, wait_seconds)
+        self._current = _Step(batch, micro_batches, objective, head, started, wait_seconds)
 
     def publish(self, version: int) -> None:
         """Offer the weights to the generators, once per version; collective."""
@@ -163,7 +149,7 @@ def state_folder(directory: Path, step: int) -> Path:
     return directory / f"iter_{step:07d}" / STATE_FOLDER
 
 
-class MicroBatchIterator(Iterator[PluginMicroBatch]):
+class MicroBatchIterator(Iterator[HeadPass]):
     """Iterator for Megatron's `--dataloader-type external`, one per model chunk.
 
     Args:
@@ -179,7 +165,7 @@ class MicroBatchIterator(Iterator[PluginMicroBatch]):
         self._steps, self._count, self._directory = steps, count, directory
         self._next = start_step * count
 
-    def __next__(self) -> PluginMicroBatch:
+    def __next__(self) -> HeadPass:
         step, index = divmod(self._next, self._count)
         micro_batch = self._steps.micro_batch(step, index)
         self._next += 1

@@ -257,10 +257,10 @@ class PretrainingPlugin:
             raise ConfigError("--overlap-moe-expert-parallel-comm has no output hook; leave it out")
         if all(chunk is not model for chunk in self._wrapped):
             self._wrapped.append(model)
-        batch = next(data_iterator)
-        assert self._model is not None
-        output = forward(model, batch.context, routing=self._model.routing, stock_attention=True)
-        return output, loss_function(batch.count)
+        context, own = next(data_iterator), self._model
+        assert own is not None
+        output = forward(model, context, routing=own.routing, stock_attention=True)
+        return output, loss_function(own.micro_batch_multiple)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         finalize_gradients(*args, **kwargs)

@@ -10,8 +10,7 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.models import architecture
-from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters
-from megatron_rl.trainer.parameters import ModelChunk
+from megatron_rl.trainer import hf_checkpoint, parameters
 from megatron_rl.trainer.shards import ModelShards
 
 
@@ -34,22 +33,13 @@ class PluginModel(ModelShards):
         self.directory = Path(run.model)
         super().__init__(run, architecture(hf_checkpoint.read_config(self.directory)))
         self.chunks = chunks
-        self.micro_batch_count = micro_batches
+        self.micro_batch_multiple = micro_batches
+        """Number of micro-batches of a step, which Megatron fixes."""
         modules = unwrap_model(chunks)
         for module in modules:
             arguments.check_model(module, self.architecture, self.directory)
-        self.parameters = parameters.by_weight(
-            self.architecture,
-            [ModelChunk(m, megatron_build.layer_range(m.config, i)) for i, m in enumerate(modules)],
-            self.experts,
-            use_te,
-        )
+        self.parameters = parameters.by_weight(self.architecture, modules, self.experts, use_te)
         self.route(modules)
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """Number of micro-batches of a step, which Megatron fixes."""
-        return self.micro_batch_count
 
     def check_count(self, found: int, step: int) -> None:
         """Refuse a step that does not fit into Megatron's number of micro-batches.
@@ -57,10 +47,10 @@ class PluginModel(ModelShards):
         Raises:
             ConfigError: names the sizes.
         """
-        if found > self.micro_batch_count:
+        if found > self.micro_batch_multiple:
             raise ConfigError(
                 f"step {step}: its sequences need {found} micro-batches of"
                 f" schedule.micro_batch_tokens = {self.run.schedule.micro_batch_tokens} tokens, and"
                 " --global-batch-size / (--micro-batch-size x data-parallel size) makes"
-                f" {self.micro_batch_count}: raise --global-batch-size or the tokens"
+                f" {self.micro_batch_multiple}: raise --global-batch-size or the tokens"
             )

@@ -45,12 +45,12 @@ def start_directory(config: RunConfig) -> Path:
     return path
 
 
-def supervised_fingerprint(config: RunConfig) -> str:
+def _mark(config: RunConfig) -> dict[str, str]:
     """Return a hash of everything that determines the result of the supervised stage."""
     made_from = config.model_dump(mode="json", include={"model", "seed", "tasks", "sft"})
     made_from["thinking"] = config.generation.thinking_budget_tokens[1]
     text = json.dumps(made_from, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return {"fingerprint": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
 def needs_supervised_stage(config: RunConfig) -> bool:
@@ -64,7 +64,3 @@ def needs_supervised_stage(config: RunConfig) -> bool:
 def mark_made(config: RunConfig, directory: Path) -> None:
     """Write the fingerprint into a finished start checkpoint."""
     (directory / MADE_BY).write_text(json.dumps(_mark(config)) + "\n")
-
-
-def _mark(config: RunConfig) -> dict[str, str]:
-    return {"fingerprint": supervised_fingerprint(config)}

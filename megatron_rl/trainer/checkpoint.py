@@ -237,7 +237,7 @@ def _sharded_state(
 def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
     """Return the modules of this rank by their key in the state."""
     if len(policy.modules) == 1:
-        return {"model": policy.module}
+        return {"model": policy.modules[0]}
     return {f"model{i}": module for i, module in enumerate(policy.modules)}
 
 

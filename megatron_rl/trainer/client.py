@@ -59,13 +59,7 @@ class TrainerClient:
             OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
         """
         self.send(m.BatchRequest(step=step))
-        batch = self._wait(
-            m.Batch,
-            self._timeouts.batch_seconds,
-            "timeouts.batch_seconds",
-            step,
-            interruptible=True,
-        )
+        batch = self._wait(m.Batch, "batch_seconds", step, interruptible=True)
         if batch is None:
             return m.Batch(step=step, stop=True, versions_needed_from=self.versions_needed_from)
         self.versions_needed_from = batch.versions_needed_from
@@ -82,7 +76,7 @@ class TrainerClient:
             OrchestratorGone: not written within `timeouts.startup_seconds`.
         """
         self.send(m.SaveState(step=step, directory=directory))
-        self._wait(m.StateSaved, self._timeouts.startup_seconds, "timeouts.startup_seconds", step)
+        self._wait(m.StateSaved, "startup_seconds", step)
 
     def close(self) -> None:
         """Close the socket; what was sent is delivered for up to two seconds."""
@@ -94,8 +88,9 @@ class TrainerClient:
         self._socket.send(m.encode(message))
 
     def _wait(
-        self, kind: type[Answer], seconds: float, name: str, step: int, interruptible: bool = False
+        self, kind: type[Answer], timeout: str, step: int, *, interruptible: bool = False
     ) -> Answer | None:
+        seconds: float = getattr(self._timeouts, timeout)
         deadline = time.monotonic() + seconds
         while True:
             if self._socket.poll(POLL_MILLISECONDS):
@@ -111,5 +106,5 @@ class TrainerClient:
                 raise OrchestratorGone(f"the orchestrator ended: {reason}")
             if time.monotonic() > deadline:
                 raise OrchestratorGone(
-                    f"no {kind.__name__} for step {step} within {name} = {seconds} s"
+                    f"no {kind.__name__} for step {step} within timeouts.{timeout} = {seconds} s"
                 )

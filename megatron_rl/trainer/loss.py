@@ -97,6 +97,7 @@ class LmHead:
     """The LM head's settings, constant over a run."""
 
     kind: Literal["fused", "plain"]
+    temperature: float
     precision: Precision
     logit_grads: LogitGrads
     chunk_bytes: int | None
@@ -107,11 +108,15 @@ class LmHead:
     sequence_parallel: bool
 
     @classmethod
-    def of(cls, run: RunConfig, vocabulary: int) -> LmHead:
-        """Return the head of a run's configuration, in the Megatron world of this process."""
+    def of(cls, run: RunConfig, vocabulary: int, temperature: float | None = None) -> LmHead:
+        """Return the head of a run's configuration, in the Megatron world of this process.
+
+        Without a `temperature`, that of generation divides the logits.
+        """
         chunk_mib = run.kernels.chunk_mib
         return cls(
             kind=run.kernels.head,
+            temperature=temperature or run.generation.temperature,
             precision=run.precision.logits,
             logit_grads=run.precision.logit_grads,
             chunk_bytes=None if chunk_mib is None else int(chunk_mib * 2**20),
@@ -129,7 +134,6 @@ class HeadPass:
     micro: MicroBatch
     objective: Objective | None
     """None: log-probs alone, without gradient."""
-    temperature: float
 
 
 @cache
@@ -184,7 +188,7 @@ def _fused(
 ) -> Tensor:
     head, micro, objective = context.head, context.micro, context.objective
     settings = linear.HeadSettings(
-        temperature=context.temperature,
+        temperature=head.temperature,
         vocabulary=head.vocabulary,
         group=head.group,
         precision=head.precision,
@@ -219,7 +223,7 @@ def _plain(hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass) -> Tensor:
     logprobs_T, entropy_T = vocabulary_parallel_logprobs(
         fp32_linear(hidden_TH, weight_VH, head.precision, head.logit_grads),
         micro.targets_T,
-        context.temperature,
+        head.temperature,
         head.vocabulary,
         head.group,
         entropy_gradient,

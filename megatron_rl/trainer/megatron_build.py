@@ -24,9 +24,10 @@ from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.kernels import transformer_engine as engine
-from megatron_rl.models import divisibility, specs
+from megatron_rl.models import specs
 from megatron_rl.models.attention import Rotary
 from megatron_rl.models.base import Architecture
+from megatron_rl.models.divisibility import first_stage_layers
 from megatron_rl.models.mapping import padded_vocabulary
 from megatron_rl.trainer import world
 
@@ -48,23 +49,6 @@ def transformer_engine() -> bool:
             " Engine to train with Megatron's local layers"
         )
     return True
-
-
-def check_sizes(run: RunConfig, architecture: Architecture) -> None:
-    """Refuse parallel sizes that the model cannot be divided by.
-
-    Raises:
-        ValueError: names the key, its value and the model's count.
-    """
-    problems = divisibility.divisibility_errors(run.parallel, architecture)
-    if problems:
-        raise ValueError(problems[0])
-
-
-def _layers_by_stage(layers: int, stages: int, chunks: int) -> dict[str, int]:
-    """Return Megatron's field for an uneven first stage."""
-    first = divisibility.first_stage_layers(layers, stages, chunks)
-    return {} if first is None else {"num_layers_in_first_pipeline_stage": first}
 
 
 def finalize_gradients(
@@ -95,13 +79,15 @@ def transformer_config(
     dtype = torch.bfloat16 if run.precision.params == "bf16" else torch.float32
     return TransformerConfig(
         **architecture.config_fields(),
-        **_layers_by_stage(architecture.layers, p.pipeline, p.virtual_pipeline),
         **_recompute(p.recompute, use_te),
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
+        num_layers_in_first_pipeline_stage=first_stage_layers(
+            architecture.layers, p.pipeline, p.virtual_pipeline
+        ),
         virtual_pipeline_model_parallel_size=p.virtual_pipeline if interleaved else None,
         # Batched, messages between two stages in both directions would be mixed up.
         overlap_p2p_comm=interleaved,
@@ -130,14 +116,6 @@ def transformer_config(
     )
 
 
-def layer_range(config: TransformerConfig, chunk: int = 0) -> range:
-    """Return the global layer numbers of model chunk `chunk` of this pipeline stage."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    virtual = None if config.virtual_pipeline_model_parallel_size is None else chunk
-    first = int(get_transformer_layer_offset(config, virtual, stage))
-    return range(first, first + int(get_num_layers_to_build(config, virtual, stage)))
-
-
 def build_module(
     run: RunConfig,
     architecture: Architecture,
@@ -147,9 +125,11 @@ def build_module(
 ) -> GPTModel:
     """Return a chunk of this pipeline stage, with uninitialized parameters."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    layers = layer_range(config, chunk)
-    own = architecture.layer_specs(use_te)[layers.start : layers.stop]
     chunks = run.parallel.virtual_pipeline
+    virtual = chunk if chunks > 1 else None
+    first = get_transformer_layer_offset(config, virtual, stage)
+    end = first + get_num_layers_to_build(config, virtual, stage)
+    own = architecture.layer_specs(use_te)[first:end]
     model = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=own, layer_norm=specs.final_norm(use_te)),
@@ -157,7 +137,7 @@ def build_module(
         architecture.positions,
         pre_process=stage == 0 and chunk == 0,
         post_process=stage == run.parallel.pipeline - 1 and chunk == chunks - 1,
-        vp_stage=chunk if chunks > 1 else None,
+        vp_stage=virtual,
         position_embedding_type="mrope",
         share_embeddings_and_output_weights=architecture.tied,
     )

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.kernels import heads
 from megatron_rl.models import architecture
+from megatron_rl.models.divisibility import divisibility_errors
 from megatron_rl.models.packing import Rows
 from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters, world
 from megatron_rl.trainer.batch import MicroBatch
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective, head_loss
-from megatron_rl.trainer.parameters import ModelChunk
 from megatron_rl.trainer.router_replay import Routing
 from megatron_rl.trainer.shards import ModelShards
 
@@ -47,7 +46,8 @@ class Policy(ModelShards):
     def __init__(self, run: RunConfig, directory: str | Path) -> None:
         super().__init__(run, architecture(hf_checkpoint.read_config(directory)))
         self.directory = Path(directory)
-        megatron_build.check_sizes(run, self.architecture)
+        if errors := divisibility_errors(run.parallel, self.architecture):
+            raise ValueError(errors[0])
         use_te = megatron_build.transformer_engine()
         self.config = megatron_build.transformer_config(run, self.architecture, use_te)
         # Builds or loads the kernels, which fails now rather than in the first pass.
@@ -61,13 +61,7 @@ class Policy(ModelShards):
         ]
         """The chunks of this pipeline stage; one, unless the pipeline is a virtual one."""
         self._parameters = parameters.by_weight(
-            self.architecture,
-            [
-                ModelChunk(m, megatron_build.layer_range(self.config, i))
-                for i, m in enumerate(self.modules)
-            ],
-            self.experts,
-            use_te,
+            self.architecture, self.modules, self.experts, use_te
         )
         self.route(self.modules)
         self.load_huggingface(directory)
@@ -93,20 +87,6 @@ class Policy(ModelShards):
                 stack.enter_context(chunk.no_sync())
             yield
 
-    @property
-    def module(self) -> GPTModel:
-        """The only module of this stage.
-
-        Raises:
-            ValueError: it has several (a virtual pipeline).
-        """
-        if len(self.modules) > 1:
-            raise ValueError(
-                f"this pipeline stage has {len(self.modules)} modules (parallel.virtual_pipeline):"
-                " use `modules`"
-            )
-        return self.modules[0]
-
     def load_huggingface(self, directory: str | Path) -> None:
         """Copy this rank's shards from a Hugging Face directory into the parameters.
 
@@ -131,17 +111,14 @@ class Policy(ModelShards):
             objective: trained; None: a forward pass alone, and no gradients.
             temperature: divides the logits; None: that of generation.
         """
-        head = LmHead.of(self.run, self.architecture.vocabulary)
+        head = LmHead.of(self.run, self.architecture.vocabulary, temperature)
         if objective is not None:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(iterator)
-            context = HeadPass(
-                head, micro, objective, temperature or self.run.generation.temperature
-            )
+            context = HeadPass(head, next(iterator), objective)
             return forward(model, context, routing=self.routing), _summed
 
         first = micro_batches[0].tokens_BS

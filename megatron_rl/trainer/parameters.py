@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,41 +12,30 @@ from megatron_rl.models.mapping import Weight
 from megatron_rl.trainer import hf_checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChunk:
-    """One module of this rank and the layers that it holds.
-
-    Example: the second of two chunks of stage 0, in 8 layers over 2 stages: `layers` 4 and 5.
-    """
-
-    module: torch.nn.Module
-    layers: range
-    """Global numbers."""
-
-
 def by_weight(
-    architecture: Architecture, chunks: Sequence[ModelChunk], experts: range, use_te: bool
+    architecture: Architecture, modules: Sequence[torch.nn.Module], experts: range, use_te: bool
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of all chunks, in the order of the forward pass.
+    """Return the parameters of all model chunks, in the order of the forward pass.
 
     Args:
         architecture: of the model.
-        chunks: all modules of this rank.
+        modules: all chunks of this rank, each with consecutive layers.
         experts: global numbers of the routed experts on this rank.
         use_te: the modules are of the Transformer Engine spec.
 
     Raises:
         RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
     """
-    own = [dict(chunk.module.named_parameters()) for chunk in chunks]
+    own = [dict(module.named_parameters()) for module in modules]
+    first_layers = [
+        next((layer.layer_number - 1 for layer in module.decoder.layers), 0) for module in modules
+    ]
     out: dict[str, torch.nn.Parameter] = {}
     for weight in architecture.weights():
         if weight.expert is not None and weight.expert not in experts:
             continue
-        for chunk, named in zip(chunks, own, strict=True):
-            if weight.layer is not None and weight.layer not in chunk.layers:
-                continue
-            name = weight.parameter(use_te, chunk.layers.start, experts.start)
+        for first_layer, named in zip(first_layers, own, strict=True):
+            name = weight.parameter(use_te, first_layer, experts.start)
             if name in named:
                 out[weight.megatron] = named.pop(name)
     left = sorted(name for named in own for name in named)

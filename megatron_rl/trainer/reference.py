@@ -124,7 +124,11 @@ class FixedPolicies:
         if self._recomputes:
             phase = self._config.schedule.phase_start(step)
             if step == phase:
-                self._freeze_old(phase)
+                if self._old is None:
+                    self._old = FrozenWeights(self._policy)
+                else:
+                    self._old.take()
+                self._old_phase = phase
             elif self._old is not None and self._old_phase == phase:
                 logprobs = self._old.logprobs(micro_batches)
                 for micro, logprobs_T in zip(micro_batches, logprobs, strict=True):
@@ -135,13 +139,6 @@ class FixedPolicies:
             logprobs = self._reference_at(step).logprobs(live)
             for micro, logprobs_T in zip(micro_batches, logprobs, strict=True):
                 micro.reference_logprobs_T = logprobs_T
-
-    def _freeze_old(self, phase: int) -> None:
-        if self._old is None:
-            self._old = FrozenWeights(self._policy)
-        else:
-            self._old.take()
-        self._old_phase = phase
 
     def _reference_at(self, step: int) -> FrozenWeights:
         every = self._config.algorithm.kl_reset_steps

@@ -33,6 +33,10 @@ class ModelShards:
     def __init__(self, run: RunConfig, architecture: Architecture) -> None:
         self.run, self.architecture = run, architecture
         self.export_plans: dict[PlanKey, ExportPlan] = {}
+        p = run.parallel
+        # The interleaved schedule needs a multiple of the number of stages.
+        self.micro_batch_multiple = p.pipeline if p.virtual_pipeline > 1 else 1
+        """Pad the number of micro-batches of a step to a multiple of this."""
 
     def route(self, chunks: Sequence[Any]) -> None:
         """Attach `algorithm.routing_replay` to the routers of these model chunks.
@@ -62,13 +66,6 @@ class ModelShards:
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """Pad the number of micro-batches of a step to a multiple of this."""
-        p = self.run.parallel
-        # The interleaved schedule needs a multiple of the number of stages.
-        return p.pipeline if p.virtual_pipeline > 1 else 1
 
     @staticmethod
     def add_over_context(values: Tensor) -> Tensor:

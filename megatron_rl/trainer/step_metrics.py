@@ -21,18 +21,8 @@ from megatron_rl.trainer.router_replay import COUNTS
 from megatron_rl.trainer.shards import ModelShards
 
 TOKEN_SUMS = (
-    "loss",
-    "tokens",
-    "ratio",
-    "ratio_squared",
-    "clipped",
-    "outside",
-    "kl",
-    "entropy",
-    "same_error",
-    "same_tokens",
-    "corrected",
-    "reference_kl",
+    *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
+    *("same_error", "same_tokens", "corrected", "reference_kl"),
 )
 SUMS = (*TOKEN_SUMS, *COUNTS)
 NEAR_ONE = (0.9, 1.1)
@@ -65,8 +55,8 @@ def report(
         sums[len(TOKEN_SUMS) :] = shards.routing.take_counts()
     _reduce(sums, maxima, probe)
     metrics = _named(sums, maxima)
-    if shards.routing is not None:
-        metrics |= _named_routes(sums)
+    if shards.routing is None:
+        del metrics["routes_differing_fraction"], metrics["routes_differing_live_fraction"]
     algorithm = objective.algorithm
     if algorithm.correction.kind == "none":
         del metrics["corrected_fraction"]
@@ -130,7 +120,7 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     """Return the metrics of a step by their names in metrics.jsonl."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     ratio_max, same_max = maxima.tolist()
-    n, same = max(total["tokens"], 1.0), max(total["same_tokens"], 1.0)
+    n, same, routes = (max(total[key], 1.0) for key in ("tokens", "same_tokens", "routes"))
     mean = total["ratio"] / n
     return {
         "loss": total["loss"],
@@ -147,14 +137,6 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "same_version_logprob_error_max": same_max,
         "same_version_logprob_error_mean": total["same_error"] / same,
         "same_version_logprob_tokens": total["same_tokens"],
-    }
-
-
-def _named_routes(sums: Tensor) -> dict[str, float]:
-    """Return the fractions of routed experts that differ between trainer and generator."""
-    total = dict(zip(SUMS, sums.tolist(), strict=True))
-    known = max(total["routes"], 1.0)
-    return {
-        "routes_differing_fraction": total["routes_differing"] / known,
-        "routes_differing_live_fraction": total["routes_differing_live"] / known,
+        "routes_differing_fraction": total["routes_differing"] / routes,
+        "routes_differing_live_fraction": total["routes_differing_live"] / routes,
     }

@@ -59,7 +59,7 @@ def test_the_loss_and_the_gradient_are_those_of_the_own_loop(world: None, direct
     config = run_config(directory)
     policy = Policy(config, directory)
     module = script_model(policy)
-    module.load_state_dict(policy.module.state_dict(), strict=False)
+    module.load_state_dict(policy.modules[0].state_dict(), strict=False)
     chunk = DistributedDataParallel(
         policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
     )
@@ -81,7 +81,7 @@ def test_the_loss_and_the_gradient_are_those_of_the_own_loop(world: None, direct
     chunk.zero_grad_buffer()
     loss = 0.0
     for micro in micro_batches:
-        summed = forward(chunk, HeadPass(head, micro, objective, 1.0), stock_attention=True)
+        summed = forward(chunk, HeadPass(head, micro, objective), stock_attention=True)
         summed.backward()
         loss += float(summed.detach())
     found, _ = report(batch(), micro_batches, objective, plugged)

@@ -71,8 +71,7 @@ def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None
     finally:
         destroy_world()
     assert sum(p.numel() for p in module.parameters()) == PARAMETERS[name]
-    chunk = parameters.ModelChunk(module, range(found.layers))
-    own = parameters.by_weight(found, [chunk], range(found.experts), use_te=False)
+    own = parameters.by_weight(found, [module], range(found.experts), use_te=False)
     weights = {w.megatron: w for w in found.weights()}
     assert own.keys() == weights.keys()
     assert all(tuple(p.shape) == weights[n].shape for n, p in own.items())

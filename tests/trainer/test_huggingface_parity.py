@@ -82,7 +82,7 @@ def random_tokens(rows: int, positions: int) -> Tensor:
 def forward(policy: Policy, tokens_BS: Tensor, bounds: tuple[int, ...]) -> Tensor:
     rows = Rows.of_bounds(bounds, 0, 1, tokens_BS.device)
     positions_BS = rows.positions_s.expand_as(tokens_BS)
-    logits: Tensor = policy.module(tokens_BS, positions_BS, None, packed_seq_params=rows)
+    logits: Tensor = policy.modules[0](tokens_BS, positions_BS, None, packed_seq_params=rows)
     return logits
 
 

@@ -29,7 +29,7 @@ def trained(directory: Path, recompute: str) -> tuple[dict[str, torch.Tensor], i
             seen["runs"] += 1
 
         policy.apply = observed  # type: ignore[method-assign]
-        for name, module in policy.module.named_modules():
+        for name, module in policy.modules[0].named_modules():
             if name.endswith("linear_fc1"):
                 module.register_forward_hook(count)
         Trainer(config, policy).train_step(batch(), 0)

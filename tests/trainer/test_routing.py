@@ -38,7 +38,7 @@ class Seen:
             policy = Policy(config, directory)
             self.architecture = policy.architecture
             self.maps: dict[int, list[Tensor]] = {}
-            for module in policy.module.modules():
+            for module in policy.modules[0].modules():
                 if type(module).__name__ == "TopKRouter":
                     layer = module.layer_number - 1
                     module.register_forward_hook(
@@ -139,7 +139,7 @@ def test_a_pass_outside_of_following_is_refused(tmp_path: Path) -> None:
     config = run_config(directory, algorithm__routing_replay="replay")
     with world_of_one(config):
         policy = Policy(config, directory)
-        router = next(m for m in policy.module.modules() if type(m).__name__ == "TopKRouter")
+        router = next(m for m in policy.modules[0].modules() if type(m).__name__ == "TopKRouter")
         with pytest.raises(RuntimeError, match=r"layer 0 was called outside.*model\.forward"):
             router(torch.zeros(4, 1, router.config.hidden_size))
 

@@ -167,7 +167,7 @@ def test_temperature_divides_the_logits(world: None, directory: Path) -> None:
         assert micro.logprobs_T is not None
         return micro.logprobs_T
 
-    module = policy.module(micro.tokens_BS, torch.arange(5)[None], None)[0]
+    module = policy.modules[0](micro.tokens_BS, torch.arange(5)[None], None)[0]
     for temperature, found in ((0.5, logprobs()), (1.0, logprobs(temperature=1.0))):
         want = torch.log_softmax(module / temperature, -1)[[2, 3], [8, 9]]
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

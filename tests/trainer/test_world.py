@@ -23,10 +23,10 @@ def a_pass(directory: Path) -> weakref.ref[Any]:
         policy = Policy(config, directory)
         tokens_BS = torch.randint(1, 32, (3, 40))
         rows = Rows.of_bounds((0, 40), 0, 1, tokens_BS.device)
-        policy.module(
+        policy.modules[0](
             tokens_BS, rows.positions_s.expand_as(tokens_BS), None, packed_seq_params=rows
         )
-        return weakref.ref(policy.module)
+        return weakref.ref(policy.modules[0])
 
 
 def test_a_model_with_experts_goes_with_its_world_and_its_sockets(tmp_path: Path) -> None:
