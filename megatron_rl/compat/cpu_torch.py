@@ -22,14 +22,14 @@ FACTORIES = f"{_NAMES} zeros_like ones_like empty_like full_like".split()
 """Functions whose `device="cuda"` is read as the CPU, and `pin_memory` is dropped."""
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class _Event:
     """An event that is always done."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> _Event:
-        return self
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -37,17 +37,12 @@ class _Event:
     def elapsed_time(self, _: _Event) -> float:
         return 0.0
 
-    def wait(self, *_: Any) -> None:
-        pass
-
-    synchronize = wait
-
 
 class _Stream(_Event):
     """A stream that does everything at once, in order."""
 
     cuda_stream, device = 0, CPU
-    wait_stream = wait_event = _Event.wait
+    wait_stream = wait_event = _nothing
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
@@ -81,10 +76,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return make
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def view() -> types.ModuleType:

@@ -42,10 +42,8 @@ def silence_notices() -> None:
     ignore_in_processes("ignore:resource_tracker:UserWarning")
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message.replace("(", r"\("))
-    for name, starts in LOG_LINES.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(f, _Silence) for f in logger.filters):
-            logger.addFilter(_Silence(starts))
+    for name in LOG_LINES:
+        logging.getLogger(name).addFilter(_is_shown)
 
 
 def ignore_in_processes(*filters: str) -> None:
@@ -54,13 +52,8 @@ def ignore_in_processes(*filters: str) -> None:
     os.environ["PYTHONWARNINGS"] = ",".join([*present, *(f for f in filters if f not in present)])
 
 
-class _Silence(logging.Filter):
-    def __init__(self, starts: tuple[str, ...]) -> None:
-        super().__init__()
-        self.starts = starts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in self.starts)
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in LOG_LINES[record.name])
 
 
 def show_own_notices() -> None:
