@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 from pathlib import Path
 
 import yaml
 
+from megatron_rl.commands.plan.host_memory import ranks_by_node
 from megatron_rl.commands.plan.plan_report import memory_plan
 from megatron_rl.config import TINY_MODELS, HuggingFaceTask, JsonlTask, RunConfig
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -35,24 +35,21 @@ def dry_run(config: RunConfig, path: Path | None, overrides: list[str]) -> int:
 
 def node_lines(config: RunConfig) -> list[str]:
     """Return the roles of each node, neighbors with the same roles in one line."""
-    r, per_node, lines = config.roles, _ranks_per_node(config), []
-
-    def ranks_of(node: int) -> range:
-        return range(node * per_node, min((node + 1) * per_node, r.world_size))
+    r, nodes, lines = config.roles, ranks_by_node(config), []
 
     def roles(node: int) -> str:
-        generators = [rank - r.trainer_ranks for rank in ranks_of(node) if rank >= r.trainer_ranks]
-        trainers = len(ranks_of(node)) - len(generators)
+        generators = [rank - r.trainer_ranks for rank in nodes[node] if rank >= r.trainer_ranks]
+        trainers = len(nodes[node]) - len(generators)
         engines = len({rank // r.generator_tensor_parallel for rank in generators})
         parts = [f"{trainers} trainer ranks"] * bool(trainers)
         parts += [f"{len(generators)} generator ranks, {engines} engine(s)"] * bool(generators)
         return "; ".join(parts)
 
-    for text, group in itertools.groupby(range(math.ceil(r.world_size / per_node)), roles):
-        nodes = list(group)
-        name = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]}-{nodes[-1]}"
-        first, last = ranks_of(nodes[0])[0], ranks_of(nodes[-1])[-1]
-        lines.append(f"{name} (ranks {first}-{last}): {text} each")
+    for text, group in itertools.groupby(range(len(nodes)), roles):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        name = f"node {first}" if first == last else f"nodes {first}-{last}"
+        lines.append(f"{name} (ranks {nodes[first][0]}-{nodes[last][-1]}): {text} each")
     return lines
 
 
@@ -86,9 +83,9 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
     if path is not None and script[0] == "-m":
         script += ["--config", str(path)]
     command = " ".join([*script, *overrides])
-    ranks, per_node = config.roles.world_size, _ranks_per_node(config)
-    nodes = math.ceil(ranks / per_node)
-    if nodes == 1:
+    ranks, nodes = config.roles.world_size, ranks_by_node(config)
+    per_node = len(nodes[0])
+    if len(nodes) == 1:
         return [f"torchrun --nproc-per-node {ranks} {command}"]
     if ranks % per_node:
         return [
@@ -96,11 +93,7 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
             " number on every node; change roles"
         ]
     return [
-        f"on each of {nodes} nodes, HEAD being one of them:",
-        f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d"
+        f"on each of {len(nodes)} nodes, HEAD being one of them:",
+        f"torchrun --nnodes {len(nodes)} --nproc-per-node {per_node} --rdzv-backend c10d"
         f" --rdzv-endpoint $HEAD:29500 {command}",
     ]
-
-
-def _ranks_per_node(config: RunConfig) -> int:
-    return config.roles.world_size if config.roles.one_gpu else config.roles.gpus_per_node

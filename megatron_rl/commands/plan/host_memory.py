@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.tensors import rank_tensors, sent_units, update_bytes
+from megatron_rl.commands.plan.tensors import rank_tensors, sent_bytes, sent_units, update_bytes
 from megatron_rl.commands.plan.update_memory import bucket_bytes, own_expert_bytes
 from megatron_rl.config import RunConfig
 
@@ -49,11 +49,14 @@ class HostMemory:
         return self.versions + self.saving + self.processes
 
 
+def ranks_by_node(run: RunConfig) -> list[tuple[int, ...]]:
+    """Return the ranks of each node; the last one may have fewer."""
+    ranks = range(run.roles.world_size)
+    return [*itertools.batched(ranks, len(ranks) if run.roles.one_gpu else run.roles.gpus_per_node)]
+
+
 def fullest_host(run: RunConfig, architecture: Architecture) -> HostMemory:
     """Return the memory of the node that needs the most."""
-    r = run.roles
-    per_node = r.world_size if r.one_gpu else r.gpus_per_node
-    nodes = range(math.ceil(r.world_size / per_node))
     senders = held_by_senders(run, architecture)
     stages = range(run.parallel.pipeline)
     largest = max(n for s in stages for _, n in rank_tensors(architecture, run.parallel, s))
@@ -62,9 +65,8 @@ def fullest_host(run: RunConfig, architecture: Architecture) -> HostMemory:
     total = update_bytes(run, architecture)
     received = total if run.weights.transport == "gloo" else 0
 
-    def host(node: int) -> HostMemory:
-        ranks = range(node * per_node, min((node + 1) * per_node, r.world_size))
-        trainers = sum(rank < r.trainer_ranks for rank in ranks)
+    def host(node: int, ranks: tuple[int, ...]) -> HostMemory:
+        trainers = sum(rank < run.roles.trainer_ranks for rank in ranks)
         saving, processes = copied * trainers, SYSTEM_BYTES + RANK_BYTES * len(ranks)
         if node == 0:
             file = max(min(SAVED_FILE_BYTES, total), bucket)
@@ -74,7 +76,8 @@ def fullest_host(run: RunConfig, architecture: Architecture) -> HostMemory:
         versions += (len(ranks) - trainers) * received
         return HostMemory(node, versions, saving, processes)
 
-    return max(map(host, nodes), key=lambda memory: memory.total)
+    hosts = itertools.starmap(host, enumerate(ranks_by_node(run)))
+    return max(hosts, key=lambda memory: memory.total)
 
 
 def held_by_senders(run: RunConfig, architecture: Architecture) -> dict[int, int]:
@@ -86,7 +89,7 @@ def held_by_senders(run: RunConfig, architecture: Architecture) -> dict[int, int
     for stage in range(p.pipeline):
         first, units = stage * (trainers // p.pipeline), sent_units(run, architecture, stage)
         if units:
-            held[first] = VERSIONS * sum(sum(unit.sent) for unit in units)
+            held[first] = VERSIONS * sent_bytes(units)
         # Experts with tensors of their own leave from the lowest rank that holds them.
         of_experts = own_expert_bytes(units)
         for group in range(1, p.expert if of_experts and run.weights.transport == "nccl" else 1):

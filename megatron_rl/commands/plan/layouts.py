@@ -150,26 +150,16 @@ def _parallel_sizes(
     run: RunConfig, architecture: Architecture, trainers: int
 ) -> Iterator[dict[str, Any]]:
     context, experts = run.parallel.context, architecture.experts
-    for tensor, pipeline, expert, shards_experts, recompute in itertools.product(
-        _powers(run.roles.gpus_per_node),
-        _divisors(trainers),
-        _divisors(experts or 1),
-        (False, True) if experts else (False,),
-        RECOMPUTE,
+    for tensor, pipeline, expert in itertools.product(
+        _powers(run.roles.gpus_per_node), _divisors(trainers), _divisors(experts or 1)
     ):
-        expert_tensor = tensor if shards_experts else 1
-        is_new = expert_tensor > 1 or not shards_experts
-        dense_ranks, expert_ranks = tensor * context * pipeline, expert * expert_tensor * pipeline
-        if is_new and trainers % dense_ranks == 0 and trainers % expert_ranks == 0:
-            yield {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "context": context,
-                "expert": expert,
-                "expert_tensor": expert_tensor,
-                "sequence_parallel": tensor > 1,
-                "recompute": recompute,
-            }
+        dense = {"tensor": tensor, "pipeline": pipeline, "context": context}
+        for expert_tensor in sorted({1, tensor if experts else 1}):
+            sizes = {**dense, "expert": expert, "expert_tensor": expert_tensor}
+            ranks = (tensor * context * pipeline, expert * expert_tensor * pipeline)
+            if all(trainers % size == 0 for size in ranks):
+                for recompute in RECOMPUTE:
+                    yield {**sizes, "sequence_parallel": tensor > 1, "recompute": recompute}
 
 
 def _divisors(n: int) -> list[int]:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.host_memory import GIB, HostMemory, fullest_host
+from megatron_rl.commands.plan.host_memory import GIB, HostMemory, fullest_host, ranks_by_node
 from megatron_rl.commands.plan.tensors import count_stages, update_bytes
 from megatron_rl.commands.plan.update_memory import receiver_bytes, sender_memory, update_seconds
 from megatron_rl.config import Parallel, RunConfig
@@ -56,8 +58,11 @@ class StageMemory:
     activations: float
     logits: float
     export: float
+    """Of a rank that sends, while a version is joined, between two steps."""
     staging: float
+    """Chunks on their way to one generator after the other, during training."""
     communicators: float
+    """NCCL's buffers, one communicator per generator."""
 
     @property
     def total(self) -> float:
@@ -111,45 +116,34 @@ def estimate(
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
     worst = max(stages, key=lambda stage: stage.total)
     generator, host = generator_memory(run, architecture), fullest_host(run, architecture)
-    misfits = [
-        *_trainer_misfits(run, worst, generator, reserve_gib),
-        *_generator_misfits(run, generator),
-    ]
-    if host.total > run.roles.host_gib * GIB:
-        misfits.append(
-            f"host of node {host.node}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
-            f" {run.roles.host_gib:g}; versions of the weights {host.versions / GIB:.1f}, saving"
-            f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.transport"
-            " to 'disk' with a weights.directory that all nodes share, or raise parallel.pipeline"
-        )
-    notes = _notes(run, architecture, generator)
+    misfits = list(_misfits(run, worst, generator, host, reserve_gib))
+    notes = list(_notes(run, architecture, generator))
     return LayoutMemory(run, stages, worst, generator, host, misfits, notes)
 
 
-def _trainer_misfits(
-    run: RunConfig, worst: StageMemory, generator: GeneratorMemory, reserve_gib: float
-) -> list[str]:
+def _misfits(
+    run: RunConfig,
+    worst: StageMemory,
+    generator: GeneratorMemory,
+    host: HostMemory,
+    reserve_gib: float,
+) -> Iterator[str]:
     total, taken, remedy = run.roles.gpu_gib, reserve_gib, ""
     text = f"{total:g} less a reserve of {reserve_gib:g}"
     if run.roles.one_gpu:
         share = run.generation.gpu_memory_fraction * total + generator.update / GIB
         taken, text = taken + share, f"{text} and {share:.1f} of the generator"
         remedy = "; lower generation.gpu_memory_fraction"
-    if worst.total <= (total - taken) * GIB:
-        return []
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "staging")
-    sizes = sorted(((getattr(worst, name), name) for name in names), reverse=True)[:3]
-    largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sizes)
-    return [
-        f"trainers: {worst.total / GIB:.1f} GiB on a rank of stage {worst.stage}, but"
-        f" {total - taken:.1f} GiB are available ({text}); {largest}{remedy}"
-    ]
-
-
-def _generator_misfits(run: RunConfig, generator: GeneratorMemory) -> list[str]:
-    misfits = []
+    if worst.total > (total - taken) * GIB:
+        names = ("parameters", "gradients", "optimizer", "activations", "logits", "staging")
+        sizes = sorted(((getattr(worst, name), name) for name in names), reverse=True)[:3]
+        largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sizes)
+        yield (
+            f"trainers: {worst.total / GIB:.1f} GiB on a rank of stage {worst.stage}, but"
+            f" {total - taken:.1f} GiB are available ({text}); {largest}{remedy}"
+        )
     if generator.sequences < 1:
-        misfits.append(
+        yield (
             f"generators: {generator.weights / GIB:.1f} GiB of weights and"
             f" {generator.workspace / GIB:.1f} of workspace leave a KV cache of"
             f" {max(generator.kv_cache, 0) / GIB:.1f} GiB, but one sequence of"
@@ -157,20 +151,26 @@ def _generator_misfits(run: RunConfig, generator: GeneratorMemory) -> list[str]:
             " raise roles.generator_tensor_parallel"
         )
     fraction = run.generation.gpu_memory_fraction
-    rest = (1 - fraction) * run.roles.gpu_gib
+    rest = (1 - fraction) * total
     if generator.update > rest * GIB:
-        misfits.append(
+        yield (
             f"generators: an update of the weights takes {generator.update / GIB:.1f} GiB, but"
             f" generation.gpu_memory_fraction = {fraction:g} leaves {rest:.1f}: lower it, or raise"
             " roles.generator_tensor_parallel"
         )
-    return misfits
+    if host.total > run.roles.host_gib * GIB:
+        yield (
+            f"host of node {host.node}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
+            f" {run.roles.host_gib:g}; versions of the weights {host.versions / GIB:.1f}, saving"
+            f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.transport"
+            " to 'disk' with a weights.directory that all nodes share, or raise parallel.pipeline"
+        )
 
 
-def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemory) -> list[str]:
-    notes, wanted = [], run.generation.concurrent_completions
+def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemory) -> Iterator[str]:
+    wanted = run.generation.concurrent_completions
     if 1 <= generator.sequences < wanted:
-        notes.append(
+        yield (
             f"the KV cache of an engine holds {generator.sequences / wanted:.0%} of"
             f" generation.concurrent_completions = {wanted} at full length; beyond that, decoding"
             f" preempts and computes again: lower it to {math.floor(generator.sequences)}, or raise"
@@ -178,21 +178,20 @@ def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemor
         )
     seconds, limits = update_seconds(run, architecture), run.timeouts
     if seconds > limits.transfer_seconds:
-        notes.append(
+        yield (
             f"a weight update takes {seconds:.0f} s until the last generator has it, and"
             f" timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
         )
-    nodes = math.ceil(run.roles.world_size / run.roles.gpus_per_node)
+    nodes = len(ranks_by_node(run))
     read = nodes * update_bytes(run, architecture)
     seconds = ENGINE_START_SECONDS + read / SHARED_FILES_BYTES_PER_SECOND
     if seconds > limits.startup_seconds:
-        notes.append(
+        yield (
             f"{nodes} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
             f" {SHARED_FILES_BYTES_PER_SECOND / 1e9:g} GB/s before the engines start, about"
             f" {seconds:.0f} s, and timeouts.startup_seconds is {limits.startup_seconds:g}: raise"
             " it"
         )
-    return notes
 
 
 def generator_memory(run: RunConfig, architecture: Architecture) -> GeneratorMemory:
@@ -231,7 +230,7 @@ def _stage_memory(
     # The chunk, then gathered hidden states and their gradient, in `params` and summed in fp32.
     logits = min(budget, 4.0 * tokens * -(-architecture.vocabulary // p.tensor))
     logits += tokens * architecture.hidden * (2 * width + 4)
-    sender = sender_memory(run, architecture, stage)
+    export, staging, communicators = sender_memory(run, architecture, stage)
     return StageMemory(
         stage,
         {kind: count[kind] for kind in ("dense", "expert")},
@@ -240,9 +239,9 @@ def _stage_memory(
         optimizer=(12 if bf16 else 8) * owned,
         activations=tokens * _token_activations(p, architecture, stage, width),
         logits=logits if stage == p.pipeline - 1 else 0.0,
-        export=sender.export,
-        staging=sender.staging,
-        communicators=sender.communicators,
+        export=export,
+        staging=staging,
+        communicators=communicators,
     )
 
 
@@ -267,10 +266,7 @@ def _layer_activations(
 
 def _token_activations(p: Parallel, architecture: Architecture, stage: int, width: int) -> float:
     """Return the largest number of bytes per token that a rank keeps for backward."""
-    frequency = architecture.config_fields().get("moe_layer_freq", 1)
-    moe_share = 1.0 if architecture.experts else 0.0
-    if isinstance(frequency, list) and architecture.experts:
-        moe_share = sum(frequency) / len(frequency)
+    moe_share = fmean(architecture.config_fields().get("moe_layer_freq", [0]))
     # The layers of a stage are similar enough for their mean.
     kinds = [
         (share, _layer_activations(p, architecture, moe, width))
@@ -280,13 +276,9 @@ def _token_activations(p: Parallel, architecture: Architecture, stage: int, widt
     dropped = {"none": 0, "selective": 1, "full": 2}[p.recompute]
     stored = sum(share * sum(parts[: 3 - dropped]) for share, parts in kinds)
     recomputed = {0: 0.0, 1: max(x[2] for _, x in kinds), 2: max(sum(x) for _, x in kinds)}[dropped]
-    layers, stages, chunks = (
-        math.ceil(architecture.layers / p.pipeline),
-        p.pipeline,
-        p.virtual_pipeline,
-    )
+    layers, stages = math.ceil(architecture.layers / p.pipeline), p.pipeline
     in_flight = layers * (stages - stage)
-    if chunks > 1:
+    if (chunks := p.virtual_pipeline) > 1:
         passes = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
         in_flight = math.ceil(passes * layers / chunks)
     edge = architecture.hidden * width / (p.tensor if p.sequence_parallel else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from megatron_rl.commands.plan.layouts import (
     layout_values,
     search,
 )
-from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, estimate
+from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, StageMemory, estimate
 from megatron_rl.commands.plan.tensors import update_bytes
 from megatron_rl.commands.plan.update_memory import update_seconds
 from megatron_rl.config import ConfigError, RunConfig
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 3
 """Exit status: no layout fits."""
 SCHEMA = "megatron_rl.memory_plan/1"
-PARTS = (
-    *("parameters", "gradients", "optimizer", "activations", "logits"),
-    *("export", "staging", "communicators", "total"),
-)
+PARTS = (*(field.name for field in fields(StageMemory) if field.type == "float"), "total")
 
 
 def memory_plan(

@@ -7,16 +7,18 @@ the model (`models.divisibility`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from megatron_rl.config import Parallel, RunConfig
 from megatron_rl.models.divisibility import layers_of_stage
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
-    from megatron_rl.models.mapping import Weight
+    from megatron_rl.models.mapping import Split, Weight
     from megatron_rl.weights.number_format import WireFormat
 
 Part = int | str
@@ -42,12 +44,10 @@ def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter
 
     All ranks of a stage have the same number.
     """
-    stages = []
-    for stage in range(parallel.pipeline):
-        count: Counter[str] = Counter()
+    stages: list[Counter[str]] = [Counter() for _ in range(parallel.pipeline)]
+    for stage, count in enumerate(stages):
         for kind, elements in rank_tensors(architecture, parallel, stage):
             count[kind] += elements
-        stages.append(count)
     return stages
 
 
@@ -57,9 +57,8 @@ def rank_tensors(architecture: Architecture, p: Parallel, stage: int) -> list[tu
     return [tensor for part in stage_parts(architecture, p, stage) for tensor in by_part[part]]
 
 
-def stage_parts(architecture: Architecture, parallel: Parallel, stage: int) -> list[Part]:
+def stage_parts(architecture: Architecture, p: Parallel, stage: int) -> list[Part]:
     """Return the parts of the model on a stage, in the order of the forward pass."""
-    p = parallel
     parts: list[Part] = ["embedding"] if stage == 0 else []
     parts += layers_of_stage(architecture.layers, p.pipeline, p.virtual_pipeline, stage)
     if stage == p.pipeline - 1:
@@ -72,33 +71,29 @@ def stage_parts(architecture: Architecture, parallel: Parallel, stage: int) -> l
 
 def sent_units(run: RunConfig, architecture: Architecture, stage: int) -> list[SentUnit]:
     """Return what the first rank of a stage sends to the generators, in its order."""
-    from megatron_rl.weights.number_format import WireFormat
-
-    p, by_part = run.parallel, _units_by_part(architecture, WireFormat.of(run))
+    p, by_part = run.parallel, _units_by_part(run, architecture)
     if run.weights.transport != "nccl":  # rank 0 joins the whole model
-        return [unit for units in by_part.values() for unit in units] if stage == 0 else []
+        return [*itertools.chain(*by_part.values())] if stage == 0 else []
     own = (architecture.experts or 1) // p.expert
     units = (unit for part in stage_parts(architecture, p, stage) for unit in by_part[part])
     return [unit for unit in units if unit.expert is None or unit.expert < own]
 
 
+def sent_bytes(units: Iterable[SentUnit]) -> int:
+    """Return the bytes of these units as they travel."""
+    return sum(sum(unit.sent) for unit in units)
+
+
 def update_bytes(run: RunConfig, architecture: Architecture) -> int:
     """Return the bytes of a weight update, which every generator rank receives."""
-    from megatron_rl.weights.number_format import WireFormat
-
-    by_part = _units_by_part(architecture, WireFormat.of(run))
-    return sum(sum(unit.sent) for units in by_part.values() for unit in units)
+    return sent_bytes(itertools.chain(*_units_by_part(run, architecture).values()))
 
 
 def largest_module(run: RunConfig, architecture: Architecture) -> int:
     """Return the bytes of the generators' largest module: a layer's experts or a table."""
-    from megatron_rl.weights.number_format import WireFormat
-
-    largest = 0
-    for units in _units_by_part(architecture, WireFormat.of(run)).values():
-        routed = sum(sum(unit.sent) for unit in units if unit.routed)
-        largest = max(largest, routed, *(sum(unit.sent) for unit in units))
-    return largest
+    parts = _units_by_part(run, architecture).values()
+    routed = (sent_bytes(unit for unit in units if unit.routed) for units in parts)
+    return max(*routed, *(sum(unit.sent) for units in parts for unit in units))
 
 
 def _part(weight: Weight) -> Part:
@@ -111,38 +106,40 @@ def _rank_tensors(
 ) -> dict[Part, list[tuple[str, int]]]:
     tensors: dict[Part, list[tuple[str, int]]] = defaultdict(list)
     for weight in architecture.weights():
-        shape, split = weight.shape, cast(Any, weight.split)
-        if weight.expert is None:
-            tensors[_part(weight)].append(("dense", _elements(shape, split, tensor)))
-        elif weight.expert < architecture.experts // expert:
-            tensors[_part(weight)].append(("expert", _elements(shape, split, expert_tensor)))
+        kind, size = ("dense", tensor) if weight.expert is None else ("expert", expert_tensor)
+        if weight.expert is None or weight.expert < architecture.experts // expert:
+            elements = _elements(weight.shape, weight.split, size)
+            tensors[_part(weight)].append((kind, elements))
     return tensors
 
 
 @functools.cache
-def _elements(shape: tuple[int, ...], split: Any, size: int) -> int:
+def _elements(shape: tuple[int, ...], split: Split, size: int) -> int:
     """Return the number of elements of one of `size` shards."""
     import torch
 
     return int(split.shard(torch.empty(shape, device="meta"), 0, size).numel())
 
 
-@functools.lru_cache(maxsize=16)
-def _units_by_part(architecture: Architecture, wire: WireFormat) -> dict[Part, list[SentUnit]]:
+def _units_by_part(run: RunConfig, architecture: Architecture) -> dict[Part, list[SentUnit]]:
     """Return the units of each part, both in the order of the export."""
+    from megatron_rl.weights.number_format import WireFormat
+
+    return _cached_units(architecture, WireFormat.of(run))
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_units(architecture: Architecture, wire: WireFormat) -> dict[Part, list[SentUnit]]:
     from megatron_rl.weights.buckets import tensor_bytes
 
+    shapes = architecture.shapes()
     units: dict[Part, list[SentUnit]] = defaultdict(list)
     for weight in architecture.weights():
         if not weight.exported or weight.index:  # experts after the first of a fused tensor
             continue
         fused = weight.index is not None
-        experts = (architecture.experts,) if fused else ()
-        shapes = {
-            name: (*experts, *shape)
-            for name, shape in zip(weight.hf, weight.hf_shapes(), strict=True)
-        }
-        sent = tuple(tensor_bytes(info) for info in wire.expected(shapes).values())
+        expected = wire.expected({name: shapes[name] for name in weight.hf})
+        sent = tuple(map(tensor_bytes, expected.values()))
         joined = weight.elements * wire.dtype.itemsize * (architecture.experts if fused else 1)
         expert = None if fused else weight.expert
         units[_part(weight)].append(SentUnit(expert, weight.expert is not None, joined, sent))

@@ -7,10 +7,10 @@ that is larger than `weights.bucket_bytes` makes a bucket and a chunk of its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.tensors import SentUnit, largest_module, sent_units
+from megatron_rl.commands.plan.tensors import SentUnit, largest_module, sent_bytes, sent_units
 from megatron_rl.config import RunConfig
 
 if TYPE_CHECKING:
@@ -26,36 +26,25 @@ RELOAD_COPIES = 2
 """Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
 
 
-@dataclass(frozen=True, slots=True)
-class SenderMemory:
-    """Bytes on the device of a trainer rank that sends."""
-
-    export: float
-    """While a version is joined, between two steps."""
-    staging: float
-    """Chunks on their way to one generator after the other, during training."""
-    communicators: float
-    """NCCL's buffers, one communicator per generator."""
-
-
 def bucket_bytes(run: RunConfig, units: list[SentUnit]) -> int:
     """Return the bytes of the largest bucket in which a sender joins these units."""
     sizes = [unit.joined for unit in units]
     return min(sum(sizes), max(run.weights.bucket_bytes, *sizes)) if sizes else 0
 
 
-def sender_memory(run: RunConfig, architecture: Architecture, stage: int) -> SenderMemory:
-    """Return the memory of the first rank of a stage; zeros if it does not send."""
+def sender_memory(
+    run: RunConfig, architecture: Architecture, stage: int
+) -> tuple[float, float, float]:
+    """Return export, staging and communicators of the first rank of a stage (`StageMemory`)."""
     from megatron_rl.weights.transports.nccl_plan import BUFFERS, TRANSFERS_AT_ONCE
 
-    export = EXPORT_COPIES * bucket_bytes(run, sent_units(run, architecture, stage))
+    units = sent_units(run, architecture, stage)
+    export = EXPORT_COPIES * bucket_bytes(run, units)
     if run.weights.transport != "nccl":
-        return SenderMemory(export, 0, 0)
+        return export, 0, 0
     # Of the newest chunk, the tensors and their concatenation; the others are still being sent.
-    chunks = _chunks(run, architecture, stage)
-    staging = max(2 * size + before for size, before in _windows(chunks, BUFFERS - 1))
-    communicators = run.roles.engines * COMMUNICATOR_BYTES
-    return SenderMemory(export, TRANSFERS_AT_ONCE * staging, communicators)
+    staging = TRANSFERS_AT_ONCE * _largest_window(run, units, copies=2, before=BUFFERS - 1)
+    return export, staging, run.roles.engines * COMMUNICATOR_BYTES
 
 
 def receiver_bytes(run: RunConfig, architecture: Architecture) -> float:
@@ -68,11 +57,11 @@ def receiver_bytes(run: RunConfig, architecture: Architecture) -> float:
         return size
     chunks = waiting = senders = 0
     for stage in range(run.parallel.pipeline):
+        units = sent_units(run, architecture, stage)
         # The buffer that the newest one replaces is still there while that is allocated.
-        sizes = _windows(_chunks(run, architecture, stage), BUFFERS)
-        chunks = max(chunks, *(newest + before for newest, before in sizes))
+        chunks = max(chunks, _largest_window(run, units, copies=1, before=BUFFERS))
         # vLLM keeps a layer's experts as received until the last group of experts has arrived.
-        of_experts = own_expert_bytes(sent_units(run, architecture, stage))
+        of_experts = own_expert_bytes(units)
         groups = run.parallel.expert if of_experts else 1
         waiting, senders = max(waiting, (groups - 1) * of_experts), senders + groups
     return size + chunks + waiting + senders * COMMUNICATOR_BYTES
@@ -80,7 +69,7 @@ def receiver_bytes(run: RunConfig, architecture: Architecture) -> float:
 
 def own_expert_bytes(units: list[SentUnit]) -> int:
     """Return the bytes of a sender's experts that have tensors of their own."""
-    return sum(sum(unit.sent) for unit in units if unit.expert is not None)
+    return sent_bytes(unit for unit in units if unit.expert is not None)
 
 
 def update_seconds(run: RunConfig, architecture: Architecture) -> float:
@@ -90,24 +79,15 @@ def update_seconds(run: RunConfig, architecture: Architecture) -> float:
     """
     copies = 1 if run.weights.transport == "disk" else run.roles.engines
     stages = range(run.parallel.pipeline)
-    largest = max(
-        sum(sum(unit.sent) for unit in sent_units(run, architecture, stage)) for stage in stages
-    )
+    largest = max(sent_bytes(sent_units(run, architecture, stage)) for stage in stages)
     return copies * largest / LINK_BYTES_PER_SECOND
 
 
-def _chunks(run: RunConfig, architecture: Architecture, stage: int) -> list[int]:
-    """Return the bytes of the chunks that the first rank of a stage sends."""
+def _largest_window(run: RunConfig, units: list[SentUnit], copies: int, before: int) -> int:
+    """Return the most bytes of `copies` of a chunk and the `before` chunks sent before it."""
     from megatron_rl.weights.transports.nccl_plan import chunk_counts
 
-    sizes = [size for unit in sent_units(run, architecture, stage) for size in unit.sent]
-    chunks, start = [], 0
-    for count in chunk_counts(sizes, run.weights.bucket_bytes):
-        chunks.append(sum(sizes[start : start + count]))
-        start += count
-    return chunks
-
-
-def _windows(chunks: list[int], before: int) -> list[tuple[int, int]]:
-    """Return (bytes of a chunk, bytes of the `before` chunks before it) of each chunk."""
-    return [(size, sum(chunks[max(0, i - before) : i])) for i, size in enumerate(chunks)]
+    sizes = [size for unit in units for size in unit.sent]
+    counts, rest = chunk_counts(sizes, run.weights.bucket_bytes), iter(sizes)
+    chunks = [sum(itertools.islice(rest, count)) for count in counts]
+    return max(copies * size + sum(chunks[max(0, i - before) : i]) for i, size in enumerate(chunks))
