@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 2
+PROTOCOL = 3
 TRAINER = "trainer"
 """Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..."""
 
@@ -173,7 +173,6 @@ class GeneratorStats(Message):
     """Interval that this message covers."""
     busy_seconds: float
     """Part of the interval with at least one request decoding."""
-    running: int
     tokens: int
     aborted: int
     """Requests that ended unfinished since the start (must stay 0)."""

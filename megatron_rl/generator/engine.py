@@ -16,30 +16,19 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import psutil
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
+from vllm.distributed.weight_transfer import base as transfer
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
+from megatron_rl.generator import vllm_args
 from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
-from megatron_rl.generator.vllm_args import (
-    CONCURRENT_SCORES,
-    check_model_class,
-    engine_args,
-    head_dtype,
-    interruption,
-    read_architecture,
-)
 from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
 from megatron_rl.generator.weight_transfer import update_info
 from megatron_rl.messages import Manifest, WeightsUpdated
@@ -79,23 +68,25 @@ class Engine:
                 missing.
             RuntimeError: vLLM did not start (its own error is above in the log).
         """
-        self.version = version
-        self.aborted = 0
+        self.version, self.aborted, self.in_flight = version, 0, 0
         self._config = config
-        self.architecture = read_architecture(model_dir)
+        self.architecture = vllm_args.read_architecture(model_dir)
         replay = config.algorithm.routing_replay
         check_experts(self.architecture, replay)
-        check_model_class(model_dir)
+        vllm_args.check_model_class(model_dir)
         self._expected = WireFormat.of(config).expected(self.architecture.shapes())
         self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
-        interrupts = config.generation.interruption == "phrase"
-        self.interruption = interruption(config, get_tokenizer(model_dir)) if interrupts else None
-        args = engine_args(config, engine_index, model_dir)
+        self.interruption = None
+        if config.generation.interruption == "phrase":
+            self.interruption = vllm_args.interruption(config, get_tokenizer(model_dir))
+        args = vllm_args.engine_args(config, engine_index, model_dir)
         self._max_tokens = args.max_model_len
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
         self.routes = None if replay == "none" else RequestRoutes(self._llm, self.architecture)
-        self._processes = _engine_processes(others)
+        started = [c for c in multiprocessing.active_children() if c not in others]
+        cores = [psutil.Process(c.pid) for c in started]
+        self._processes = cores + [p for core in cores for p in core.children(recursive=True)]
         self._ids = itertools.count()
         self._not_begun: set[str] = set()
         self._withdrawn: set[str] = set()
@@ -103,8 +94,7 @@ class Engine:
         self._submitting = asyncio.Event()
         self._submitting.set()
         self._one_version = asyncio.Lock()
-        self._scores = asyncio.Semaphore(CONCURRENT_SCORES)
-        self.in_flight = 0
+        self._scores = asyncio.Semaphore(vllm_args.CONCURRENT_SCORES)
 
     async def prepare(self) -> None:
         """Check the head, label the start version, open the weight transfer; before all else.
@@ -114,14 +104,14 @@ class Engine:
         """
         await self.check_head()
         init = {"receiver": self._receiver}
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init))
+        await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest(init))
         await self._llm.update_weight_version(str(self.version))
         if self.routes is not None:
             await self.routes.prepare()
 
     async def check_head(self) -> None:
         """Raise RuntimeError unless every worker computes logits of the configured type."""
-        expected = head_dtype(self._config)
+        expected = vllm_args.head_dtype(self._config)
         for number, dtypes in enumerate(await self._llm.collective_rpc("head_dtypes")):
             if dtypes != [expected]:
                 raise RuntimeError(
@@ -239,7 +229,8 @@ class Engine:
             await self._llm.abort(list(self._not_begun))
         loading = time.perf_counter()
         await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info(manifest)))
+        info = update_info(manifest)
+        await self._llm.update_weights(transfer.WeightTransferUpdateRequest(info))
         await self._llm.finish_weight_update(str(manifest.version))
         loaded = time.perf_counter()
         await self._llm.resume_generation()
@@ -296,9 +287,3 @@ class Engine:
             process.kill()
         psutil.wait_procs(alive, timeout=5.0)
         del self._llm  # Its __del__ would run, and fail, while the interpreter exits.
-
-
-def _engine_processes(others: Sequence[Any]) -> list[psutil.Process]:
-    started = [c for c in multiprocessing.active_children() if c not in others]
-    processes = [psutil.Process(child.pid) for child in started]
-    return processes + [p for core in processes for p in core.children(recursive=True)]

@@ -28,12 +28,7 @@ def returned_by_vllm() -> bool:
 
 
 class RequestRoutes:
-    """The experts of finished requests.
-
-    Args:
-        llm: the engine's AsyncLLM.
-        architecture: of the model that it serves.
-    """
+    """The experts of finished requests of an AsyncLLM that serves a model of this architecture."""
 
     def __init__(self, llm: Any, architecture: Architecture) -> None:
         self._llm, self._architecture = llm, architecture
@@ -99,11 +94,7 @@ class _Rows:
 
 
 class _Recorder:
-    """The choices of the routers of one worker.
-
-    Args:
-        runner: vLLM's model runner, with its model and KV cache.
-    """
+    """The choices of the routers of one worker; `runner` has its model and KV cache."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -115,8 +106,7 @@ class _Recorder:
         self._by_request: dict[str, _Rows] = {}
         self._group, self._block = _whole_group(runner.kv_cache_config)
         slots = runner.kv_cache_config.num_blocks * self._block
-        per_token = runner.model_config.get_num_experts_per_tok()
-        shape = (slots, len(self.layers), per_token)
+        shape = (slots, len(self.layers), runner.model_config.get_num_experts_per_tok())
         self._by_slot = torch.full(shape, UNKNOWN, dtype=torch.int16)
         for position, layer in enumerate(self.layers):
             moe[layer].router.set_capture_fn(partial(self._on_choice, position))
@@ -136,7 +126,10 @@ class _Recorder:
         for i in range(batch.num_reqs):
             rows = rows_NLK[starts[i] : starts[i + 1]]
             first = int(batch.num_computed_tokens_cpu[i])
-            held = self._by_request.setdefault(_name(batch.req_ids[i]), _Rows())
+            request = batch.req_ids[i]
+            # vLLM appends its own suffix to the id of a request.
+            request = request.rpartition("-")[0] or request
+            held = self._by_request.setdefault(request, _Rows())
             cached = max(first - held.count, 0)
             block, offset = np.divmod(np.arange(first - cached, first + len(rows)), self._block)
             slots = torch.from_numpy(blocks[i, block] * np.int64(self._block) + offset)
@@ -149,8 +142,7 @@ class _Recorder:
 
     def take(self, request: str) -> bytes:
         held = self._by_request.pop(request, _Rows())
-        empty = self._by_slot[:0]
-        return torch.cat([empty, *held.parts]).numpy().tobytes()
+        return torch.cat([self._by_slot[:0], *held.parts]).numpy().tobytes()
 
 
 def _whole_group(config: Any) -> tuple[int, int]:
@@ -164,8 +156,3 @@ def _whole_group(config: Any) -> tuple[int, int]:
         "algorithm.routing_replay: no layer of this model attends to its whole past, so vLLM keeps"
         " no blocks that identify a cached prefix; set it to 'none'"
     )
-
-
-def _name(request: str) -> str:
-    # vLLM appends its own suffix to the id of a request.
-    return request.rpartition("-")[0] or request

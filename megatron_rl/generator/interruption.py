@@ -170,11 +170,7 @@ class EndMarker:
 
     Vocabularies made for thinking have it as one token. In others it is several, and a model may
     spell it in more than one way (Llama 3: `</`, `think`, `>`, but also `.</`, ...), so it is
-    searched in the text.
-
-    Args:
-        text: marker, such as `</think>`.
-        tokenizer: of Hugging Face's interface.
+    searched in the text. The tokenizer is one of Hugging Face's interface.
     """
 
     def __init__(self, text: str, tokenizer: Any) -> None:

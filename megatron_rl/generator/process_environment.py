@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.compat import quiet
 from megatron_rl.config import RunConfig
+from megatron_rl.config.sections import Roles
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
@@ -37,11 +37,8 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise `is_available` calls CUDA
     import torch
 
-    roles = config.roles
-    if devices := _visible_devices():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        chosen = devices_of(local_rank, roles.generator_tensor_parallel, devices, roles.one_gpu)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+    if devices := _engine_devices(config.roles):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     on_gpu = torch.cuda.is_available()
     method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if on_gpu and method != "spawn":
@@ -84,33 +81,28 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
         os.environ.setdefault(name, value)
 
 
-def devices_of(local_rank: int, width: int, visible: Sequence[str], one_gpu: bool) -> list[str]:
-    """Return the devices of the engine whose first rank is `local_rank`, of those of its node.
+def _engine_devices(roles: Roles) -> list[str]:
+    """Return the devices of the engine whose first rank this is, of those of its node, if any.
 
-    torchrun gives rank i of a node device i; with `one_gpu`, all ranks share the first.
-
-    Raises:
-        ValueError: the node has too few.
+    torchrun gives rank i of a node device i; with `roles.one_gpu`, all ranks share the first.
     """
-    first = 0 if one_gpu else local_rank
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None and listed.startswith("MIG-"):
+        visible = listed.split(",")  # NVML does not count them, and CUDA counts the first alone
+    else:
+        count = torch.cuda.device_count()
+        # CUDA ends the list at the first entry that does not exist.
+        visible = [*map(str, range(count))] if listed is None else listed.split(",")[:count]
+    local_rank, width = int(os.environ.get("LOCAL_RANK", "0")), roles.generator_tensor_parallel
+    first = 0 if roles.one_gpu else local_rank
     end = first + width
-    if end > len(visible):
+    if visible and end > len(visible):
         raise ValueError(
             f"local rank {local_rank} with roles.generator_tensor_parallel = {width} needs {end}"
             f" GPUs on its node, and {len(visible)} are visible ({','.join(visible)}): choose roles"
             " that keep each engine within a node, and make all of its GPUs visible to torchrun"
             " (CUDA_VISIBLE_DEVICES)"
         )
-    return list(visible[first:end])
-
-
-def _visible_devices() -> list[str]:
-    """Return the entries of CUDA_VISIBLE_DEVICES that exist on this node."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.startswith("MIG-"):
-        return visible.split(",")  # NVML does not count them, and CUDA counts the first alone
-    count = torch.cuda.device_count()
-    # CUDA ends the list at the first entry that does not exist.
-    return [str(i) for i in range(count)] if visible is None else visible.split(",")[:count]
+    return visible[first:end]

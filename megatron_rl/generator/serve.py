@@ -18,23 +18,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.process_environment import ignore_signals, prepare_environment
-from megatron_rl.messages import (
-    Failed,
-    Generate,
-    GeneratorStats,
-    Hello,
-    Message,
-    Sample,
-    ScoreRequest,
-    Scores,
-    Stop,
-    UpdateWeights,
-    decode,
-    encode,
-)
 from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
 
 STATS_SECONDS = 1.0
@@ -54,14 +41,9 @@ def run_generator(
 
     Call it from the main thread: vLLM's processes end with the thread that started them.
 
-    Args:
-        config: the run's configuration.
-        engine_index: number of this engine, from 0.
-        rank: rank under torchrun, for messages.
-        endpoint: address that the orchestrator binds, `tcp://host:port`.
-        model_dir: Hugging Face directory of the weights `version`.
-        version: optimizer steps that made these weights.
-        rendezvous: the run's store; the transport `disk` needs none.
+    Engines are numbered from 0; `rank` is for messages. The orchestrator binds `endpoint`
+    (`tcp://host:port`), and `model_dir` is the Hugging Face directory of the weights `version`,
+    which so many optimizer steps made. The transport `disk` needs no `rendezvous`.
 
     Raises:
         UnsupportedVersionError: a release of vLLM that may have faults.
@@ -99,7 +81,6 @@ class Generator:
         self._running = self._tokens = 0
         self._busy_seconds, self._counted_at = 0.0, time.perf_counter()
         self._disconnected_since: float | None = time.monotonic()
-        self._stopping = False
 
     async def run(self, model_dir: str, version: int) -> None:
         """Start the engine with these weights and serve until Stop; raises what ended the role."""
@@ -120,7 +101,7 @@ class Generator:
                 raise
             except Exception as e:
                 name = f"generator {self._index} (rank {self._rank})"
-                await self._send(Failed(error=f"{name}: {type(e).__name__}: {e}"))
+                await self._send(m.Failed(error=f"{name}: {type(e).__name__}: {e}"))
                 raise
             finally:
                 if engine is not None:
@@ -142,7 +123,7 @@ class Generator:
 
     async def _serve(self, monitor: Any) -> None:
         await self._send(
-            Hello(
+            m.Hello(
                 role="generator",
                 rank=self._rank,
                 version=self._engine.version,
@@ -155,18 +136,17 @@ class Generator:
                 tasks.create_task(self._follow_connection(monitor))
                 tasks.create_task(self._watch_orchestrator())
                 while True:
-                    message = decode(await self._socket.recv())
-                    if isinstance(message, Stop):
-                        self._stopping = True
+                    message = m.decode(await self._socket.recv())
+                    if isinstance(message, m.Stop):
                         raise _Stopped
                     for coroutine in self.work(message):
                         tasks.create_task(coroutine)
         except BaseExceptionGroup as group:
             # Errors of an engine that is being stopped do not count.
-            if not self._stopping:
+            if group.subgroup(_Stopped) is None:
                 raise _first(group) from None
 
-    def work(self, message: Message) -> list[Coroutine[Any, Any, None]]:
+    def work(self, message: m.Message) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that answer a message.
 
         Raises:
@@ -174,7 +154,7 @@ class Generator:
             ValueError: a temperature other than the run's.
         """
         match message:
-            case Generate():
+            case m.Generate():
                 expected = self._config.generation.temperature
                 if message.evaluation < 0 and message.temperature != expected:
                     raise ValueError(
@@ -182,16 +162,16 @@ class Generator:
                         f" log-probs are computed for generation.temperature = {expected}"
                     )
                 return [self._generate(message, i) for i in range(len(message.thinking_budgets))]
-            case UpdateWeights():
+            case m.UpdateWeights():
                 return [self._update(message)]
-            case ScoreRequest():
+            case m.ScoreRequest():
                 return [self._score(message)]
         raise TypeError(
             f"a generator does not answer {type(message).__name__}; orchestrator and generator"
             " are of different versions"
         )
 
-    async def _generate(self, message: Generate, index: int) -> None:
+    async def _generate(self, message: m.Generate, index: int) -> None:
         async with self._admission:
             self._count_running(+1)
             try:
@@ -209,7 +189,7 @@ class Generator:
             tokens = len(message.prompt) + len(completion.token_ids)
             routes = self._engine.routes.encoded(completion.routes_NLK, tokens)
         await self._send(
-            Sample(
+            m.Sample(
                 group=message.group,
                 index=index,
                 prompt_id=message.prompt_id,
@@ -223,22 +203,21 @@ class Generator:
             )
         )
 
-    async def _update(self, message: UpdateWeights) -> None:
+    async def _update(self, message: m.UpdateWeights) -> None:
         await self._send(await self._engine.update(message.manifest))
 
-    async def _score(self, message: ScoreRequest) -> None:
+    async def _score(self, message: m.ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
-        await self._send(Scores(step=message.step, version=version, logprobs=logprobs))
+        await self._send(m.Scores(step=message.step, version=version, logprobs=logprobs))
 
     async def _send_stats(self) -> None:
         last = time.perf_counter()
         while True:
             await asyncio.sleep(STATS_SECONDS)
             self._count_running(0)
-            stats = GeneratorStats(
+            stats = m.GeneratorStats(
                 seconds=self._counted_at - last,
                 busy_seconds=self._busy_seconds,
-                running=self._running,
                 tokens=self._tokens,
                 aborted=self._engine.aborted,
             )
@@ -269,8 +248,8 @@ class Generator:
                     " the cause"
                 )
 
-    async def _send(self, message: Message) -> None:
-        await self._socket.send(encode(message))
+    async def _send(self, message: m.Message) -> None:
+        await self._socket.send(m.encode(message))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

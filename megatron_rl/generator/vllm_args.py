@@ -32,6 +32,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     generation = config.generation
     # One more than the longest sequence: scoring a whole one asks for one more token.
     blocks = config.sequence_tokens // BLOCK_TOKENS + 1
+    plain = generation.temperature == 1.0
     arguments: dict[str, Any] = {
         "model": model_dir,
         "dtype": _DTYPES[config.generator_dtype],
@@ -41,9 +42,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         "tensor_parallel_size": config.roles.generator_tensor_parallel,
         # The trainer computes log-probs from logits / temperature. So are vLLM's "processed" ones;
         # "raw" are the same at temperature 1, and cheaper.
-        "logprobs_mode": (
-            "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
-        ),
+        "logprobs_mode": "raw_logprobs" if plain else "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
@@ -99,11 +98,7 @@ def _config_overrides(
 
 
 def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with which vLLM's `fp8` loader expects `weights.number_format`.
-
-    Raises:
-        ValueError: a machine or a model that cannot take these tensors.
-    """
+    """Return the configuration with which vLLM's `fp8` loader expects `weights.number_format`."""
     model_type, head_dim = text_config.get("model_type"), text_config.get("head_dim") or 0
     cuda = torch.cuda.is_available()
     if not cuda and model_type == "llama4_text":
@@ -148,22 +143,15 @@ def head_dtype(config: RunConfig) -> str:
 
 
 def read_architecture(model_dir: str) -> Architecture:
-    """Return the architecture of a Hugging Face directory.
-
-    Raises:
-        ValueError: an architecture that is not implemented.
-    """
+    """Return the architecture of a Hugging Face directory; ValueError if not implemented."""
     return architecture(_read_config(model_dir))
 
 
 def check_model_class(model_dir: str) -> None:
-    """Have vLLM import its class of a Hugging Face directory's model.
+    """Have vLLM import its class of a directory's model; ValueError names a missing package.
 
     It does so in another process, keeps the result, and does the same itself when it starts, but
     leaves the cause of a failure to its log.
-
-    Raises:
-        ValueError: the class cannot be imported, with the cause: a package that is missing.
     """
     for name in _read_config(model_dir).get("architectures") or ():
         try:

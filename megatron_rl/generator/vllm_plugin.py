@@ -36,9 +36,7 @@ def register() -> None:
         upstream.install(vllm_fixes.FIXES)
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER_BACKEND,
-            "megatron_rl.generator.weight_transfer",
-            "ReceivedWeights",
+            WEIGHT_TRANSFER_BACKEND, "megatron_rl.generator.weight_transfer", "ReceivedWeights"
         )
     if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
         _stay_until_the_owner_ends()

@@ -14,8 +14,6 @@ from megatron_rl.messages import VersionSpan
 from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
 
 _ONLY_FIRST_AND_LAST = 2**31 - 1
-
-
 _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clone": True}
 
 
@@ -47,11 +45,9 @@ def scoring() -> SamplingParams:
 def sampled_tokens(
     outputs: Sequence[RequestOutput], routes: RoutedExperts | None = None
 ) -> SampledTokens:
-    """Return the tokens that a finished request sampled.
+    """Return the tokens that a finished request sampled, from its outputs in order.
 
-    Args:
-        outputs: of the request, in order.
-        routes: experts of its tokens, from the first token of the prompt.
+    The experts are those of its tokens from the first one of the prompt.
 
     Raises:
         RuntimeError: the log-probs or the experts are not those of the tokens.

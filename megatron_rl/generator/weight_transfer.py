@@ -10,22 +10,14 @@ everything that can be refused must be refused before: `WorkerExtension` adds tw
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base as transfer
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.model_executor.model_loader import reload
 
 from megatron_rl.generator.expert_capture import CapturedRoutes
 from megatron_rl.messages import Manifest
@@ -39,14 +31,14 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(transfer.WeightTransferInitInfo):
     """`receiver` is `asdict` of a `megatron_rl.weights.transports.ReceiverInfo`."""
 
     receiver: dict[str, Any]
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(transfer.WeightTransferUpdateInfo):
     """One version; `manifest` is the JSON of a `megatron_rl.messages.Manifest`."""
 
     manifest: str
@@ -54,10 +46,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 def update_info(manifest: Manifest) -> dict[str, str]:
     """Return the arguments of `AsyncLLM.update_weights` and `begin_weights`."""
-    return {"manifest": json.dumps(msgspec.to_builtins(manifest))}
+    return {"manifest": msgspec.json.encode(manifest).decode()}
 
 
-class ReceivedWeights(WeightTransferEngine):
+class ReceivedWeights(transfer.WeightTransferEngine):
     """Loads a version that a receiver of any transport holds.
 
     The generator compared names, shapes and dtypes of the whole version with the model's before it
@@ -74,26 +66,22 @@ class ReceivedWeights(WeightTransferEngine):
         self.shutdown()
         info = ReceiverInfo(**init_info.receiver)
         self.receiver = open_receiver(info, self.parallel_config.rank)
-        logger = logging.getLogger(initialize_layerwise_reload.__module__)
+        logger = logging.getLogger(reload.initialize_layerwise_reload.__module__)
         if _is_relevant not in logger.filters:
             logger.addFilter(_is_relevant)
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
-        initialize_layerwise_reload(self.model)
+        reload.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the version.
-
-        Raises:
-            WeightsError: it cannot be loaded whole.
-        """
+        """Load every tensor of the version, or raise WeightsError."""
         manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
         self.open_receiver.load(manifest, self.model.load_weights)
 
     def finish_weight_update(self) -> None:
         """Process the layers that wait for the last tensor (attention layers)."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Close the receiver."""
@@ -102,11 +90,7 @@ class ReceivedWeights(WeightTransferEngine):
 
     @property
     def open_receiver(self) -> Receiver:
-        """The receiver.
-
-        Raises:
-            RuntimeError: `init_weight_transfer_engine` was not called.
-        """
+        """The receiver; RuntimeError before `init_weight_transfer_engine`."""
         if self.receiver is None:
             raise RuntimeError("init_weight_transfer_engine comes before the first version")
         return self.receiver
