@@ -8,9 +8,10 @@ Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermedia
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
 
 from megatron_rl.config import ArithmeticTask
 from megatron_rl.data.prompt_format import TINY
@@ -50,23 +51,17 @@ class ArithmeticProblem:
 def make_split(
     task: ArithmeticTask, seed: int
 ) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
-    """Make training problems (drawn with replacement) and held-out ones (all different).
+    """Make training problems and held-out ones, which are all different.
 
-    The result depends on sizes and seed only. Both lists have the same shares of expression
-    lengths; as there are only some 150 different expressions of two operands, the training list is
-    drawn with replacement.
+    The result depends on sizes and seed only. Both lists have the same shares of lengths. Training
+    problems may repeat: there are only some 150 different expressions of two operands.
     """
     rng = random.Random(f"arithmetic split {seed}")
-    lengths, weights = _lengths(task)
     heldout: dict[ArithmeticProblem, None] = {}
     while len(heldout) < task.heldout_prompts:
-        operands = _stratum(lengths, weights, (len(heldout) + 0.5) / task.heldout_prompts)
-        heldout.setdefault(_draw(rng, operands, task.products))
-    train: list[ArithmeticProblem] = []
-    while len(train) < task.train_prompts:
-        problem = _draw(rng, rng.choices(lengths, weights)[0], task.products)
-        if problem not in heldout:
-            train.append(problem)
+        position = (len(heldout) + 0.5) / task.heldout_prompts
+        heldout.setdefault(_draw(rng, task, _stratum(task.operand_weights, position)))
+    train = [_draw_outside(heldout, rng, task) for _ in range(task.train_prompts)]
     return train, list(heldout)
 
 
@@ -83,22 +78,13 @@ def demonstrations(
 ) -> Iterator[tuple[str, str]]:
     """Make noisy demonstrations for the supervised stage, as (prompt, completion) texts.
 
-    Args:
-        task: the problems.
-        seed: seed of split and demonstrations.
-        count: problems, none of them held out.
-        per_problem: demonstrations of each.
-        thinking: longest thinking part [tokens]; longer ones are truncated as by an interruption.
+    There are `per_problem` of each of `count` problems, none of them held out. A thinking part over
+    `thinking` [tokens] is truncated as by an interruption.
     """
     heldout = set(make_split(task, seed)[1])
     rng = random.Random(f"arithmetic demonstrations {seed}")
-    lengths, weights = _lengths(task)
-    made = 0
-    while made < count:
-        problem = _draw(rng, rng.choices(lengths, weights)[0], task.products)
-        if problem in heldout:
-            continue
-        made += 1
+    for _ in range(count):
+        problem = _draw_outside(heldout, rng, task)
         for _ in range(per_problem):
             yield TINY(problem.question), _demonstration(rng, problem, thinking)
 
@@ -117,26 +103,23 @@ def _demonstration(rng: random.Random, problem: ArithmeticProblem, thinking: int
     return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
 
 
-def _lengths(task: ArithmeticTask) -> tuple[list[int], list[float]]:
-    """Return the possible numbers of operands and their weights."""
-    pairs = [(n, w) for n, w in enumerate(task.operand_weights, start=2) if w > 0]
-    return [n for n, _ in pairs], [w for _, w in pairs]
+def _stratum(weights: tuple[float, ...], position: float) -> int:
+    """Return the length at a position in (0, 1), so that the shares of a list are exact."""
+    edges = list(accumulate(weights))
+    return 2 + bisect_left(edges, position * edges[-1])
 
 
-def _stratum(lengths: list[int], weights: list[float], position: float) -> int:
-    """Return the length at a position in [0, 1], so that the shares of a list are exact."""
-    share = position * sum(weights)
-    for length, weight in zip(lengths, weights, strict=True):
-        share -= weight
-        if share <= 0:
-            return length
-    return lengths[-1]
-
-
-def _draw(
-    rng: random.Random, operands: int, products: Literal["some", "none", "one"]
+def _draw_outside(
+    excluded: Container[ArithmeticProblem], rng: random.Random, task: ArithmeticTask
 ) -> ArithmeticProblem:
-    allowed = {"some": (0, 1), "none": (0,), "one": (1,)}[products]
+    lengths = range(2, 2 + len(task.operand_weights))
+    while (problem := _draw(rng, task, rng.choices(lengths, task.operand_weights)[0])) in excluded:
+        pass
+    return problem
+
+
+def _draw(rng: random.Random, task: ArithmeticTask, operands: int) -> ArithmeticProblem:
+    allowed = {"some": (0, 1), "none": (0,), "one": (1,)}[task.products]
     while True:
         operators = tuple(rng.choices(OPERATORS, OPERATOR_WEIGHTS, k=operands - 1))
         if operators.count("*") not in allowed:

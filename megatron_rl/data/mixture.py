@@ -28,8 +28,7 @@ class Mixture:
         weights: task -> weight (any positive unit).
         seed: seed of the order.
 
-    Raises:
-        DataError: no task, or tasks that differ between arguments.
+    Raises `DataError` without a task, or if the arguments have different tasks.
     """
 
     def __init__(
@@ -96,11 +95,7 @@ class Mixture:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved `state()`.
-
-        Raises:
-            DataError: the checkpoint was made with other tasks or weights.
-        """
+        """Continue from a saved `state()`; `DataError` if it is of other tasks or weights."""
         if state["shares"] != self._shares:
             raise DataError(
                 f"the checkpoint was made with the mixture {state['shares']}, now it is"

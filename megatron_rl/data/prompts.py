@@ -75,12 +75,7 @@ class PromptSet:
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = TINY) -> PromptSet:
-    """Load the prompt set of a run.
-
-    Args:
-        config: tasks, seeds and `generation.max_prompt_tokens`.
-        tokenizer: the model's tokenizer.
-        form: formats a question as the text of a prompt.
+    """Load the prompt set of a run; `form` formats a question as the text of a prompt.
 
     Raises:
         ConfigError: a prompt longer than `generation.max_prompt_tokens`, characters that the
@@ -96,8 +91,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
         pool = [q for q in pool if q.prompt not in excluded]
         for part, questions in (("train", pool), ("heldout", heldout)):
             digest.update(f"{name}\0{fingerprint(questions)}\0".encode())
-            first = len(prompts[part])
-            prompts[part].extend(_tokenize(config, name, questions, tokenizer, form, first))
+            _add(prompts[part], config, name, questions, tokenizer, form)
     if len(prompts["train"]) < config.schedule.prompts_per_step:
         raise ConfigError(
             f"schedule.prompts_per_step is {config.schedule.prompts_per_step}: the tasks have"
@@ -106,43 +100,37 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
     return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
 
 
-def _tokenize(
+def _add(
+    prompts: list[Prompt],
     config: RunConfig,
     name: str,
     questions: list[Question],
     tokenizer: Tokenizer,
     form: PromptFormat,
-    first: int,
-) -> Iterator[Prompt]:
-    task, key, limit = (
-        config.tasks[name],
-        config.task_key(name),
-        config.generation.max_prompt_tokens,
-    )
+) -> None:
+    """Tokenize the questions of a task and append them."""
+    task, key = config.tasks[name], config.task_key(name)
+    limit = config.generation.max_prompt_tokens
     unknown = getattr(tokenizer.model, "unk_token", None)
     unknown_id = tokenizer.token_to_id(unknown) if unknown else None
-    index = first
-    for question in questions:
-        text = form(question.prompt)
+    for q in questions:
+        text = form(q.prompt)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if unknown_id is not None and unknown_id in ids:
             raise ConfigError(
-                f"{key}: question {question.id} has characters that the model's tokenizer does not"
-                f" know: {text[:80]!r}; take another task, or another model"
+                f"{key}: question {q.id} has characters that the model's tokenizer does not know:"
+                f" {text[:80]!r}; take another task, or another model"
             )
         if len(ids) > limit:
             if isinstance(task, DataSetTask) and task.drop_long_prompts:
                 continue
             remedy = f", or set {key}.drop_long_prompts" if isinstance(task, DataSetTask) else ""
             raise ConfigError(
-                f"generation.max_prompt_tokens is {limit}: question {question.id} of {key} has"
+                f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
                 f" {len(ids)} tokens; raise it{remedy}"
             )
-        meta = {"eos": form.eos, **question.meta} if question.kind == "exact" else question.meta
-        yield Prompt(
-            index, text, ids, question.gold, name, question.kind, meta, question.difficulty
-        )
-        index += 1
+        meta = {"eos": form.eos, **q.meta} if q.kind == "exact" else q.meta
+        prompts.append(Prompt(len(prompts), text, ids, q.gold, name, q.kind, meta, q.difficulty))
 
 
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
@@ -150,8 +138,7 @@ def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
 
     The result depends on the task and the seed only.
 
-    Raises:
-        DataError: a data set that cannot be read or is too small; with the remedy.
+    Raises `DataError`, with the remedy, for a data set that cannot be read or is too small.
     """
     match task:
         case ArithmeticTask():
@@ -198,8 +185,7 @@ def _split_data_set(
 def demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Make noisy demonstrations of the tasks as (prompt, completion), each task by its weight.
 
-    Raises:
-        DataError: a task without demonstrations.
+    Raises `DataError` for a task without demonstrations.
     """
     s, thinking = config.sft, config.generation.thinking_budget_tokens[1]
     total = sum(task.weight for task in config.tasks.values())
@@ -212,9 +198,8 @@ def demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
                 " demonstrations; give a start_checkpoint"
             )
         count, seed = round(s.prompts * task.weight / total), config.seed_of(name)
-        parts.append(
-            arithmetic.demonstrations(task, seed, count, s.demonstrations_per_prompt, thinking)
-        )
+        each = s.demonstrations_per_prompt
+        parts.append(arithmetic.demonstrations(task, seed, count, each, thinking))
         heldout |= {TINY(problem.question) for problem in arithmetic.make_split(task, seed)[1]}
     # Never train on a prompt that another task holds out.
     return (pair for part in parts for pair in part if pair[0] not in heldout)

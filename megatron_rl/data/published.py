@@ -62,8 +62,7 @@ def load_benchmark(
         kind: verifier of a JSON Lines file's rows that name none.
         plain: leave out the answer-format instruction.
 
-    Raises:
-        DataError: unknown name, or the set cannot be loaded; with the remedy.
+    Raises `DataError`, with the remedy, if the name is unknown or the set cannot be loaded.
     """
     template = "{prompt}" if plain else None
     if name.endswith(".jsonl"):

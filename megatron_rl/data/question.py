@@ -37,19 +37,17 @@ class Question:
     """Level for the per-difficulty table; empty if there is none."""
 
 
-def with_answer_format(question: Question) -> Question:
-    """Append the verifier's answer-format instruction unless the prompt already ends with it."""
+def apply_template(question: Question, template: str | None) -> Question:
+    """Format the question with `template`; None appends the verifier's answer-format instruction.
+
+    A prompt that already ends with the instruction is left as it is.
+    """
+    if template is not None:
+        return replace(question, prompt=template.replace("{prompt}", question.prompt))
     instruction = INSTRUCTIONS.get(question.kind, "")
     if question.prompt.rstrip().endswith(instruction):
         return question
     return replace(question, prompt=f"{question.prompt}\n{instruction}")
-
-
-def apply_template(question: Question, template: str | None) -> Question:
-    """Format the question with `template`, or with the answer-format instruction if None."""
-    if template is None:
-        return with_answer_format(question)
-    return replace(question, prompt=template.replace("{prompt}", question.prompt))
 
 
 def fingerprint(questions: Iterable[Question]) -> str:

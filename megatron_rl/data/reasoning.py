@@ -13,19 +13,19 @@ from megatron_rl.data.question import BOX_INSTRUCTION, DataError, Question
 def make_reasoning(
     task: str, *, count: int, seed: int, level: int = 0, options: dict[str, Any] | None = None
 ) -> list[Question]:
-    """Generate different questions; the same for the same arguments.
+    """Generate `count` different questions; the same for the same arguments.
 
-    Args:
-        task: name of the task in reasoning-gym, such as `chain_sum`.
-        count: number of questions.
-        seed: seed.
-        level: difficulty, 0 is the easiest.
-        options: further settings of the task, which override those of the level.
+    `task` is its name in reasoning-gym, such as `chain_sum`; level 0 is the easiest; the `options`
+    of the task override those of the level.
 
-    Raises:
-        DataError: no such task, level or option, or too few different questions.
+    Raises `DataError` for an unknown task, level or option, or too few different questions.
     """
-    factory = _factory()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym import factory
+    except ImportError as e:
+        raise DataError(f"reasoning-gym is missing ({e}): install megatron_rl[rewards]") from e
     if task == "codeio" or task not in factory.DATASETS:
         similar = ", ".join(get_close_matches(task, factory.DATASETS)) or "chain_sum"
         raise DataError(f"reasoning task {task!r} is unknown; try {similar}, or see docs/data.md")
@@ -59,16 +59,6 @@ def _question(task: str, level: int, index: int, entry: dict[str, Any]) -> Quest
         meta={"dataset": task, "entry": entry},
         difficulty=str(level),
     )
-
-
-def _factory() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            from reasoning_gym import factory
-    except ImportError as e:
-        raise DataError(f"reasoning-gym is missing ({e}): install megatron_rl[rewards]") from e
-    return factory
 
 
 def _level(factory: Any, task: str, level: int) -> dict[str, Any]:

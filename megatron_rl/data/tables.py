@@ -75,8 +75,7 @@ class TableRow:
 def read_rows(source: Source) -> Iterator[TableRow]:
     """Yield the rows of a table; a broken row of a text file has a `problem`.
 
-    Raises:
-        DataError: nothing to read, an unreadable file, or a missing library; with the remedy.
+    Raises `DataError`, with the remedy: nothing to read, an unreadable file, a missing library.
     """
     text, path = str(source.path), Path(source.path)
     saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
@@ -105,11 +104,9 @@ def read_questions(
         source: the table.
         kind: verifier of rows without a field `kind`.
         fields: names of the fields.
-        template: text of a prompt, with `{prompt}` in it; None appends the answer-format
-            instruction of the verifier.
+        template: text with `{prompt}` in it; None appends the verifier's answer-format instruction.
 
-    Raises:
-        DataError: an unreadable source, a broken row, a repeated id, no rows; with the location.
+    Raises `DataError`, with the location: unreadable source, broken row, repeated id, no rows.
     """
     if template is not None and "{prompt}" not in template:
         raise DataError(f"template {template!r}: it must contain {{prompt}}")
@@ -132,8 +129,7 @@ def read_questions(
 def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> Question:
     """Convert a row to a question.
 
-    Raises:
-        DataError: a broken row, or one without prompt or answer; the message has no location.
+    Raises `DataError`, without the location, for a broken row or one without prompt or answer.
     """
     if row.problem:
         raise DataError(row.problem)
@@ -143,15 +139,13 @@ def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> 
         prompt += f"\n\nThe program must complete this code:\n```python\n{code}\n```\n"
     kind = str(values.get("kind", kind))
     # A reward function of the user may work without a right answer.
-    needs_gold = bool(fields.gold) or not (kind == "custom" or ":" in kind)
-    has_gold = _get(values, fields, "gold") not in (None, "")
-    gold = _require(values, fields, "gold") if needs_gold or has_gold else ""
+    optional = not fields.gold and (kind == "custom" or ":" in kind)
+    gold = _get(values, fields, "gold", "") if optional else _require(values, fields, "gold")
     meta = values.get("meta") or {}
     if not isinstance(meta, dict):
         raise DataError(f"meta is a {type(meta).__name__}, expected an object")
-    identity = _get(values, fields, "id")
     return Question(
-        id=default_id if identity is None else str(identity),
+        id=str(_get(values, fields, "id", default_id)),
         kind=kind,
         prompt=prompt,
         gold=gold if isinstance(gold, str) else json.dumps(gold),
@@ -175,8 +169,8 @@ def _names(fields: Fields, role: str) -> tuple[str, ...]:
     return (name,) if name else USUAL_NAMES[role]
 
 
-def _get(values: dict[str, Any], fields: Fields, role: str) -> Any:
-    return next((values[n] for n in _names(fields, role) if values.get(n) is not None), None)
+def _get(values: dict[str, Any], fields: Fields, role: str, default: Any = None) -> Any:
+    return next((values[n] for n in _names(fields, role) if values.get(n) is not None), default)
 
 
 def _require(values: dict[str, Any], fields: Fields, role: str) -> Any:
@@ -248,9 +242,8 @@ def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:
         elif text.startswith("hf://"):
             table = datasets.load_dataset("json", data_files=text, split="train")
         else:
-            table = datasets.load_dataset(
-                text, source.subset, split=split, revision=source.revision
-            )
+            revision = source.revision
+            table = datasets.load_dataset(text, source.subset, split=split, revision=revision)
         if isinstance(table, datasets.DatasetDict):
             if split not in table:
                 raise DataError(f"{text}: no split {split!r}, it has {', '.join(table)}")
