@@ -12,11 +12,8 @@ def verify_exact(
 ) -> Verdict:
     r"""Check that a completion's text after thinking is `\boxed{answer}` and nothing else.
 
-    Args:
-        completion: decoded completion with its special tokens.
-        answer: gold answer.
-        think_end: marker that closes thinking; the first one counts.
-        eos: end-of-sequence marker that must follow the box.
+    The completion has its special tokens: the first `think_end` closes thinking, `eos` must follow
+    the box.
     """
     _, ended, tail = completion.partition(think_end)
     if not ended:

@@ -42,9 +42,7 @@ class VerifierPool:
     verified again, so no verdict depends on it. When workers only die (`max_deaths` in a row) or
     cannot start, every pending and later call raises `VerifierDown`.
 
-    Args:
-        settings: limits and sizes.
-        kinds: task kinds to verify; their libraries are loaded at the start.
+    The libraries of the task `kinds` are loaded at the start.
     """
 
     def __init__(self, settings: VerifierSettings, kinds: Iterable[str]) -> None:
@@ -115,8 +113,7 @@ class VerifierPool:
             gold: right answer (math), JSON of the tests (code), entry (reasoning).
             meta: further input of the task's verifier.
 
-        Raises:
-            VerifierDown: the verifier cannot give a verdict; the message has the remedy.
+        Raises `VerifierDown`, with the remedy, if the verifier cannot give a verdict.
         """
         async with self._admission:
             self._admitted += 1

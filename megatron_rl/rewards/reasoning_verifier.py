@@ -27,27 +27,19 @@ _FORMULA_NAMES = (
     " E Abs"
 )
 _GATES = {
-    "countdown": _ARITHMETIC,
-    "puzzle24": _ARITHMETIC,
-    "string_insertion": _LITERAL,
-    "spiral_matrix": _LITERAL,
-    "binary_matrix": _LITERAL,
-    "n_queens": _LITERAL,
-    "simple_integration": _FORMULA,
-    "intermediate_integration": _FORMULA,
+    **dict.fromkeys(("countdown", "puzzle24"), _ARITHMETIC),
+    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), _LITERAL),
+    **dict.fromkeys(("simple_integration", "intermediate_integration"), _FORMULA),
     "polynomial_multiplication": _FORMULA,
 }
 
 
 def is_safe(task: str, answer: str) -> bool:
     """Return True if an answer may be passed to the task's scorer."""
-    gate = _GATES.get(task)
-    if gate is None:
+    if (gate := _GATES.get(task)) is None:
         return True
-    if gate.fullmatch(answer) is None:
-        return False
-    names = set(re.findall(r"[^\W\d_]\w+", answer)) if gate is _FORMULA else set()
-    return names <= set(_FORMULA_NAMES.split())
+    names = re.findall(r"[^\W\d_]\w+", answer) if gate is _FORMULA else ()
+    return gate.fullmatch(answer) is not None and set(names) <= set(_FORMULA_NAMES.split())
 
 
 def score_function(task: str) -> Callable[[str, dict[str, Any]], float]:
@@ -99,10 +91,8 @@ def make_reasoning_verifier(settings: VerifierSettings) -> Verifier:
 
 
 def _answer(text: str) -> str:
-    boxed = last_box(text)
-    if boxed is not None:
+    if (boxed := last_box(text)) is not None:
         return boxed.strip()
-    tags = _TAG.findall(text)
-    if not tags:
+    if not (tags := _TAG.findall(text)):
         raise NoAnswer("no \\boxed{...} and no <answer> in the answer")
     return str(tags[-1]).strip()

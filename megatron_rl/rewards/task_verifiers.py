@@ -25,15 +25,14 @@ hang, crash or allocate. All others run in the pool's processes."""
 def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
     """Return the verifier of a task kind, or of a reward function at an import path with a colon.
 
-    Raises:
-        VerifierError: a library, the sandbox or the function is missing; with the remedy.
+    Raises `VerifierError`, with the remedy, if a library, the sandbox or the function is missing.
     """
-    if ":" in kind:
-        return partial(call_function, load_function(kind))
     if kind == "custom":
         if settings.custom is None:
             raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
         return partial(call_function, load_function(settings.custom))
+    if ":" in kind:
+        return partial(call_function, load_function(kind))
     if kind == "exact":
         return lambda completion, gold, meta: verify_exact(
             completion, gold, settings.think_end, meta.get("eos", "<eos>")

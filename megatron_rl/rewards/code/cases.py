@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -40,10 +41,8 @@ def read_cases(text: str, function: str | None = None) -> list[Case]:
         text: JSON: `{"inputs": [...], "outputs": [...], "fn_name": ...}` (TACO, APPS), a list of
             `{"input", "output", "testtype" or "type", "fn_name"}` (DeepCoder, LiveCodeBench,
             PrimeIntellect), a list of `assert f(x) == y` (MBPP); or LiveCodeBench's packed form.
+            `BadTests` if it is none of these, or has no test.
         function: name of the function if the tests do not have it.
-
-    Raises:
-        BadTests: the text has none of these formats, or no test.
     """
     data = _decode(text)
     if isinstance(data, dict) and "assert" in data:
@@ -62,10 +61,8 @@ def read_cases(text: str, function: str | None = None) -> list[Case]:
 
 
 def _decode(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        pass
     try:
         packed = zlib.decompress(base64.b64decode(text, validate=True))
         return json.loads(_StringOnly(io.BytesIO(packed)).load())
@@ -107,8 +104,8 @@ def _from_row(row: Any, function: str | None) -> Case:
         raise BadTests("a functional test without the function's name")
     args = row["input"]
     if isinstance(args, str):
-        args = [_value(line) for line in args.splitlines() if line.strip()]
-    return Case({"call": name, "args": list(args)}, _value(row["output"]))
+        args = [parsed(line) for line in args.splitlines() if line.strip()]
+    return Case({"call": name, "args": list(args)}, parsed(row["output"]))
 
 
 def _from_assert(text: str) -> Case:
@@ -121,11 +118,8 @@ def _from_assert(text: str) -> Case:
         raise BadTests(f"test {text[:80]!r}: expected one assert")
     test = tree.body[0].test
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        try:
+        with suppress(ValueError):
             expected = ast.literal_eval(test.comparators[0])
-        except ValueError:
-            pass
-        else:
             return Case({"asserts": [ast.unparse(test.left)]}, [expected])
     return Case({"asserts": [f"bool({ast.unparse(test)})"]}, [True])
 
@@ -134,13 +128,12 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _value(text: Any) -> Any:
-    if not isinstance(text, str):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def parsed(text: Any) -> Any:
+    """Parse JSON; return what is not a text, or not JSON, as it is."""
+    if isinstance(text, str):
+        with suppress(ValueError):
+            return json.loads(text)
+    return text
 
 
 def failure(case: Case, result: ProgramResult) -> str:

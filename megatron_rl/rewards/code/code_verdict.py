@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import closing
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.code import isolation
-from megatron_rl.rewards.code.cases import BadTests, Case, failure, read_cases
+from megatron_rl.rewards.code.cases import BadTests, Case, failure, parsed, read_cases
 from megatron_rl.rewards.code.sandbox import run_tests
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 
@@ -52,13 +51,9 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
 
 def function_name(meta: dict[str, Any]) -> str | None:
     """Return the function that the tests call: `fn_name`, or in LiveCodeBench's `metadata`."""
-    metadata = meta.get("metadata") or {}
-    if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata)
-        except ValueError:
-            metadata = {}
-    name = meta.get("fn_name") or metadata.get("func_name")
+    metadata = parsed(meta.get("metadata"))
+    in_metadata = metadata.get("func_name") if isinstance(metadata, dict) else None
+    name = meta.get("fn_name") or in_metadata
     return str(name) if name else None
 
 

@@ -138,8 +138,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     fds = []
-    filter_ = seccomp.strong_program()
-    if filter_ is not None:
+    if (filter_ := seccomp.strong_program()) is not None:
         fds.append(os.memfd_create("seccomp", 0))
         os.write(fds[0], filter_)
         os.lseek(fds[0], 0, os.SEEK_SET)

@@ -43,13 +43,8 @@ def run_tests(
 ) -> Generator[ProgramResult, None, None]:
     """Yield the results of the tests in order; closing the generator kills the sandbox.
 
-    Args:
-        source: Python program.
-        tests: `{"stdin": text}`, `{"call": name, "args": list}` or `{"asserts": expressions}`.
-        settings: isolation and limits.
-
-    Raises:
-        SandboxUnavailable: the sandbox itself did not start.
+    A test is `{"stdin": text}`, `{"call": name, "args": list}` or `{"asserts": expressions}`.
+    Raises `SandboxUnavailable` if the sandbox itself did not start.
     """
     launch = (isolation.strong if settings.isolation == "strong" else isolation.weak)(settings)
     job = {
@@ -95,8 +90,7 @@ def _results(
         data = os.read(process.stdout.fileno(), 1 << 20) if ready else b""
         buffer += data
         if b"\n" in data:
-            *lines, rest = bytes(buffer).split(b"\n")
-            buffer = bytearray(rest)
+            *lines, buffer = buffer.split(b"\n")
             for line in lines:
                 result = _parse(line)
                 if result.status == "sandbox":
@@ -118,14 +112,11 @@ def _results(
     yield ProgramResult(status, "", "", error[-500:], 0.0)
 
 
-def _parse(line: bytes) -> ProgramResult:
+def _parse(line: bytearray) -> ProgramResult:
     """Parse a line of the harness; any other line was written by the program, which fails."""
     try:
-        fields = json.loads(line)
-        return ProgramResult(
-            *(fields[k] for k in ("status", "stdout", "value", "error", "seconds"))
-        )
-    except (ValueError, KeyError, TypeError):
+        return ProgramResult(**json.loads(line))
+    except (ValueError, TypeError):
         return ProgramResult("error", "", "", "the program wrote into the harness's channel", 0.0)
 
 

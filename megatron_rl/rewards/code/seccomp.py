@@ -41,29 +41,24 @@ def library() -> str:
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
 
 
-def _common() -> list[Rule]:
-    rules: list[Rule] = [(name, errno.EPERM, []) for name in _CALLS.split()]
+_COMMON: list[Rule] = [
+    *((name, errno.EPERM, []) for name in _CALLS.split()),
     # glibc falls back from clone3, whose flags a filter cannot see, to clone.
-    rules.append(("clone3", errno.ENOSYS, []))
-    rules.append(("socket", errno.EPERM, [(0, "NE", int(socket.AF_UNIX), 0)]))
-    return rules
+    ("clone3", errno.ENOSYS, []),
+    ("socket", errno.EPERM, [(0, "NE", int(socket.AF_UNIX), 0)]),
+]
 
 
 def strong_rules() -> list[Rule]:
     """Return the rules inside namespaces: no further namespaces, kernel interfaces, network."""
-    flags: list[Rule] = [
-        ("clone", errno.EPERM, [(0, "MASKED_EQ", bit, bit)])
-        for bit in (1 << i for i in range(32))
-        if bit & _NAMESPACES
-    ]
-    return _common() + flags
+    flags = [bit for bit in (1 << i for i in range(32)) if bit & _NAMESPACES]
+    return _COMMON + [("clone", errno.EPERM, [(0, "MASKED_EQ", bit, bit)]) for bit in flags]
 
 
 def weak_rules() -> list[Rule]:
     """Return the rules without namespaces: also no process, signal to others, write to a file."""
-    rules = _common() + [(name, errno.EPERM, []) for name in _WEAK_CALLS.split()]
-    rules.append(("socket", errno.EPERM, []))
-    rules.append(("socketpair", errno.EPERM, []))
+    rules = _COMMON + [(name, errno.EPERM, []) for name in _WEAK_CALLS.split()]
+    rules += [(name, errno.EPERM, []) for name in ("socket", "socketpair")]
     rules.append(("clone", errno.EPERM, [(0, "MASKED_EQ", CLONE_THREAD, 0)]))
     rules.append(("tgkill", errno.EPERM, [(0, "NE", "pid", 0)]))
     for call, position in (("open", 1), ("openat", 2)):
