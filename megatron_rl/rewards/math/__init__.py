@@ -30,14 +30,12 @@ def verify(answer: str, gold: str, *, cpu_seconds: float = 2.0) -> Verdict:
         gold: right answer, in LaTeX or plain text.
         cpu_seconds: limit of CPU time, beyond which the outcome is `timed_out`.
 
-    Raises:
-        VerifierDown: the verifier cannot work; the message has the remedy.
+    Raises `VerifierDown`, with the remedy, if the verifier cannot work.
 
     Example: `verify(r"so \boxed{\frac{2}{4}}", "0.5").passed` is True.
     """
     with _lock:
-        pool = _pools.get(cpu_seconds)
-        if pool is None:
+        if (pool := _pools.get(cpu_seconds)) is None:
             settings = VerifierSettings(workers=1, cpu_seconds=cpu_seconds)
             pool = VerifierPool(settings, ("math",))
             pool.start()

@@ -7,7 +7,6 @@ sum. Points where a side has no real value are skipped; if all are, complex valu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import mpmath
@@ -50,8 +49,7 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
     compared = 0
     for context in _contexts(symbols):
         with mp.workdps(DIGITS[1]):
-            pair = _values(a, b, context, real=True)
-            if pair is None:
+            if (pair := _values(a, b, context, real=True)) is None:
                 continue
             x, y = pair
             if _close(x, Fraction(0), context.scale) != _close(y, Fraction(0), context.scale):
@@ -65,9 +63,7 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
             elif not _close(_times(x, first[1]), _times(y, first[0]), context.scale):
                 return False
             compared += 1
-            if not symbols:
-                return True
-    return compared >= ENOUGH_POINTS
+    return compared >= (ENOUGH_POINTS if symbols else 1)
 
 
 def _times(x: Number, y: Number) -> Number:
@@ -82,14 +78,14 @@ def _close(x: Number, y: Number, scale: mpmath.mpf) -> bool:
     return bool(abs(x - y) <= size * mpmath.mpf(10) ** (12 - mp.dps))
 
 
-def _contexts(symbols: list[str]) -> list[Context]:
+def _contexts(symbols: list[str], log_base: Fraction | None = None) -> list[Context]:
     """Return the points at which to compare."""
     if not symbols:
-        return [Context()]
+        return [Context(log_base=log_base)]
     if len(symbols) > 12:
         raise OverLimit(f"{len(symbols)} variables: over the limit of 12")
     return [
-        Context(values={s: point[i % 5] + i // 5 for i, s in enumerate(symbols)})
+        Context({s: point[i % 5] + i // 5 for i, s in enumerate(symbols)}, log_base)
         for point in _POINTS
     ]
 
@@ -116,8 +112,7 @@ def _is_complex(x: Number, scale: mpmath.mpf) -> bool:
 def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -> bool:
     for real in (True, False):
         compared = 0
-        for context in _contexts(symbols):
-            context = replace(context, log_base=log_base)
+        for context in _contexts(symbols, log_base):
             agreed = _agree_at(a, b, context, real=real)
             if agreed is False:
                 return False
@@ -131,8 +126,7 @@ def _agree_at(a: Node, b: Node, context: Context, *, real: bool) -> bool | None:
     """Return True if the values at a point are equal; None if one is undefined."""
     for digits in DIGITS:
         with mp.workdps(digits):
-            pair = _values(a, b, context, real=real)
-            if pair is None:
+            if (pair := _values(a, b, context, real=real)) is None:
                 return None
             if not _close(*pair, context.scale):
                 return False

@@ -53,8 +53,7 @@ def to_mp(x: Number) -> mpmath.mpf | mpmath.mpc:
 
 def evaluate(node: Node, context: Context) -> Number:
     """Return the value at the working precision, a Fraction if rational; `Undefined` if none."""
-    handler = _HANDLERS.get(node.op)
-    if handler is None:
+    if (handler := _HANDLERS.get(node.op)) is None:
         raise Undefined(f"{node.op} has no value")
     return handler(node, context)
 
@@ -89,14 +88,6 @@ def _inverse(x: Number) -> Number:
     if x == 0:
         raise Undefined("a division by zero")
     return 1 / x
-
-
-def _quotient(node: Node, context: Context) -> Number:
-    a, b = (evaluate(x, context) for x in node.args)
-    b = _inverse(b)
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return _checked(a * b)
-    return to_mp(a) * to_mp(b)
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -217,8 +208,7 @@ def _call(node: Node, context: Context) -> Number:
         reals = [_real(a) for a in args]
         return (max if node.name == "max" else min)(reals, key=to_mp)
     if node.name in ("gcd", "lcm"):
-        integers = _integers(args, node.name)
-        return _checked(Fraction((math.gcd if node.name == "gcd" else math.lcm)(*integers)))
+        return _checked(Fraction(getattr(math, node.name)(*_integers(args, node.name))))
     if node.name == "binom":
         return _binomial(*_integers(args, "a binomial"))
     if node.name in ("log", "ln", "logbase"):
@@ -268,7 +258,7 @@ _HANDLERS = {
     "imaginary": lambda n, c: mpmath.mpc(0, 1),
     "add": _sum,
     "mul": _product,
-    "div": _quotient,
+    "div": lambda n, c: _product(Node("mul", (n.args[0], Node("inv", n.args[1:]))), c),
     "inv": lambda n, c: _inverse(evaluate(n.args[0], c)),
     "neg": lambda n, c: -evaluate(n.args[0], c),
     "pow": _power_node,

@@ -23,6 +23,7 @@ _CLOSERS = r") ] } \} \rceil \rfloor \rangle , = < > & ;"
 _STOPS = {"", *_CLOSERS.split()}
 _SIGNS = {"+": "plus", "-": "neg", "\\pm": "pm", "\\mp": "mp"}
 _TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv"}
+_BARS = ("|", "\\vert", "\\|")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _LETTERS = {"e": "e", "i": "imaginary"}
 _CONSTANTS = {"pi": "pi", "infty": "infinity", "imath": "imaginary"}
@@ -54,8 +55,7 @@ class _Parser:
         return self.tokens[i] if i < len(self.tokens) else ""
 
     def take(self) -> str:
-        token = self.peek()
-        if not token:
+        if not (token := self.peek()):
             raise Unreadable("the expression ends too early")
         self.i += 1
         return token
@@ -73,7 +73,7 @@ class _Parser:
     def expression(self, above: int = 0) -> Node:
         self.deeper()
         parts, made = [self.prefix()], ""
-        while (token := self.peek()) not in _STOPS and not self.closes_bar(token):
+        while (token := self.peek()) not in _STOPS and not (self.bars and token in _BARS):
             if token in _SIGNS:
                 if above >= _SUM:
                     break
@@ -100,9 +100,6 @@ class _Parser:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise OverLimit(f"nested deeper than {MAX_DEPTH // 2} levels")
-
-    def closes_bar(self, token: str) -> bool:
-        return token in ("|", "\\vert", "\\|") and self.bars > 0
 
     def juxtapose(self, left: Node) -> tuple[str, Node]:
         token = self.peek()
@@ -155,22 +152,21 @@ class _Parser:
 
     def script(self) -> Node:
         """Parse an exponent: a group, or one token (with a sign in plain text)."""
-        if self.peek() == "{":
-            return self.group()
+        if self.accept("{"):
+            return self.group("}")
         if self.accept("-"):
             return Node("neg", (self.atom(),))
         if self.accept("+"):
             return self.atom()
         node = self.atom()
-        if self.peek() == "^":
+        if self.accept("^"):
             self.deeper()
-            self.i += 1
             node = Node("pow", (node, self.script()))
             self.depth -= 1
         return node
 
-    def group(self, opening: str = "{", closing: str = "}") -> Node:
-        self.expect(opening)
+    def group(self, closing: str) -> Node:
+        """Parse the rest of a group whose opening bracket is consumed."""
         outer, self.bars = self.bars, 0
         node = self.expression()
         self.bars = outer
@@ -179,22 +175,19 @@ class _Parser:
 
     def argument(self) -> Node:
         r"""Parse the argument of a command: a group, or one token; `\frac12` has 1 and 2."""
+        if self.accept("{"):
+            return self.group("}")
         token = self.peek()
-        if token == "{":
-            return self.group()
         if len(token) > 1 and token.isdigit():
             self.tokens[self.i : self.i + 1] = [token[0], token[1:]]
         return self.atom()
 
     def atom(self) -> Node:
         self.deeper()
-        token = self.peek()
-        if token in _BRACKETS:
-            node = self.group(token, _BRACKETS[token])
-            self.depth -= 1
-            return node
         token = self.take()
-        if token[0].isdigit() or token[0] == ".":
+        if token in _BRACKETS:
+            node = self.group(_BRACKETS[token])
+        elif token[0].isdigit() or token[0] == ".":
             node = self.number(token)
         elif token.isalpha():
             constant = self.peek() != "_" and _LETTERS.get(token)
@@ -217,9 +210,8 @@ class _Parser:
     def number(self, token: str) -> Node:
         token, _, exponent = token.lower().partition("e")
         if exponent:
-            power = number(abs(int(exponent)))
-            power = Node("neg", (power,)) if int(exponent) < 0 else power
-            return Node("mul", (self.number(token), Node("pow", (number(10), power))))
+            power = Node("pow", (number(10), number(int(exponent))))
+            return Node("mul", (self.number(token), power))
         whole, point, decimals = token.partition(".")
         if not point:
             return number(int(token))
@@ -257,7 +249,7 @@ class _Parser:
             return Node("call", (self.argument(), self.argument()), name="binom")
         if name == "sqrt":
             # \sqrt(2) is not LaTeX, but always means the root of 2.
-            index = self.group("[", "]") if self.peek() == "[" else number(2)
+            index = self.group("]") if self.accept("[") else number(2)
             return Node("root", (self.argument(), index))
         if name in _CONSTANTS:
             return Node(_CONSTANTS[name])
@@ -290,8 +282,8 @@ class _Parser:
         return call if power is None else Node("pow", (call, power))
 
     def arguments(self) -> list[Node]:
-        if self.peek() == "{":
-            return [self.group()]
+        if self.accept("{"):
+            return [self.group("}")]
         if not self.accept("("):
             return [self.run()]
         args = [self.expression()]

@@ -42,8 +42,7 @@ def last_box(text: str) -> str | None:
     while (match := _BOX.search(text, position)) is not None:
         start = match.end()
         if text[start : start + 1] == "{":
-            end = _closing(text, start)
-            if end is None:
+            if (end := _closing(text, start)) is None:
                 raise NoAnswer("the last box is not closed")
             content, position = text[start + 1 : end], end + 1
         elif (token := _TOKEN.match(text, start)) is not None:
@@ -63,14 +62,12 @@ def unbox(text: str) -> str:
     r"""Remove every `\boxed{` and its closing brace from a text."""
     out, position = [], 0
     for _ in range(MAX_NESTED_BOXES):
-        match = _BOX.search(text, position)
-        if match is None:
+        if (match := _BOX.search(text, position)) is None:
             break
         out.append(text[position : match.start()])
         position = match.end()
         if text[position : position + 1] == "{":
-            end = _closing(text, position)
-            if end is None:
+            if (end := _closing(text, position)) is None:
                 raise NoAnswer("a box inside the last box is not closed")
             text = f"{text[:position]} {text[position + 1 : end]} {text[end + 1 :]}"
     out.append(text[position:])
@@ -99,8 +96,7 @@ def _closing(text: str, start: int) -> int | None:
 
 def bare_answer(text: str) -> str:
     """Return the answer in a text without a box: after "answer is", else the whole text."""
-    answer = strip_math_delimiters(_SENTENCE.split(text)[-1])
-    if not answer:
+    if not (answer := strip_math_delimiters(_SENTENCE.split(text)[-1])):
         raise NoAnswer("the answer is empty")
     return answer
 
@@ -119,17 +115,12 @@ def strip_math_delimiters(text: str) -> str:
 
 
 def extract_answer(text: str, think_end: str, *, boxed: bool, ended_thinking: bool) -> str:
-    """Return the answer of a completion; `NoAnswer` if there is none.
+    """Return the answer of a completion after `think_end`; `NoAnswer` if there is none.
 
-    Args:
-        text: completion.
-        think_end: marker that ends thinking.
-        boxed: accept only a box; else a text without a box is itself the answer.
-        ended_thinking: require `think_end`.
+    Without a box the text is itself the answer, unless it must be `boxed`.
     """
     tail = after_thinking(text, think_end, required=ended_thinking)
-    content = last_box(tail)
-    if content is not None:
+    if (content := last_box(tail)) is not None:
         return strip_math_delimiters(content)
     if boxed:
         raise NoAnswer("no \\boxed{...} in the answer")

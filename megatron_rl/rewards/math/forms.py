@@ -177,8 +177,7 @@ def _items(texts: list[str]) -> tuple[Form, ...]:
     out: list[Form] = []
     for text in texts:
         # "1, 2, and 3" leaves an item that starts with the word.
-        text = re.sub(r"^(?:and|or)\s", "", text.strip()).strip()
-        if not text:
+        if not (text := re.sub(r"^(?:and|or)\s", "", text.strip()).strip()):
             raise Unreadable("an empty item in a list")
         form = read_form(text)
         # 1, \pm 2 has three members.
@@ -214,8 +213,7 @@ def _split(text: str, separators: list[re.Match[str]]) -> list[str]:
 
 
 def _relation(text: str) -> Relation | None:
-    matches = _outside(_RELATION, text)
-    if not matches:
+    if not (matches := _outside(_RELATION, text)):
         return None
     if len(matches) > MAX_ITEMS:
         raise OverLimit(f"a chain of {len(matches)} relations: over the limit of {MAX_ITEMS}")
@@ -250,8 +248,7 @@ def _bracketed(text: str) -> Form | None:
         inside = text[len(opening) : end].strip()
         if opening == "\\{":
             return _set(inside)
-        commas = _outside(_COMMA, inside)
-        if not commas:
+        if not (commas := _outside(_COMMA, inside)):
             return None if last == closing and "\\cup" not in inside else read_form(inside)
         if opening == "\\langle" or last == "\\rangle":
             opening, last = "(", ")"

@@ -86,8 +86,7 @@ def tokenize(text: str) -> list[str]:
         raise over_length(text)
     tokens, position, end = [], 0, len(text.rstrip())
     while position < end:
-        match = _TOKEN.match(text, position)
-        if match is None:
+        if (match := _TOKEN.match(text, position)) is None:
             raise Unreadable(f"cannot read {text[position : position + 12].strip()!r}")
         token = match[1]
         if len(token) > MAX_DIGITS:

@@ -20,6 +20,7 @@ _UNICODE = {
     **dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r", " "),
     "∛": "\\sqrt[3] ",
     "°": "^\\circ ",
+    **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
     # A command that ends in a letter needs a space.
     **{
         k: f"{v} " if v[-1].isalpha() else v for k, v in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)
@@ -30,7 +31,6 @@ _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_FULLWIDTH = str.maketrans({0xFF10 + i: str(i) for i in range(10)})
 
 _SPELLINGS = """
 frac dfrac tfrac cfrac; binom dbinom tbinom choose
@@ -85,11 +85,10 @@ def clean(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _SUBSCRIPT.sub(lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
     text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
-    text = text.translate(_TABLE).translate(_FULLWIDTH)
+    text = text.translate(_TABLE)
     text = text.replace("\\not=", "\\ne ").replace("\\not =", "\\ne ")
-    text = (
-        text.replace("\\!", "").replace("$", "") if "\\$" not in text else text.replace("\\!", "")
-    )
+    text = text if "\\$" in text else text.replace("$", "")
+    text = text.replace("\\!", "")
     text = _STYLE.sub(" ", text)
     text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
     text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)

@@ -82,8 +82,7 @@ def verify(answer: str, gold: str) -> bool | None:
     if any(not isinstance(s, sympy.Basic | sympy.MatrixBase) for s in sides):
         return None
     sides = [_summed(side) for side in sides]
-    decided = same_number(sides[0], sides[1])
-    if decided is not None:
+    if (decided := same_number(sides[0], sides[1])) is not None:
         return decided
     # No timeout by signals: the worker has a hard limit, and this may run in any thread.
     return bool(math_verify.verify(sides[0], sides[1], timeout_seconds=None))

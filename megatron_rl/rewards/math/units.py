@@ -6,51 +6,39 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-F = Fraction
 MAX_CHARACTERS = 400
 """Longer texts have no unit."""
 
-_NAMES: dict[str, tuple[str, Fraction]] = {}
-"""Name -> (kind, size in the kind's base unit)."""
-
-
-def _define(kind: str, size: Fraction | int, names: str) -> None:
-    for name in names.split(","):
-        _NAMES[name] = (kind, Fraction(size))
-
-
-_define("length", F(1, 1000), "mm,millimeter,millimeters,millimetre,millimetres")
-_define("length", F(1, 100), "cm,centimeter,centimeters,centimetre,centimetres")
-_define("length", 1, "m,meter,meters,metre,metres")
-_define("length", 1000, "km,kilometer,kilometers,kilometre,kilometres")
-_define("length", F(254, 10000), "in,inch,inches")
-_define("length", F(3048, 10000), "ft,foot,feet")
-_define("length", F(9144, 10000), "yd,yard,yards")
-_define("length", F(1609344, 1000), "mi,mile,miles")
-_define("mass", F(1, 1000), "mg,milligram,milligrams")
-_define("mass", 1, "g,gram,grams")
-_define("mass", 1000, "kg,kilogram,kilograms")
-_define("mass", F(45359237, 100000), "lb,lbs,pound,pounds")
-_define("mass", F(45359237, 1600000), "oz,ounce,ounces")
-_define("time", 1, "s,sec,secs,second,seconds")
-_define("time", 60, "min,mins,minute,minutes")
-_define("time", 3600, "h,hr,hrs,hour,hours")
-_define("time", 86400, "day,days")
-_define("time", 604800, "week,weeks")
-_define("year", 1, "yr,yrs,year,years")
-_define("month", 1, "month,months")
-_define("volume", F(1, 1000), "ml,mL,milliliter,milliliters,millilitre,millilitres")
-_define("volume", 1, "l,L,liter,liters,litre,litres")
-_define("money", F(1, 100), "cent,cents")
-_define("money", 1, "dollar,dollars,usd,USD")
-_define("euro", 1, "euro,euros")
-_define("speed", 1, "mph,miles per hour,mi/h,miles/hour,mi/hr,miles/hr")
-_define("speed km/h", 1, "km/h,km/hr,kph,kilometers per hour,kmh,kilometers/hour")
-_define("speed m/s", 1, "m/s,meters per second,meters/second")
-_define("angle", 1, "degree,degrees,deg")
-_define("radian", 1, "radian,radians,rad")
-_define("percent", 1, "percent,per cent,percentage,pct,%")
-_define("units", 1, "unit,units")
+_UNITS = """
+length: 0.001 mm,millimeter,millimeters,millimetre,millimetres
+length: 0.01 cm,centimeter,centimeters,centimetre,centimetres; 1 m,meter,meters,metre,metres
+length: 1000 km,kilometer,kilometers,kilometre,kilometres; 0.0254 in,inch,inches
+length: 0.3048 ft,foot,feet; 0.9144 yd,yard,yards; 1609.344 mi,mile,miles
+mass: 0.001 mg,milligram,milligrams; 1 g,gram,grams; 1000 kg,kilogram,kilograms
+mass: 453.59237 lb,lbs,pound,pounds; 28.349523125 oz,ounce,ounces
+time: 1 s,sec,secs,second,seconds; 60 min,mins,minute,minutes; 3600 h,hr,hrs,hour,hours
+time: 86400 day,days; 604800 week,weeks
+year: 1 yr,yrs,year,years
+month: 1 month,months
+volume: 0.001 ml,mL,milliliter,milliliters,millilitre,millilitres
+volume: 1 l,L,liter,liters,litre,litres
+money: 0.01 cent,cents; 1 dollar,dollars,usd,USD
+euro: 1 euro,euros
+speed: 1 mph,miles per hour,mi/h,miles/hour,mi/hr,miles/hr
+speed km/h: 1 km/h,km/hr,kph,kilometers per hour,kmh,kilometers/hour
+speed m/s: 1 m/s,meters per second,meters/second
+angle: 1 degree,degrees,deg
+radian: 1 radian,radians,rad
+percent: 1 percent,per cent,percentage,pct,%
+units: 1 unit,units
+"""
+"""Lines of a kind: size in its base unit and names, of one unit after the other."""
+_NAMES = {
+    name: (kind, Fraction(size))
+    for kind, units in (line.split(": ") for line in _UNITS.strip().splitlines())
+    for size, names in (unit.split(" ", 1) for unit in units.split("; "))
+    for name in names.split(",")
+}
 
 _WORDS = re.compile(
     r"^(?P<value>.*?[\d)}\]!A-Za-z])\s*(?P<unit>"

@@ -64,14 +64,10 @@ def math_verdict(
     boxed: bool = False,
     ended_thinking: bool = False,
 ) -> Verdict:
-    """Return the verdict on a completion or an answer.
+    """Return the verdict on a completion, or only an answer.
 
-    Args:
-        text: completion, or only an answer.
-        gold: right answer.
-        think_end: marker before which there is no answer.
-        boxed: accept only a box.
-        ended_thinking: require `think_end`.
+    There is no answer before `think_end`, which `ended_thinking` requires; `boxed` accepts only a
+    box.
     """
     try:
         answer = extract_answer(text, think_end, boxed=boxed, ended_thinking=ended_thinking)
@@ -115,8 +111,7 @@ def _compare(answer: str, gold: str) -> Verdict:
     answer, gold = normal(answer), normal(gold)
     if text_form(answer) == text_form(gold):
         return right
-    choice = _compare_choice(answer, gold)
-    if choice is not None:
+    if (choice := _compare_choice(answer, gold)) is not None:
         return right if choice else wrong
     return _compare_readings(answer, gold, right, wrong)
 
@@ -138,13 +133,11 @@ def _compare_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) ->
     if limit or answers.over_limit or (golds.over_limit and not golds.readings):
         raise OverLimit(limit or answers.error or golds.error)
     if not (golds.readings and answers.readings):
-        decided = None
         if _FOR_MATH_VERIFY.search(answer) or _FOR_MATH_VERIFY.search(gold):
             from megatron_rl.rewards.math import stock
 
-            decided = stock.verify(answer, gold)
-        if decided is not None:
-            return right if decided else wrong
+            if (decided := stock.verify(answer, gold)) is not None:
+                return right if decided else wrong
         if golds.readings:
             return Verdict(Outcome.UNPARSABLE, f"answer {shorten(answer)}: {answers.error}")
         return Verdict(Outcome.UNPARSABLE, f"gold answer {shorten(gold)}: {golds.error}")
