@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from megatron_rl.commands.ablate.cli import app as ablate_app
 from megatron_rl.commands.convert.cli import app as convert_app
@@ -36,27 +37,17 @@ silence_notices()
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of the run; omit for the defaults.")
-]
-PlanOption = Annotated[
-    bool, typer.Option("--plan", help="Print the resolved plan and start nothing.")
-]
-DryRunOption = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Print configuration, roles, paths, memory and launch lines; start nothing.",
-    ),
-]
+Config = Annotated[Path | None, Option(help="YAML file of the run; omit for the defaults.")]
+Plan = Annotated[bool, Option("--plan", help="Print the resolved plan and start nothing.")]
+DRY_RUN = "Print configuration, roles, paths, memory and launch lines; start nothing."
 
 
 @app.command(context_settings=OVERRIDES)
 def train(
     context: typer.Context,
-    config: ConfigOption = None,
-    plan: PlanOption = False,
-    dry_run: DryRunOption = False,
+    config: Config = None,
+    plan: Plan = False,
+    dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
 ) -> None:
     """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.
 
@@ -82,7 +73,7 @@ def train(
 
 
 @app.command(context_settings=OVERRIDES)
-def sft(context: typer.Context, config: ConfigOption = None) -> None:
+def sft(context: typer.Context, config: Config = None) -> None:
     """Run the supervised stage that makes the start checkpoint of a tiny model."""
     from megatron_rl.train import run
 

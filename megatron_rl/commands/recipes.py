@@ -14,6 +14,7 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(help="Name of a recipe (`megatron-rl recipes`).")]
+All = Annotated[bool, typer.Option("--all", help="All keys, with those of machine and task.")]
 RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision")
 """The subjects of a recipe; the other sections depend on the machine, the task and the run."""
 
@@ -29,12 +30,7 @@ def list_recipes(context: typer.Context) -> None:
 
 
 @app.command()
-def show(
-    name: Name,
-    every: Annotated[
-        bool, typer.Option("--all", help="All keys, with those of machine and task.")
-    ] = False,
-) -> None:
+def show(name: Name, every: All = False) -> None:
     """Print the values of a recipe as YAML, with its bases and the defaults."""
     import yaml
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierError
 from megatron_rl.rewards.pool import VerifierPool
@@ -21,7 +22,10 @@ rewards = typer.Typer(no_args_is_help=True, help="Try reward functions.")
 app.add_typer(rewards, name="rewards")
 
 EXIT_WRONG, EXIT_ERROR = 1, 2
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per verdict.")]
+CASES = "JSON Lines with gold, answer and optionally the expected verdict."
+SAMPLES = "JSON Lines with completion, gold, optionally kind and meta."
+FUNCTION = "Import path package.module:function of a custom reward."
+Json = Annotated[bool, Option("--json", help="Print one JSON object per verdict.")]
 
 
 def _fail(message: str) -> NoReturn:
@@ -31,16 +35,11 @@ def _fail(message: str) -> NoReturn:
 
 @app.command()
 def verify(
-    gold: Annotated[str | None, typer.Option(help="Right answer.")] = None,
-    answer: Annotated[
-        str | None, typer.Option(help="Answer or completion; its last box counts.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(help="JSON Lines with gold, answer and optionally the expected verdict."),
-    ] = None,
-    as_json: JsonOption = False,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes for --file.")] = 2,
+    gold: Annotated[str | None, Option(help="Right answer.")] = None,
+    answer: Annotated[str | None, Option(help="Answer or completion; its last box counts.")] = None,
+    file: Annotated[Path | None, Option(help=CASES)] = None,
+    as_json: Json = False,
+    workers: Annotated[int, Option(min=1, help="Worker processes for --file.")] = 2,
 ) -> None:
     r"""Check mathematical answers: `megatron-rl verify --gold '1/2' --answer '\frac{2}{4}'`.
 
@@ -74,19 +73,13 @@ def verify(
 
 @rewards.command("try")
 def try_rewards(
-    file: Annotated[
-        Path, typer.Argument(help="JSON Lines with completion, gold, optionally kind and meta.")
-    ],
-    function: Annotated[
-        str | None, typer.Option(help="Import path package.module:function of a custom reward.")
-    ] = None,
-    kind: Annotated[str, typer.Option(help="Task kind of rows without one.")] = "math",
-    samples: Annotated[int, typer.Option(min=1, help="Rows to try.")] = 20,
-    sandbox: Annotated[
-        str, typer.Option(help="strong, or weak (rlimits and seccomp only).")
-    ] = "strong",
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    as_json: JsonOption = False,
+    file: Annotated[Path, Argument(help=SAMPLES)],
+    function: Annotated[str | None, Option(help=FUNCTION)] = None,
+    kind: Annotated[str, Option(help="Task kind of rows without one.")] = "math",
+    samples: Annotated[int, Option(min=1, help="Rows to try.")] = 20,
+    sandbox: Annotated[str, Option(help="strong, or weak (rlimits and seccomp only).")] = "strong",
+    workers: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
+    as_json: Json = False,
 ) -> None:
     """Call a reward on samples as a run would; print verdicts, rewards and speed.
 
@@ -131,13 +124,12 @@ def _read(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except ValueError as e:
             _fail(f"{path}:{number}: not JSON: {e}")
-        texts = row if isinstance(row, dict) else {}
+        texts = rows[-1] if isinstance(rows[-1], dict) else {}
         if missing := [name for name in required if not isinstance(texts.get(name), str)]:
             _fail(f"{path}:{number}: no text under {', '.join(missing)}")
-        rows.append(row)
     if not rows:
         _fail(f"{path}: no rows")
     return rows

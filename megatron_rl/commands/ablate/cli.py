@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 RECIPES = "Recipes to compare, separated by commas (`megatron-rl recipes`)."
-SEEDS = "Runs of each recipe, with seeds 1, 2, ..."
 CONFIG = "YAML file of the sizes, on top of each recipe; default: the tiny task."
 START = "Model that all runs start from; default: a supervised stage makes it."
 
@@ -19,13 +19,13 @@ START = "Model that all runs start from; default: a supervised stage makes it."
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def ablate(
     context: typer.Context,
-    recipes: Annotated[str, typer.Option(help=RECIPES)],
-    seeds: Annotated[int, typer.Option(min=1, help=SEEDS)] = 1,
-    output: Annotated[Path, typer.Option(help="Folder of the ablation.")] = Path("runs/ablation"),
-    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
-    start_checkpoint: Annotated[Path | None, typer.Option(help=START)] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens that end a run.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Minutes of RL that end a run.")] = None,
+    recipes: Annotated[str, Option(help=RECIPES)],
+    seeds: Annotated[int, Option(min=1, help="Runs of each recipe, with seeds 1, 2, ...")] = 1,
+    output: Annotated[Path, Option(help="Folder of the ablation.")] = Path("runs/ablation"),
+    config: Annotated[Path | None, Option(help=CONFIG)] = None,
+    start_checkpoint: Annotated[Path | None, Option(help=START)] = None,
+    tokens: Annotated[int | None, Option(help="Tokens that end a run.")] = None,
+    minutes: Annotated[float | None, Option(help="Minutes of RL that end a run.")] = None,
 ) -> None:
     """Run recipes on the tiny task, fit each, and compare them.
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from typer import Argument, Option
 
 from megatron_rl.commands.convert import resumable
 from megatron_rl.commands.convert.resumable import ConvertError
@@ -16,31 +17,23 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
+LIKE = """Hugging Face directory that a Megatron checkpoint was trained from: source of config.json,
+tokenizer and untrained tensors. Default: the one in the checkpoint."""
+SHARD = "Largest safetensors file of a Hugging Face directory."
+DTYPE = "Dtype of exported weights: keep, bf16, fp16 or fp32."
+VERIFY = "Compare SOURCE with its SHA256SUMS; no TARGET."
+
 
 @app.command("convert")
 def convert_command(
-    source: Annotated[Path, typer.Argument(help="Hugging Face directory or Megatron checkpoint.")],
-    target: Annotated[Path | None, typer.Argument(help="Directory to make.")] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            help="Hugging Face directory that a Megatron checkpoint was trained from: source of"
-            " config.json, tokenizer and untrained tensors. Default: the one in the checkpoint."
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest safetensors file of a Hugging Face directory.")
-    ] = "1GB",
-    part_size: Annotated[
-        str, typer.Option(help="Size of the files of a Megatron checkpoint.")
-    ] = "1GB",
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of exported weights: keep, bf16, fp16 or fp32.")
-    ] = "keep",
-    workers: Annotated[int, typer.Option(min=1, help="Files that are written at once.")] = 1,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare SOURCE with its SHA256SUMS; no TARGET.")
-    ] = False,
+    source: Annotated[Path, Argument(help="Hugging Face directory or Megatron checkpoint.")],
+    target: Annotated[Path | None, Argument(help="Directory to make.")] = None,
+    like: Annotated[Path | None, Option(help=LIKE)] = None,
+    max_shard_size: Annotated[str, Option(help=SHARD)] = "1GB",
+    part_size: Annotated[str, Option(help="Size of the files of a Megatron checkpoint.")] = "1GB",
+    dtype: Annotated[str, Option(help=DTYPE)] = "keep",
+    workers: Annotated[int, Option(min=1, help="Files that are written at once.")] = 1,
+    verify: Annotated[bool, Option("--verify", help=VERIFY)] = False,
 ) -> None:
     """Convert a checkpoint: Hugging Face to Megatron's distributed format, or back.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from megatron_rl.commands.doctor import Result, node_checks, software_checks
 
@@ -20,24 +21,17 @@ app = typer.Typer()
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
 RENDEZVOUS_PORT = 29500
 """torchrun's default."""
+PORT = "Port that must be free; may be repeated [29500]."
+QUICK = "Only checks that start no process (a health check)."
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def doctor(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="YAML file of a run whose settings count.")
-    ] = None,
-    port: Annotated[
-        list[int] | None,
-        typer.Option("--port", help="Port that must be free; may be repeated [29500]."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only checks that start no process (a health check).")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text.")
-    ] = False,
+    config: Annotated[Path | None, Option(help="YAML file of a run whose settings count.")] = None,
+    port: Annotated[list[int] | None, Option(help=PORT)] = None,
+    quick: Annotated[bool, Option("--quick", help=QUICK)] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Check versions, devices, upstream fixes, ports, memory and transport; print remedies.
 

@@ -19,39 +19,30 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 PATH_HELP = "Hugging Face directory, checkpoint of a run, or a run's folder (its newest)."
 DATA_HELP = """aime2024, aime2025, math500, livecodebench, NAME=PATH of a local copy, a .jsonl, or
 `run`: the run's own held-out prompts (default). Can be repeated."""
-Checkpoint = Annotated[Path, Argument(help=PATH_HELP)]
-Data = Annotated[list[str] | None, Option(help=DATA_HELP)]
 Samples = Annotated[int | None, Option(min=1, help="Completions per prompt; default: the run's.")]
 Temperature = Annotated[float | None, Option(min=0.0, help="Temperature; default: the run's.")]
-Limit = Annotated[int | None, Option(min=1, help="Maximum questions of each set.")]
 Verifier = Annotated[str, Option(help="Verifier of a .jsonl whose rows name no `kind`.")]
-Seed = Annotated[int, Option(min=0, help="Seed of the engine.")]
 Config = Annotated[Path | None, Option(help="Configuration; default: the run's config.yaml.")]
-Kept = Annotated[
-    Path | None, Option(help="Keep the converted checkpoint here; default: delete it.")
-]
+Kept = Annotated[Path | None, Option(help="Keep the conversion here; default: delete it.")]
 Json = Annotated[Path | None, Option("--json", help="Write all estimates as one JSON object.")]
 Jsonl = Annotated[Path | None, Option("--jsonl", help="Write every completion with its verdict.")]
-Fit = Annotated[
-    Path | None, Option("--fit", help="Add a point to this .jsonl of `megatron-rl fit`.")
-]
+Fit = Annotated[Path | None, Option("--fit", help="Add a point to a .jsonl of `megatron-rl fit`.")]
 Series = Annotated[str | None, Option(help="Curve's name in --fit; default: the run's folder.")]
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def evaluate(
     context: typer.Context,
-    checkpoint: Checkpoint,
-    data: Data = None,
+    checkpoint: Annotated[Path, Argument(help=PATH_HELP)],
+    data: Annotated[list[str] | None, Option(help=DATA_HELP)] = None,
     samples: Samples = None,
     temperature: Temperature = None,
-    limit: Limit = None,
+    limit: Annotated[int | None, Option(min=1, help="Maximum questions of each set.")] = None,
     verifier: Verifier = "math",
-    seed: Seed = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the engine.")] = 0,
     config: Config = None,
     huggingface: Kept = None,
     json_file: Json = None,

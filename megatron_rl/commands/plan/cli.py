@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from megatron_rl.commands.plan.memory import RESERVE_GIB
 from megatron_rl.commands.plan.plan_report import memory_plan
@@ -13,30 +14,24 @@ from megatron_rl.config import load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+WORLD = "Ranks of the run; default: those of the configuration."
+GPU = "Memory of a GPU in GiB; default: roles.gpu_gib."
+RESERVE = "Of a trainer's GPU for CUDA, NCCL and fragmentation."
+NODE = "GPUs of a node; default: roles.gpus_per_node."
+SEARCH = "Propose layouts even if the given one fits."
+
 
 @app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def plan_command(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML file of the run.")] = None,
-    config_option: Annotated[Path | None, typer.Option("--config", help="The same.")] = None,
-    world: Annotated[
-        int | None, typer.Option(help="Ranks of the run; default: those of the configuration.")
-    ] = None,
-    gpu_gib: Annotated[
-        float | None, typer.Option(help="Memory of a GPU in GiB; default: roles.gpu_gib.", min=1.0)
-    ] = None,
-    reserve_gib: Annotated[
-        float, typer.Option(help="Of a trainer's GPU for CUDA, NCCL and fragmentation.", min=0.0)
-    ] = RESERVE_GIB,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs of a node; default: roles.gpus_per_node.", min=1)
-    ] = None,
-    search_layouts: Annotated[
-        bool, typer.Option("--search", help="Propose layouts even if the given one fits.")
-    ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the plan as JSON.")
-    ] = None,
+    config_option: Annotated[Path | None, Option("--config", help="The same.")] = None,
+    world: Annotated[int | None, Option(help=WORLD)] = None,
+    gpu_gib: Annotated[float | None, Option(help=GPU, min=1.0)] = None,
+    reserve_gib: Annotated[float, Option(help=RESERVE, min=0.0)] = RESERVE_GIB,
+    gpus_per_node: Annotated[int | None, Option(help=NODE, min=1)] = None,
+    search_layouts: Annotated[bool, Option("--search", help=SEARCH)] = False,
+    json_path: Annotated[Path | None, Option("--json", help="Write the plan as JSON.")] = None,
 ) -> None:
     """Print the memory of each rank before anything starts; propose a layout if it does not fit.
 
