@@ -28,17 +28,15 @@ BACKEND = "torch_dist"
 
 
 def locate(directory: Path) -> Path:
-    """Return the folder of a checkpoint directory that holds `.metadata`.
+    """Return the folder with `.metadata` of a checkpoint directory.
 
-    Args:
-        directory: that folder, a directory of a Megatron pretraining script (with its
-            `latest_checkpointed_iteration.txt`), or a checkpoint of a training run.
+    It is that folder, a directory of a Megatron pretraining script (with its
+    `latest_checkpointed_iteration.txt`), or a checkpoint of a training run.
 
     Raises:
         ConvertError: none of them.
     """
-    tracker = directory / TRACKER
-    folder = directory
+    tracker, folder = directory / TRACKER, directory
     if tracker.is_file():
         iteration = tracker.read_text().strip()
         folder /= iteration if iteration == RELEASE else f"iter_{int(iteration):07d}"
@@ -74,11 +72,7 @@ class MegatronCheckpoint:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def _find(self, weight: Weight) -> tuple[str, Any, StoredParameter]:
-        """Return key, metadata and position of a parameter.
-
-        Raises:
-            ConvertError: it is missing, or has another shape.
-        """
+        """Return key, metadata and position of a parameter of the expected shape."""
         tried: list[str] = []
         for stacked in (True, False):
             stored = stored_parameter(self.architecture, weight, stacked)
@@ -103,8 +97,7 @@ class MegatronCheckpoint:
 
     def dtype(self, weight: Weight) -> torch.dtype:
         """Return the dtype in which a parameter is stored."""
-        dtype: torch.dtype = self._find(weight)[1].properties.dtype
-        return dtype
+        return self._find(weight)[1].properties.dtype
 
     def read(self, weight: Weight) -> Tensor:
         """Return a parameter, without the padding of the vocabulary."""

@@ -14,14 +14,11 @@ Rules of megatron-core 0.19 (and of its predecessors since 0.8):
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.mapping import Weight
+from megatron_rl.models.mapping import Weight, transformer_engine_name
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LOCAL_MOE_NORM, _TE_MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 
 
@@ -43,8 +40,7 @@ class StoredParameter:
 
 def layers_are_stacked(architecture: Architecture) -> bool:
     """Return True if Megatron stores this model's layers in one tensor per parameter."""
-    frequency = architecture.config_fields().get("moe_layer_freq", 1)
-    return isinstance(frequency, int) and frequency <= 1
+    return "moe_layer_freq" not in architecture.config_fields()
 
 
 def stored_parameter(architecture: Architecture, weight: Weight, stacked: bool) -> StoredParameter:
@@ -52,19 +48,15 @@ def stored_parameter(architecture: Architecture, weight: Weight, stacked: bool) 
     name = weight.megatron
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
-    layer = _LAYER.match(name)
-    if layer is not None and stacked:
-        stack, index = (architecture.layers,), (int(layer[1]),)
-        name = _LAYER.sub("decoder.layers.", name)
+    if weight.layer is not None and stacked:
+        stack, index = (architecture.layers,), (weight.layer,)
+        name = name.replace(f".layers.{weight.layer}.", ".layers.")
     if weight.expert is not None:
         stack, index = (*stack, architecture.experts), (*index, weight.expert)
-        name = _EXPERT.sub(".experts.", name)
-    name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    name = name.replace(".pre_dense_layernorm.", ".mlp.linear_fc1.layer_norm_")
-    if name.endswith(_TE_MOE_NORM):
-        local = name.replace(_TE_MOE_NORM, _LOCAL_MOE_NORM)
-        return StoredParameter((local, name), stack, index)
-    return StoredParameter((name,), stack, index)
+        name = name.replace(f".local_experts.{weight.expert}.", ".experts.")
+    name = transformer_engine_name(name)
+    keys = dict.fromkeys((name.replace(_TE_MOE_NORM, _LOCAL_MOE_NORM), name))
+    return StoredParameter(tuple(keys), stack, index)
 
 
 def extra_states(parameter: StoredParameter) -> list[str]:

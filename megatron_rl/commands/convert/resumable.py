@@ -61,11 +61,8 @@ class Output:
     ) -> Path:
         """Write the files that are not recorded yet, finish, and rename the result to the target.
 
-        Args:
-            settings: options of the conversion; JSON.
-            sources: files that it reads.
-            files: all large files.
-            finish: writes the rest, given the folder and the results of `files`.
+        `settings` are the options of the conversion (JSON), `sources` the files that it reads,
+        `files` all large files; `finish` writes the rest, given the folder and their results.
 
         Raises:
             ConvertError: the target exists, another process is writing it, or a killed conversion
@@ -77,21 +74,20 @@ class Output:
             tree, written = folder / "tree", self._write_missing(folder, files)
             finish(tree, [result for _, result in written.values()])
             sums = {name: digest for name, (digest, _) in written.items()}
-            for name in _files_below(tree) - sums.keys():
-                sums[name] = file_sum(tree / name)
+            sums |= {name: file_sum(tree / name) for name in _files_below(tree) - sums.keys()}
             lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-            replace_file(tree / SUMS, "".join(lines).encode())
+            replace_file(tree / SUMS, "".join(lines))
             tree.rename(self.target)
             shutil.rmtree(folder)
         return self.target
 
     def _write_missing(self, folder: Path, files: Writers) -> dict[str, tuple[str, Any]]:
         """Return SHA-256 and result of every file."""
-        begin = time.monotonic()
+        begin, tree = time.monotonic(), folder / "tree"
         records = {name: folder / f"{name.replace('/', '-')}.pickle" for name in files}
 
         def write(name: str) -> str:
-            path = folder / "tree" / name
+            path = tree / name
             path.parent.mkdir(exist_ok=True)
             result = files[name](path)
             replace_file(records[name], pickle.dumps((file_sum(path), result)))
@@ -124,10 +120,9 @@ def _work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
             ) from None
         path = folder / "settings.json"
         if not path.is_file():
-            replace_file(path, json.dumps(settings, indent=1).encode())
+            replace_file(path, json.dumps(settings, indent=1))
         before = json.loads(path.read_text())
-        differ = [key for key in settings if before.get(key) != settings[key]]
-        if differ:
+        if differ := [key for key in settings if before.get(key) != settings[key]]:
             raise ConvertError(
                 f"{folder} holds an unfinished conversion with another {', '.join(differ)}: start"
                 " it with the same settings to resume it, or remove the folder"

@@ -63,8 +63,7 @@ class SafetensorsDirectory:
     def read(self, name: str) -> Tensor:
         """Return a tensor that is mapped from its file: only what is used of it is read."""
         with safe_open(self.file_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            return file.get_tensor(name)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -72,8 +71,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ConvertError(f"{path}: missing; a Hugging Face model directory has one")
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
+    return json.loads(path.read_text())
 
 
 def copy_other_files(source: Path, target: Path) -> None:

@@ -30,14 +30,11 @@ from megatron_rl.models import architecture
 def convert(
     source: Path, output: Output, like: Path | None = None, dtype: str | None = None
 ) -> Path:
-    """Convert a Megatron checkpoint that was written by any layout.
+    """Convert a Megatron checkpoint (`distributed.locate`) that was written by any layout.
 
-    Args:
-        source: see `distributed.locate`.
-        output: a tensor above its `file_bytes` gets its own file.
-        like: Hugging Face directory that the training started from; default: the one that a
-            converted checkpoint contains.
-        dtype: of the trained tensors, such as "bfloat16"; None: as stored.
+    `like` is the Hugging Face directory that the training started from (default: the one that a
+    converted checkpoint contains), `dtype` that of the trained tensors, such as "bfloat16"
+    (default: as stored). A tensor above the `file_bytes` of `output` gets its own file.
 
     Raises:
         ConvertError: no checkpoint, one of another model, or no Hugging Face directory.
@@ -50,10 +47,9 @@ def convert(
             " training started from with --like"
         )
     arch, untouched = architecture(read_config(like)), None
-    patterns = ("untouched*.safetensors", "*.safetensors")
-    if any(like.glob(patterns[0])):
-        untouched = SafetensorsDirectory(like, patterns[0])
-    elif any(like.glob(patterns[1])):
+    if any(like.glob("untouched*.safetensors")):
+        untouched = SafetensorsDirectory(like, "untouched*.safetensors")
+    elif any(like.glob("*.safetensors")):
         untouched = SafetensorsDirectory(like)
     elif arch.untrained:
         raise ConvertError(
@@ -63,14 +59,12 @@ def convert(
         )
     checkpoint, shapes = MegatronCheckpoint(folder, arch), arch.shapes()
     tensors: dict[str, Tensor] = {}
-    for weight in arch.weights():
-        if weight.exported:
-            kind = checkpoint.dtype(weight) if dtype is None else getattr(torch, dtype)
-            for name in weight.hf:
-                tensors[name] = torch.empty(shapes[name], dtype=kind, device="meta")
+    for weight in (w for w in arch.weights() if w.exported):
+        kind = checkpoint.dtype(weight) if dtype is None else getattr(torch, dtype)
+        for name in weight.hf:
+            tensors[name] = torch.empty(shapes[name], dtype=kind, device="meta")
     if untouched is not None:
-        for name in arch.passthrough(untouched.tensors):
-            tensors[name] = untouched.tensors[name]
+        tensors |= {n: untouched.tensors[n] for n in arch.passthrough(untouched.tensors)}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=output.file_bytes)
     files: Writers = {
         file: functools.partial(_write_shard, checkpoint, untouched, {n: tensors[n] for n in names})
@@ -95,17 +89,14 @@ def _write_shard(
     for weight in checkpoint.architecture.weights():
         if not weight.exported or tensors.keys().isdisjoint(weight.hf):
             continue
-        for name, part in zip(
-            weight.hf, weight.pack.to_huggingface(checkpoint.read(weight)), strict=True
-        ):
-            if name not in tensors:
-                continue
-            if weight.index is None:
+        parts = weight.pack.to_huggingface(checkpoint.read(weight))
+        for name, part in zip(weight.hf, parts, strict=True):
+            if name in tensors and weight.index is None:
                 out[name] = part.to(tensors[name].dtype).contiguous()
-                continue
-            if name not in out:
-                out[name] = torch.empty_like(tensors[name], device="cpu")
-            out[name][weight.index] = part
+            elif name in tensors:
+                if name not in out:
+                    out[name] = torch.empty_like(tensors[name], device="cpu")
+                out[name][weight.index] = part
     for name in tensors.keys() - out.keys():
         assert untouched is not None
         out[name] = untouched.read(name)
