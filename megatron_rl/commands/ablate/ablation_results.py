@@ -24,11 +24,7 @@ SCHEMA = "megatron_rl.ablation/2"
 
 
 def write(runs: list[Run], folder: Path) -> dict[str, Any]:
-    """Fit these runs; write comparison.json, .md and, if two recipes have fits, .png.
-
-    Returns:
-        The contents of comparison.json.
-    """
+    """Fit these runs; write comparison.json (returned), .md and, of two or more fits, .png."""
     from megatron_rl.scaling import PointsError, compare
     from megatron_rl.scaling.plot import save_comparison
     from megatron_rl.scaling.report import comparison_to_dict

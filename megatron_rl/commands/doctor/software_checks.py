@@ -146,9 +146,8 @@ def check_transformer_engine(*, cuda: bool) -> Result:
     if importlib.util.find_spec("transformer_engine") is None:
         if cuda:
             return Result("note", "not installed: Megatron's local layers are used; FP8 needs it")
-        return Result(
-            "note", "not installed, and not usable without a GPU: torch's layers are used"
-        )
+        detail = "not installed, and not usable without a GPU: torch's layers are used"
+        return Result("note", detail)
     path, error = output_of([sys.executable, "-c", TRANSFORMER_ENGINE])
     if not error:
         return Result("ok", path.strip())
@@ -186,13 +185,11 @@ def check_kernels(*, cuda: bool) -> Result:
 
 def check_features(answer: dict[str, Any]) -> dict[str, Result]:
     """Check the features of vLLM that a run uses."""
-    results, remedy = {}, "install a vLLM of the supported range: see setup.py"
-    for name, state in answer.get("features", {}).items():
-        error = state.get("error")
-        results[f"vLLM: {name}"] = (
-            Result("fail", error, remedy) if error else Result("ok", "present")
-        )
-    return results
+    remedy, present = "install a vLLM of the supported range: see setup.py", Result("ok", "present")
+    return {
+        f"vLLM: {name}": Result("fail", x["error"], remedy) if "error" in x else present
+        for name, x in answer.get("features", {}).items()
+    }
 
 
 def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:

@@ -186,8 +186,7 @@ def _table(one: dict[str, Any]) -> Table:
     n = one["samples_per_prompt"]
     ks = [k for k in one["pass_at_k"] if k != "1"]
     majority = [] if one["majority_at_n"] is None else [f"majority@{n}"]
-    title = f"{one['data']} (percent)"
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=f"{one['data']} (percent)", title_justify="left", header_style="bold")
     table.add_column("difficulty", no_wrap=True)
     for name in ("prompts", f"mean@{n}", *(f"pass@{k}" for k in ks), *majority):
         table.add_column(name, justify="right", no_wrap=True)

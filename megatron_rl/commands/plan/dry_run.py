@@ -18,8 +18,7 @@ from megatron_rl.orchestrator.run_plan import print_plan
 def dry_run(config: RunConfig, path: Path | None, overrides: list[str]) -> int:
     """Print the resolved configuration, roles, paths, memory plan and launch lines.
 
-    Returns:
-        Exit status of `megatron-rl plan`; missing paths are reported and do not count.
+    Return the exit status of `megatron-rl plan`; missing paths are reported and do not count.
     """
     print("# configuration")
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())

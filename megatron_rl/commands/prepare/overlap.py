@@ -23,11 +23,9 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Overlap:
-    """An index over questions.
+    """An index over questions by n-grams of `size` words.
 
-    Args:
-        size: words of an n-gram.
-        share: share of the n-grams of the shorter question from which two questions overlap.
+    Two questions overlap from a `share` of the n-grams of the shorter one on.
     """
 
     def __init__(self, size: int, share: float) -> None:

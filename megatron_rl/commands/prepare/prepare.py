@@ -18,11 +18,12 @@ import json
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.commands.convert.resumable import file_sum
 from megatron_rl.commands.prepare.overlap import Overlap, words
 from megatron_rl.commands.prepare.prepare_settings import PrepareSettings, make_check
 from megatron_rl.data.published import load_benchmark
@@ -66,23 +67,16 @@ class _Entry:
         key = " ".join(words(question.prompt)) or question.prompt.strip()
         # Copies of a programming problem may have different tests.
         gold = "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
-        self.key = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        self.gold = hashlib.blake2b(gold.encode(), digest_size=16).hexdigest()
+        self.key, self.gold = _digest(key), _digest(gold)
 
     def drop(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
 
 
 def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Read, check, split and write a data set.
+    """Read, check, split and write a data set; return the report, as in report.json.
 
-    Args:
-        settings: source and limits.
-        output: folder of the files, which are replaced if they exist.
-        warn: called with `file:line: problem` of the first broken rows.
-
-    Returns:
-        The report, as in report.json.
+    Files in `output` are replaced; `warn` gets `file:line: problem` of the first broken rows.
 
     Raises:
         DataError: the source or an evaluation set cannot be read, or too little is left.
@@ -137,41 +131,35 @@ def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) ->
 
 
 def _prompt_row(question: Question, template: str | None) -> str:
-    row = {
-        "id": question.id,
-        "kind": question.kind,
-        "prompt": apply_template(question, template).prompt,
-        "answer": question.gold,
-        "difficulty": question.difficulty,
-        "meta": question.meta,
-    }
-    return json.dumps(row, ensure_ascii=False)
+    q = apply_template(question, template)
+    row = {"id": q.id, "kind": q.kind, "prompt": q.prompt, "answer": q.gold}
+    return json.dumps({**row, "difficulty": q.difficulty, "meta": q.meta}, ensure_ascii=False)
 
 
 def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
     """Drop repeated and overlapping questions; return the ids of the held-out ones."""
     _drop_repeated(entries)
-    benchmarks = [
-        (f"{name}/{question.id}", question.prompt)
-        for name, _, local in (a.partition("=") for a in settings.against)
-        for question in load_benchmark(name, local or None, plain=True)
-    ]
-    _drop_overlapping(settings, entries, benchmarks, "contaminated")
+    benchmarks = Overlap(settings.ngram_words, settings.overlap)
+    for name, _, local in (a.partition("=") for a in settings.against):
+        for question in load_benchmark(name, local or None, plain=True):
+            benchmarks.add(f"{name}/{question.id}", question.prompt)
+    _drop_overlapping(entries, benchmarks, "contaminated")
     kept = [e for e in entries if not e.reason]
     if settings.heldout >= len(kept):
         raise DataError(
             f"{settings.source}: {len(kept)} of {len(entries)} rows are left, {settings.heldout}"
             f" are to be held out; lower --heldout, or see the reasons: {_counts(entries)}"
         )
-
     # The lowest hashes with the seed: rows that are added later change few of them.
-    def order(entry: _Entry) -> bytes:
-        return hashlib.blake2b(f"{settings.seed}\0{entry.key}".encode(), digest_size=16).digest()
-
-    heldout = {e.id for e in sorted(kept, key=order)[: settings.heldout]}
-    train = [e for e in kept if e.id not in heldout]
-    questions = ((e.id, e.text) for e in kept if e.id in heldout)
-    _drop_overlapping(settings, train, questions, "near_heldout")
+    ordered = sorted(kept, key=lambda e: _digest(f"{settings.seed}\0{e.key}"))
+    heldout = {e.id for e in ordered[: settings.heldout]}
+    train, questions = [], Overlap(settings.ngram_words, settings.overlap)
+    for entry in kept:
+        if entry.id in heldout:
+            questions.add(entry.id, entry.text)
+        else:
+            train.append(entry)
+    _drop_overlapping(train, questions, "near_heldout")
     if all(e.reason for e in train):
         raise DataError(
             f"{settings.source}: of {len(entries)} rows none is left to train on; lower --heldout,"
@@ -200,16 +188,7 @@ def _drop_repeated(entries: list[_Entry]) -> None:
             )
 
 
-def _drop_overlapping(
-    settings: PrepareSettings,
-    entries: list[_Entry],
-    others: Iterable[tuple[str, str]],
-    reason: str,
-) -> None:
-    """Drop the entries that overlap with one of the others, given as (name, text)."""
-    index = Overlap(settings.ngram_words, settings.overlap)
-    for name, text in others:
-        index.add(name, text)
+def _drop_overlapping(entries: list[_Entry], index: Overlap, reason: str) -> None:
     for entry in entries:
         if not entry.reason and (match := index.find(entry.text)) is not None:
             entry.drop(reason, match)
@@ -228,8 +207,7 @@ def _write(
     with train, held, dropped, (work / "all.jsonl").open(encoding="utf-8", newline="\n") as lines:
         for entry, line in zip(entries, lines, strict=True):
             if entry.reason:
-                names = ("file", "line", "id", "reason", "detail")
-                row = {name: getattr(entry, name) for name in names}
+                row = {n: getattr(entry, n) for n in ("file", "line", "id", "reason", "detail")}
                 dropped.write(json.dumps(row, ensure_ascii=False) + "\n")
             else:
                 (held if entry.id in heldout else train).write(line)
@@ -246,12 +224,11 @@ def _write(
         "heldout": len(heldout),
         "dropped": {reason: reasons[reason] for reason in REASONS},
         "settings": values,
-        "sha256": {name: _sha256(work / name) for name in FILES},
+        "sha256": {name: file_sum(work / name) for name in FILES},
     }
     (work / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
