@@ -20,12 +20,9 @@ BLOCK = 4
 
 
 def bootstrap(f: Fit, n: int = 1000, block: int = BLOCK) -> dict[str, Interval]:
-    """Return percentile intervals of A, B and Cmid at the fit's level from n resamples.
+    """Return percentile intervals of A, B and Cmid at the fit's level from n >= 100 resamples.
 
-    Args:
-        f: the fit.
-        n: number of resamples, at least 100.
-        block: neighboring evaluations that are moved together; 1 is the plain bootstrap.
+    `block` neighboring evaluations are moved together; 1 is the plain bootstrap.
     """
     p, size = f.problem, len(f.problem.y)
     if n < 100:
@@ -36,7 +33,7 @@ def bootstrap(f: Fit, n: int = 1000, block: int = BLOCK) -> dict[str, Interval]:
     rng = np.random.default_rng(0)
     fitted = f.curve(f.series.compute[f.window.used])
     scale = np.diag(p.white)
-    residual = (p.y - fitted) * scale * np.sqrt(size / max(size - p.free, 1))
+    residual = (p.y - fitted) * scale * np.sqrt(size / max(p.dof, 1))
     residual -= residual.mean()
     starts = rng.integers(0, size - length + 1, (n, -(-size // length)))
     index = (starts[..., None] + np.arange(length)).reshape(n, -1)[:, :size]

@@ -73,7 +73,7 @@ class Shape:
         return np.asarray(expit(b * (x - u)))
 
     def dg(self, x: Array, u: Array | float, v: Array | float) -> tuple[Array, Array]:
-        """Return the derivatives of g by u and by v at finite x [broadcast of x, u, v]."""
+        """Return the derivatives of g by u and by v [broadcast of x, u, v]."""
         b = np.exp(v)
         if self.form == "power-law":
             t = x - np.log(self.anchor)
@@ -81,7 +81,7 @@ class Shape:
             return np.zeros_like(slope), slope
         g = self.g(x, u, v)
         slope = b * g * (1 - g)
-        return -slope, slope * (x - u)
+        return -slope, slope * np.where(np.isfinite(x), x - u, 0.0)
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the ranges of u and v; Cmid: a tenth of the first to 100 times the last point."""

@@ -68,14 +68,13 @@ class ModelAverage:
         """
         low, high = self.curve_band(compute, level)
         mean = self.mean(compute)
-        t = float(stdtrit(self.maps[0].dof, (1 + level) / 2)) * self.sigma * noise
+        t = float(stdtrit(self.maps[0].problem.dof, (1 + level) / 2)) * self.sigma * noise
         return mean - np.hypot(mean - low, t), mean + np.hypot(high - mean, t)
 
     def draw(self, n: int, seed: int = 0) -> Curves:
         """Draw n plausible curves."""
         first = round(n * self.weights[0])
-        counts = (first, n - first) if len(self.maps) == 2 else (n,)
-        pairs = enumerate(zip(self.maps, counts, strict=True))
+        pairs = enumerate(zip(self.maps, (first, n - first), strict=False))
         parts = [m.draw(k, seed + i) for i, (m, k) in pairs if k]
         return Curves(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
@@ -85,11 +84,7 @@ def average_models(
 ) -> ModelAverage:
     """Fit the noise models of a problem (its whitener is replaced) and weigh them.
 
-    Args:
-        p: the problem.
-        points: its points.
-        start: the least-squares solution.
-        prior_correlated: 0 assumes independent evaluations, 1 correlated ones.
+    `start` is the least-squares solution; `prior_correlated` 0 assumes independent evaluations.
     """
     priors = {0.0: 1 - prior_correlated, SHARE: prior_correlated}
     shares = [share for share, prior in priors.items() if prior > 0]

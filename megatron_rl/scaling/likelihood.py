@@ -53,18 +53,17 @@ class LikelihoodMap:
     """Probability of each cell [rows * columns]."""
     mean_a: Array
     mean_r0: Array
-    dof: int
     log_evidence: float
     """Log marginal likelihood up to a constant of the data; compares noise models."""
 
     @property
     def sigma(self) -> float:
         """Noise of one evaluation (standard deviation, in pass rate)."""
-        return float(np.sqrt(variance(self.center.s, self.dof)))
+        return float(np.sqrt(variance(self.center.s, self.problem.dof)))
 
     def threshold(self, level: float) -> float:
         """Return the sum of squares at the edge of the region."""
-        return threshold(self.center.s, self.dof, level)
+        return threshold(self.center.s, self.problem.dof, level)
 
     def half_width(self, variances: Array, level: float) -> Array:
         """Return a linear quantity's half-width at the edge in each cell; nan outside."""
@@ -74,15 +73,10 @@ class LikelihoodMap:
     def a_range(self, level: float) -> tuple[Array, Array]:
         """Return the least and greatest A of each cell in the region [cells]; nan outside."""
         half = self.half_width(self.cells.v_aa, level)
-        low = np.maximum(self.cells.a - half, self.floor)
+        low = np.maximum(self.cells.a - half, self.problem.a_floor)
         high = np.minimum(self.cells.a + half, self.problem.a_max)
         out = low > high
         return np.where(out, np.nan, low), np.where(out, np.nan, high)
-
-    @property
-    def floor(self) -> Array:
-        """Lower bound of A in each cell: a fixed R0, or 0."""
-        return self.cells.r0 if self.problem.r0 is not None else np.zeros_like(self.cells.a)
 
     def intervals(self, level: float) -> Array:
         """Return the profile-likelihood intervals of A, R0, u and v [4, 2].
@@ -108,38 +102,28 @@ class LikelihoodMap:
         keep = np.flatnonzero(self.cells.s_bounded <= self.threshold(float(levels.max())))
         if len(keep) == 0:
             keep = np.array([int(np.argmin(self.cells.s_bounded))])
-        g = self._g(compute, keep)
-        low = np.empty((len(levels), len(compute)))
-        high = np.empty_like(low)
-        mean = self.mean_curve(compute)
-        c, e = self.cells, 1 - g
+        p, c, g = self.problem, self.cells, self._g(compute, keep)
+        low, high = np.tile(self.mean_curve(compute), (2, len(levels), 1))
+        e = 1 - g
         variances = c.v_aa[keep, None] * g**2 + 2 * c.v_ar[keep, None] * g * e
         variances = variances + c.v_rr[keep, None] * e**2
         spread = np.sqrt(np.maximum(variances, 0))
         center = c.a[keep, None] * g + c.r0[keep, None] * e
+        least = -np.inf if p.r0 is None else p.r0
+        most = np.full_like(g, p.a_max) if p.r0 is None else p.r0 + (p.a_max - p.r0) * g
         for i, level in enumerate(levels):
-            low_a, high_a = (t[keep, None] for t in self.a_range(float(level)))
-            inside = np.isfinite(low_a[:, 0])
-            if not inside.any():
-                low[i] = high[i] = mean
-                continue
-            if self.problem.r0 is not None:
-                r0 = self.problem.r0
-                low[i] = (r0 + (low_a[inside] - r0) * g[inside]).min(axis=0)
-                high[i] = (r0 + (high_a[inside] - r0) * g[inside]).max(axis=0)
-            else:
+            inside = np.isfinite(self.a_range(float(level))[0][keep])
+            if inside.any():
                 slack = self.threshold(float(level)) - c.s[keep[inside]]
-                half = np.sqrt(np.maximum(slack, 0))[:, None] * spread[inside]
-                low[i] = (center[inside] - half).min(axis=0)
-                high[i] = np.minimum(center[inside] + half, self.problem.a_max).max(axis=0)
-        if self.problem.r0 is None:
-            # Pairs with R0 > A fall with compute and are no curves: monotone envelopes drop them.
-            order = np.argsort(compute, kind="stable")
-            back = np.argsort(order, kind="stable")
-            low = np.maximum.accumulate(low[:, order], axis=1)[:, back]
-            rising = np.minimum.accumulate(high[:, order][:, ::-1], axis=1)[:, ::-1]
-            high = np.maximum(rising[:, back], low)
-        return low, high
+                half = np.sqrt(slack)[:, None] * spread[inside]
+                low[i] = np.maximum(center[inside] - half, least).min(axis=0)
+                high[i] = np.minimum(center[inside] + half, most[inside]).max(axis=0)
+        # Pairs with R0 > A fall with compute and are no curves: monotone envelopes drop them.
+        order = np.argsort(compute, kind="stable")
+        back = np.argsort(order, kind="stable")
+        low = np.maximum.accumulate(low[:, order], axis=1)[:, back]
+        rising = np.minimum.accumulate(high[:, order][:, ::-1], axis=1)[:, ::-1]
+        return low, np.maximum(rising[:, back], low)
 
     def mean_curve(self, compute: Array) -> Array:
         """Return the average of the curves by their weight at each compute [m]."""
@@ -152,21 +136,20 @@ class LikelihoodMap:
         """Draw n curves by weight."""
         rng = np.random.default_rng(seed)
         k = rng.choice(len(self.weight), size=n, p=self.weight)
-        c, nu = self.cells, max(degrees_in_cell(self.problem), 1)
+        p, c, nu = self.problem, self.cells, max(degrees_in_cell(self.problem), 1)
         scale = np.sqrt(np.maximum(variance(c.s[k], nu), 1e-18) * c.v_aa[k])
-        if self.problem.fix_a is not None:
-            a = np.full(n, self.problem.fix_a)
+        if p.fix_a is not None:
+            a = np.full(n, p.fix_a)
         else:
-            lo = stdtr(nu, (self.floor[k] - c.a[k]) / scale)
-            hi = stdtr(nu, (self.problem.a_max - c.a[k]) / scale)
+            lo, hi = (stdtr(nu, (bound - c.a[k]) / scale) for bound in (p.a_floor, p.a_max))
             a = c.a[k] + scale * stdtrit(nu, lo + (hi - lo) * rng.uniform(1e-9, 1 - 1e-9, n))
-            a = np.clip(a, self.floor[k], self.problem.a_max)
-        r0 = c.r0[k].copy()
-        if self.problem.r0 is None:
+            a = np.clip(a, p.a_floor, p.a_max)
+        r0 = c.r0[k]
+        if p.r0 is None:
             slope = np.divide(c.v_ar[k], c.v_aa[k], out=np.zeros(n), where=c.v_aa[k] > 0)
             rest = np.maximum(c.v_rr[k] - slope * c.v_ar[k], 0)
             noise = np.sqrt(rest * variance(c.s[k], nu)) * rng.standard_t(nu, n)
-            r0 = np.clip(r0 + slope * (a - c.a[k]) + noise, self.problem.r0_floor, a)
+            r0 = np.clip(r0 + slope * (a - c.a[k]) + noise, p.r0_floor, a)
         # Half a cell of jitter: the grid is a quadrature, not a set of atoms.
         du, dv = cell_sizes(self.u, self.v)
         u = self.u.ravel()[k] + du.ravel()[k] * rng.uniform(-0.5, 0.5, n)
@@ -199,9 +182,8 @@ def _quantile(level: float, dof: int) -> float:
 
 def cell_sizes(u: Array, v: Array) -> tuple[Array, float]:
     """Return du [rows, columns] (one value per row) and dv."""
-    columns = u.shape[1]
-    du = (u[:, -1] - u[:, 0]) / (columns - 1) if columns > 1 else np.zeros(len(u))
-    return np.repeat(du[:, None], columns, axis=1), float(v[1, 0] - v[0, 0])
+    du = (u[:, -1:] - u[:, :1]) / max(u.shape[1] - 1, 1)
+    return np.broadcast_to(du, u.shape), float(v[1, 0] - v[0, 0])
 
 
 def _crossing(x: Array, s: Array, edge: float, center: float) -> tuple[float, float]:

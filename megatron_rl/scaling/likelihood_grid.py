@@ -22,16 +22,12 @@ def build_map(
 ) -> LikelihoodMap:
     """Compute the likelihood map of a problem.
 
-    Args:
-        p: the problem, whitened.
-        log_det: log determinant of its noise covariance, for `log_evidence`.
-        start: start of the search for the minimum; None: search everywhere.
-        reach: multiplies the distance of the grid's edge from the minimum of S.
+    `log_det` is of the noise covariance, for `log_evidence`; the search for the minimum begins at
+    `start`, or is global; `reach` multiplies the distance of the grid's edge from the minimum of S.
     """
     n = len(p.y)
-    dof = n - p.free
-    if dof < 1:
-        raise ValueError(f"{n} points leave no degree of freedom for {p.free} parameters")
+    if p.dof < 1:
+        raise ValueError(f"{n} points leave no degree of freedom for {n - p.dof} parameters")
     center = solve(p) if start is None else refine(p, start)
     (u0, u1), (v0, v1) = p.shape.bounds()
     rows, columns = (CELLS, CELLS) if p.shape.has_u else (4 * CELLS, 1)
@@ -47,7 +43,7 @@ def build_map(
             lowest = cells.point(int(np.argmin(s)), u, vv)
             refined = refine(p, lowest)
             center = refined if refined.s < lowest.s else lowest
-        edge = threshold(center.s, dof, WIDE)
+        edge = threshold(center.s, p.dof, WIDE)
         inside = s <= center.s + reach * (edge - center.s)
         if (inside.mean() > 0.3 and zoom > 0) or zoom == 8:
             break
@@ -87,7 +83,7 @@ def _weigh(
     p: FitProblem, center: Point, u: Array, v: Array, cells: CellSolutions, log_det: float
 ) -> LikelihoodMap:
     """Compute the marginal likelihood of each cell and the mean of (A, R0) in it."""
-    n, dof, nu = len(p.y), len(p.y) - p.free, max(degrees_in_cell(p), 1)
+    n, nu = len(p.y), max(degrees_in_cell(p), 1)
     # A noise floor keeps the weights finite on data without noise.
     floor = nu * FLOOR**2 if center.s < nu * FLOOR**2 else 0.0
     s = cells.s + floor + 1e-300
@@ -95,20 +91,19 @@ def _weigh(
         log_w = -0.5 * n * np.log(s) + 0.5 * np.log(np.where(cells.v_rr > 0, cells.v_rr, 1.0))
         mean_a, mean_r0 = cells.a_bounded, cells.r0_bounded
     else:
-        low = cells.r0 if p.r0 is not None else np.zeros_like(s)
         scale = np.sqrt(s * cells.v_aa / nu)
-        z0, z1 = (low - cells.a) / scale, (p.a_max - cells.a) / scale
+        z0, z1 = ((bound - cells.a) / scale for bound in (p.a_floor, p.a_max))
         # Upper tail by symmetry, so that a cell far above a_max keeps a finite weight.
         mass = np.where(z0 > 0, stdtr(nu, -z0) - stdtr(nu, -z1), stdtr(nu, z1) - stdtr(nu, z0))
         mass = np.maximum(mass, 1e-300)
         volume = cells.v_aa if p.r0 is not None else cells.v_aa * cells.v_rr - cells.v_ar**2
         log_w = -0.5 * nu * np.log(s) + 0.5 * np.log(np.maximum(volume, 1e-300)) + np.log(mass)
         shift = (_tail_mean(z0, nu) - _tail_mean(z1, nu)) / mass
-        mean_a = np.clip(cells.a + scale * shift, low, p.a_max)
+        mean_a = np.clip(cells.a + scale * shift, p.a_floor, p.a_max)
         slope = np.divide(cells.v_ar, cells.v_aa, out=np.zeros_like(s), where=cells.v_aa > 0)
         mean_r0 = cells.r0 + slope * (mean_a - cells.a)
         mean_r0 = np.clip(mean_r0, p.r0_floor, mean_a) if p.r0 is None else cells.r0
-    log_w = np.where(cells.s_bounded <= threshold(center.s, dof, WIDE), log_w, -np.inf)
+    log_w = np.where(cells.s_bounded <= threshold(center.s, p.dof, WIDE), log_w, -np.inf)
     if not np.isfinite(log_w).any():
         log_w[int(np.argmin(cells.s_bounded))] = 0.0
     du, dv = cell_sizes(u, v)
@@ -118,30 +113,15 @@ def _weigh(
     with np.errstate(divide="ignore"):
         log_w = log_w + np.log(area)
     keep = np.flatnonzero(np.isfinite(log_w))
-    gain = (mean_a - mean_r0)[keep]
-    log_w = log_w[keep] + _log_jeffreys(p, u.ravel()[keep], v.ravel()[keep], gain)
+    gain = (mean_a - mean_r0)[keep, None]
+    # Jeffreys' prior: the root of the determinant of the Fisher information.
+    j = p.jacobian(gain, u.ravel()[keep, None], v.ravel()[keep, None])
+    det = np.linalg.det(j.swapaxes(1, 2) @ j)
+    log_w = log_w[keep] + 0.5 * np.log(np.maximum(det, 1e-300))
     weight = np.zeros(u.size)
     weight[keep] = np.exp(log_w - log_w.max())
     weight = weight / weight.sum()
-    return LikelihoodMap(p, center, u, v, cells, weight, mean_a, mean_r0, dof, float(evidence))
-
-
-def _log_jeffreys(p: FitProblem, u: Array, v: Array, gain: Array) -> Array:
-    """Return the log of Jeffreys' prior, sqrt(det of the Fisher information), of each cell."""
-    finite = np.isfinite(p.x)
-    x = np.where(finite, p.x, 0.0)
-    gu, gv = p.shape.dg(x, u[:, None], v[:, None])
-    g = p.shape.g(p.x, u[:, None], v[:, None])
-    columns = [gv * finite * gain[:, None]]
-    if p.shape.has_u:
-        columns.append(gu * finite * gain[:, None])
-    if p.fix_a is None:
-        columns.append(g)
-    if p.r0 is None:
-        columns.append(1 - g)
-    j = np.stack(columns, axis=2).transpose(0, 2, 1) @ p.white.T
-    det = np.linalg.det(j @ j.transpose(0, 2, 1))
-    return np.asarray(0.5 * np.log(np.maximum(det, 1e-300)))
+    return LikelihoodMap(p, center, u, v, cells, weight, mean_a, mean_r0, float(evidence))
 
 
 def _tail_mean(z: Array, nu: int) -> Array:

@@ -26,11 +26,8 @@ def covariance(
 ) -> Array:
     """Return the noise covariance [n, n] with mean diagonal 1.
 
-    Args:
-        compute: compute of the evaluations [n], increasing.
-        share: part of the variance that drifts, 0 (independent) to 1.
-        stderr: standard errors [n], for the relative size of the noise; None: equal.
-        length: correlation length in median spacings of the evaluations.
+    `compute` [n] increases; `share` of the variance drifts, 0 (independent) to 1; `stderr` [n] is
+    the relative size of the noise (None: equal); `length` is in median spacings.
     """
     n = len(compute)
     k = np.eye(n) * (1 - share)

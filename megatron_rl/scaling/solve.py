@@ -10,7 +10,7 @@ import numpy as np
 from scipy.ndimage import minimum_filter
 from scipy.optimize import least_squares
 
-from .curve import Array, Shape
+from .curve import Array, Mask, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,34 @@ class FitProblem:
     a_max: float
 
     @property
-    def free(self) -> int:
-        """Number of free parameters."""
-        return 1 + self.shape.has_u + (self.r0 is None) + (self.fix_a is None)
+    def free(self) -> Mask:
+        """True for those of A, R0, u and v that are fitted [4]."""
+        return np.array([self.fix_a is None, self.r0 is None, self.shape.has_u, True])
+
+    @property
+    def dof(self) -> int:
+        """Degrees of freedom of the noise."""
+        return len(self.y) - int(self.free.sum())
+
+    @property
+    def a_floor(self) -> float:
+        """Lower bound of A: a fixed R0, or 0."""
+        return 0.0 if self.r0 is None else self.r0
 
     @property
     def r0_floor(self) -> float:
         """Lower bound of R0; the power law's value at the anchor has none."""
         return 0.0 if self.shape.has_u else -np.inf
+
+    def jacobian(self, gain: Array | float, u: Array | float, v: Array | float) -> Array:
+        """Return the whitened derivatives of curves by the free parameters [..., n, free].
+
+        `gain` is A - R0; it, u and v broadcast against the points.
+        """
+        g = self.shape.g(self.x, u, v)
+        gu, gv = self.shape.dg(self.x, u, v)
+        columns = np.stack([g, 1 - g, gain * gu, gain * gv], axis=-1)
+        return np.asarray(self.white @ columns[..., self.free])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,66 +89,45 @@ class CellSolutions:
     def point(self, k: int, u: Array, v: Array) -> Point:
         """Return the bounded solution of cell k; u and v are the shapes of all cells."""
         values = (self.a_bounded[k], self.r0_bounded[k], u.flat[k], v.flat[k], self.s_bounded[k])
-        return Point(*(float(value) for value in values))
+        return Point(*map(float, values))
 
 
 def solve_cells(p: FitProblem, g: Array) -> CellSolutions:
     """Solve the linear part for shapes g [cells, n]."""
-    gw = g @ p.white.T
-    ones = p.white.sum(axis=1)
-    y = p.white @ p.y
-    zero = np.zeros(len(gw))
+    gw, y = g @ p.white.T, p.white @ p.y
+    ew = p.white.sum(axis=1) - gw
     tiny = 1e-30
-    if p.r0 is not None:
-        t = y - p.r0 * ones
-        gg = np.einsum("kn,kn->k", gw, gw) + tiny
-        gt = gw @ t
-        tt = float(t @ t)
-        r0 = zero + p.r0
-
-        def cost(a: Array) -> Array:
-            d = a - r0
-            return np.maximum(tt - 2 * d * gt + d * d * gg, 0.0)
-
-        if p.fix_a is not None:
-            a = zero + p.fix_a
-            s = cost(a)
-            return CellSolutions(s, s, a, r0, a, r0, zero, zero, zero)
-        a = r0 + gt / gg
-        bounded = np.clip(a, p.r0, p.a_max)
-        return CellSolutions(cost(a), cost(bounded), a, r0, bounded, r0, 1 / gg, zero, zero)
-
-    ew = ones - gw
-    gg = np.einsum("kn,kn->k", gw, gw) + tiny
-    ee = np.einsum("kn,kn->k", ew, ew) + tiny
+    gg, ee = (np.einsum("kn,kn->k", w, w) + tiny for w in (gw, ew))
     ge = np.einsum("kn,kn->k", gw, ew)
     gy, ey, yy = gw @ y, ew @ y, float(y @ y)
+    zero = np.zeros(len(gw))
 
-    def cost2(a: Array, r: Array) -> Array:
+    def cost(a: Array, r: Array) -> Array:
         s = yy - 2 * a * gy - 2 * r * ey + a * a * gg + 2 * a * r * ge + r * r * ee
         return np.maximum(s, 0.0)
 
-    def r_given(a: Array) -> Array:
-        return (ey - a * ge) / ee
-
-    if p.fix_a is not None:
-        a = zero + p.fix_a
-        r = r_given(a)
+    if p.r0 is not None:
+        r = rb = zero + p.r0
+        a = (gy - r * ge) / gg if p.fix_a is None else zero + p.fix_a
+        ab = np.clip(a, p.a_floor, p.a_max) if p.fix_a is None else a
+        inverse = (1 / gg if p.fix_a is None else zero, zero, zero)
+    elif p.fix_a is not None:
+        a = ab = zero + p.fix_a
+        r = (ey - a * ge) / ee
         rb = np.clip(r, p.r0_floor, p.fix_a)
-        return CellSolutions(cost2(a, r), cost2(a, rb), a, r, a, rb, zero, zero, 1 / ee)
-    det = np.maximum(gg * ee - ge * ge, tiny)
-    a = (gy * ee - ey * ge) / det
-    r = (ey * gg - gy * ge) / det
-    ab = np.clip(a, 0.0, p.a_max)
-    rb = np.where(ab == a, r, r_given(ab))
-    low = rb < p.r0_floor
-    if np.any(low):
-        rb = np.where(low, p.r0_floor, rb)
-        ab = np.where(low, np.clip((gy - rb * ge) / gg, 0.0, p.a_max), ab)
-    level = (gy + ey) / (gg + ee + 2 * ge)
-    falling = ab < rb
-    ab, rb = np.where(falling, level, ab), np.where(falling, level, rb)
-    return CellSolutions(cost2(a, r), cost2(ab, rb), a, r, ab, rb, ee / det, -ge / det, gg / det)
+        inverse = (zero, zero, 1 / ee)
+    else:
+        det = np.maximum(gg * ee - ge * ge, tiny)
+        a, r = (gy * ee - ey * ge) / det, (ey * gg - gy * ge) / det
+        inverse = (ee / det, -ge / det, gg / det)
+        ab = np.clip(a, p.a_floor, p.a_max)
+        rb = np.where(ab == a, r, (ey - ab * ge) / ee)
+        low = rb < p.r0_floor
+        rb = np.maximum(rb, p.r0_floor)
+        ab = np.where(low, np.clip((gy - rb * ge) / gg, p.a_floor, p.a_max), ab)
+        falling, level = ab < rb, (gy + ey) / (gg + ee + 2 * ge)
+        ab, rb = np.where(falling, level, ab), np.where(falling, level, rb)
+    return CellSolutions(cost(a, r), cost(ab, rb), a, r, ab, rb, *inverse)
 
 
 def solve(p: FitProblem) -> Point:
@@ -145,37 +144,27 @@ def solve(p: FitProblem) -> Point:
 
 def refine(p: FitProblem, start: Point) -> Point:
     """Solve bounded trust-region least squares of all free parameters from one start."""
-    free = np.array([p.fix_a is None, p.r0 is None, p.shape.has_u, True])
     (u0, u1), (v0, v1) = p.shape.bounds()
-    lo = np.array([0.0, p.r0_floor, u0, v0])[free]
-    hi = np.array([p.a_max, p.a_max, u1, v1])[free]
-    if p.r0 is not None and p.fix_a is None:
-        lo[0] = min(p.r0, p.a_max - 1e-9)
+    lo = np.array([min(p.a_floor, p.a_max - 1e-9), p.r0_floor, u0, v0])[p.free]
+    hi = np.array([p.a_max, p.a_max, u1, v1])[p.free]
     full = np.array([start.a, start.r0, start.u, start.v])
-    finite = np.isfinite(p.x)
-    x = np.where(finite, p.x, 0.0)
 
     def unpack(theta: Array) -> Array:
         out = full.copy()
-        out[free] = theta
+        out[p.free] = theta
         return out
 
     def residual(theta: Array) -> Array:
         a, r0, u, v = unpack(theta)
-        g = p.shape.g(p.x, u, v)
-        return p.white @ (r0 + (a - r0) * g - p.y)
+        return p.white @ (r0 + (a - r0) * p.shape.g(p.x, u, v) - p.y)
 
     def jacobian(theta: Array) -> Array:
         a, r0, u, v = unpack(theta)
-        g = p.shape.g(p.x, u, v)
-        gu, gv = p.shape.dg(x, u, v)
-        j = np.stack([g, 1 - g, (a - r0) * gu * finite, (a - r0) * gv * finite], axis=1)
-        return np.asarray(p.white @ j[:, free])
+        return p.jacobian(a - r0, u, v)
 
-    pad = 1e-9 * np.maximum(1.0, np.where(np.isfinite(hi), np.abs(hi), 1.0))
     out = least_squares(
         residual,
-        np.clip(full[free], np.where(np.isfinite(lo), lo + pad, lo), hi - pad),
+        np.clip(full[p.free], lo, hi),
         jac=jacobian,
         bounds=(lo, hi),
         x_scale="jac",
@@ -184,5 +173,5 @@ def refine(p: FitProblem, start: Point) -> Point:
         gtol=1e-14,
         max_nfev=200,
     )
-    a, r0, u, v = (float(value) for value in unpack(out.x))
+    a, r0, u, v = map(float, unpack(out.x))
     return Point(a, r0, u, v, float(2 * out.cost))

@@ -93,15 +93,14 @@ def _choose_skip(
 
     @cache
     def fit_without(dropped: int) -> tuple[float, int]:
-        """Return the least sum of squares under correlated noise, and the free parameters."""
+        """Return the least sum of squares under correlated noise, and its degrees of freedom."""
         kept = points.take(slice(dropped, None))
         white = whitener(covariance(kept.compute, SHARE, kept.stderr))
         p = replace(make_problem(kept, options, r0), white=white)
-        return solve(p).s, p.free
+        return solve(p).s, p.dof
 
     def contradicts(dropped: int, more: int, level: float) -> bool:
-        rest, free = fit_without(dropped + more)
-        dof = n - dropped - more - free
+        rest, dof = fit_without(dropped + more)
         if dof < 2:
             return False
         ratio = (fit_without(dropped)[0] - rest) / more / max(rest / dof, FLOOR**2)
@@ -130,7 +129,6 @@ def make_problem(points: Series, options: FitOptions, r0: float | None) -> FitPr
 
 
 def _check_window(series: Series, window: Window, options: FitOptions) -> None:
-    """Raise PointsError for windows that cannot be fitted."""
     n = int(window.used.sum())
     free = 2 + (options.form != "power-law") + (window.r0 is None) - (options.fix_a is not None)
     if n < free + 1:
