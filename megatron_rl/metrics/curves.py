@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,7 @@ def fit_curve(
 ) -> tuple[dict[str, Any], Fit | None]:
     """Return the summary entry of a fit (its parameters, or `error`), and the fit or None."""
     from megatron_rl.scaling import fit
+    from megatron_rl.scaling.report import plain
 
     axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
     used = [r for r in evaluations if None not in (r.get(axis), r.get("pass_rate"))]
@@ -74,10 +74,8 @@ def fit_curve(
     except (ValueError, ArithmeticError, RuntimeError) as e:
         return entry | {"error": f"{type(e).__name__}: {e}"}, None
     for parameter in PARAMETERS:
-        interval = getattr(curve, parameter)
-        entry[parameter] = {
-            key: _number(getattr(interval, key)) for key in ("value", "low", "high")
-        }
+        interval = plain(getattr(curve, parameter))
+        entry[parameter] = {key: interval[key] for key in ("value", "low", "high")}
     entry["well_conditioned"] = bool(curve.well_conditioned)
     entry["warnings"] = [str(warning) for warning in curve.warnings]
     return entry, curve
@@ -102,7 +100,3 @@ def _stderrs(rows: list[Row]) -> list[float] | None:
     if len(known) < len(values) or not positive:
         return None
     return [max(value, min(positive)) for value in known]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None

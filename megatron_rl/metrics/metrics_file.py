@@ -47,10 +47,8 @@ def schema_row() -> Row:
 class MetricsWriter:
     """Appends rows to metrics.jsonl; one writer per file.
 
-    Args:
-        path: the file. Without `resume_step`, all rows of an existing file are moved aside.
-        resume_step: continue from the checkpoint with this many updates: step rows from it on and
-            eval rows after it are moved aside; events stay.
+    All rows of an existing file are moved aside, or, to continue from the checkpoint with
+    `resume_step` updates, step rows from it on and eval rows after it; events stay.
 
     Raises:
         MetricsError: another live process writes this file, or it has another schema.

@@ -112,12 +112,9 @@ class WandbMirror:
     The step metrics are `train/step` and `eval/step`: evaluations may come late, and a resumed run
     continues its charts. wandb's own step counter would drop rows of a step that it has committed.
 
-    Args:
-        output_dir: the run's folder; wandb's files go to `<output_dir>/wandb`, its run id to
-            `<output_dir>/wandb_run_id.txt`.
-        mode: `offline` only writes files (`wandb sync` uploads them later).
-        first_step: updates already made; above 0, the run of the id file continues.
-        config: the resolved configuration, shown with the run.
+    wandb's files go to `<output_dir>/wandb`, its run id to `<output_dir>/wandb_run_id.txt`. Mode
+    `offline` only writes files (`wandb sync` uploads them later); with a `first_step` above 0 the
+    run of the id file continues; `config` is shown with the run.
 
     Raises:
         MirrorError: wandb is not installed, or did not start.

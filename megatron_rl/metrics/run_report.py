@@ -52,14 +52,9 @@ def write_report(
 ) -> dict[str, Any]:
     """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
-    If the fit fails or has too few evaluations, the summary says so, without an exception.
-
-    Args:
-        output_dir: folder of summary.json, fit.png, and fit_tasks.png for several tasks.
-        metrics_path: the run's metrics.jsonl.
-        phases: wall seconds by phase (`set-up`, `sft`, `start`, `rl`, `evaluation`, ...).
-        fit_compute: `tokens`, `device_hours`, `flops` or `steps`.
-        extra: entry `run` of the summary.
+    The pictures are fit.png, and fit_tasks.png for several tasks. If the fit fails or has too few
+    evaluations, the summary says so, without an exception. `phases` are wall seconds by phase,
+    `fit_compute` is `tokens`, `device_hours`, `flops` or `steps`, `extra` is the entry `run`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.

@@ -37,8 +37,7 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
 
     The command has the fields of ReadOptions and FitOptions but `without`, the function's
     keyword-only arguments, `--json` and `--strict`. The function gets the fits and a console, which
-    is quiet if standard output belongs to JSON, and returns the object for JSON. Errors of the
-    input become one line on standard error and exit code 2.
+    is quiet if standard output belongs to JSON, and returns the object for JSON.
     """
 
     def decorate(function: Command) -> Callable[..., None]:
@@ -72,10 +71,10 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
 
         # Typer reads the arguments of a command from its signature and annotations.
         options = [*_parameters(ReadOptions), *_parameters(FitOptions)]
-        parameters = [
-            *(p for p in options if p.name not in without),
-            *(p for f in (function, command) for p in _keywords(f)),
-        ]
+        parameters = [p for p in options if p.name not in without]
+        for f in (function, command):
+            own = inspect.signature(f, follow_wrapped=False).parameters.values()
+            parameters += [p for p in own if p.kind is p.KEYWORD_ONLY]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return app.command(name)(command)
@@ -97,18 +96,9 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
         )
 
 
-def _keywords(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the keyword-only arguments of a function."""
-    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    return [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-
 def _parse_r0(text: str) -> float | str:
-    """Return the value of --r0."""
-    if text in ("first", "fit"):
-        return text
     try:
-        return float(text)
+        return text if text in ("first", "fit") else float(text)
     except ValueError:
         raise PointsError(f"--r0 is '{text}'", "Give a number, 'first' or 'fit'") from None
 
@@ -116,11 +106,7 @@ def _parse_r0(text: str) -> float | str:
 def _read_and_fit(
     files: list[Path], reading: ReadOptions, options: FitOptions
 ) -> tuple[list["Fit"], bool]:
-    """Read the files and fit every series; returns the fits and whether some failed.
-
-    A run that has only begun does not keep the others from being shown: its error is printed, and
-    the exit code is still 2.
-    """
+    """Return the fits, and whether one failed: a run that has only begun hides no other run."""
     from .fitting import fit_series
     from .io import read_many
 

@@ -66,12 +66,10 @@ class Comparison:
 def compare(
     fits: Sequence[Fit], margin: float = MARGIN, shared_a: float | None = None
 ) -> Comparison:
-    """Rank fitted runs.
+    """Rank at least two fits of one sigmoid form in one unit of compute.
 
-    Args:
-        fits: at least two fits of one sigmoid form in one unit of compute.
-        margin: differences of A up to this count as none.
-        shared_a: refit every run at this A and rank by B (leave-one-out tables).
+    Differences of A up to `margin` count as none. With `shared_a` every run is refitted at this A
+    and ranked by B (leave-one-out tables).
 
     Raises:
         PointsError: fewer than two fits, or units or forms that differ.

@@ -26,11 +26,7 @@ class MissingExtra(ImportError):
 
 
 def require(module: str, purpose: str, extra: str | None = None) -> Any:
-    """Import a module of an optional package.
-
-    Raises:
-        MissingExtra: the package is not installed.
-    """
+    """Import a module of an optional package, or raise MissingExtra."""
     try:
         return import_module(module)
     except ImportError as error:

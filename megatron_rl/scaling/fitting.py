@@ -96,7 +96,6 @@ def _fixed_r0(window: Window, level: float) -> Interval | None:
 
 
 def _predict(f: Fit) -> Prediction:
-    """Compare the fit with the held-out points."""
     held_out, used = f.series.take(f.window.held_out), f.series.take(f.window.used)
     c, y = held_out.compute, held_out.reward
     noise: Array | float = 1.0

@@ -62,10 +62,7 @@ class Forecast:
 def forecast(f: Fit, targets: Sequence[float] = (), budget: float | None = None) -> Forecast:
     """Forecast the gain of a fitted run from further compute.
 
-    Args:
-        f: the fit.
-        targets: pass rates to reach.
-        budget: total compute that may be spent, in the fit's unit.
+    `targets` are pass rates, `budget` is the total compute that may be spent, in the fit's unit.
 
     Raises:
         PointsError: a target outside (0, 1), or a budget that is already spent.

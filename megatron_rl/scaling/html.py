@@ -11,8 +11,8 @@ import numpy as np
 from .curve import Array
 from .errors import require
 from .fit_result import Fit, amount
-from .plot import COLORS, INK, ROLES, axis_values, value_range
-from .report import open_console, print_fits, roles
+from .plot import COLORS, INK, axis_values, bands, points_by_role, value_range
+from .report import open_console, print_fits
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -24,11 +24,7 @@ pre {{ overflow-x: auto; line-height: 1.2 }}
 
 
 def save_html(fits: Sequence[Fit], path: str | Path) -> None:
-    """Write the page; a fit's chart switches between logarithmic and linear compute.
-
-    Raises:
-        MissingExtra: plotly is not installed.
-    """
+    """Write the page, whose charts switch between log and linear compute, or raise MissingExtra."""
     go, pio = (require(f"plotly.{m}", "Writing HTML") for m in ("graph_objects", "io"))
     console = open_console(record=True, file=StringIO(), width=132)
     print_fits(console, fits)
@@ -41,7 +37,6 @@ def save_html(fits: Sequence[Fit], path: str | Path) -> None:
 
 
 def _chart(go: Any, f: Fit) -> Any:
-    """Return the interactive chart of a fit."""
     # Both axes share one set of values: dense in the logarithm, and in the linear start as well.
     log_values = axis_values(f, True, 120)
     x = np.union1d(log_values, axis_values(f, False, 80))
@@ -74,31 +69,25 @@ def _chart(go: Any, f: Fit) -> Any:
 
 
 def _add_curves(figure: Any, f: Fit, x: Array) -> None:
-    """Add bands, least-squares curve and expected curve."""
-    bands = {"evaluations": (f.band(x), 0.10), "curve": (f.band(x, kind="curve"), 0.20)}
-    for name, ((low, high), alpha) in bands.items():
+    for name, ((low, high), alpha) in bands(f, x).items():
         ring = {"x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
         shade = {"fill": "toself", "fillcolor": f"rgba(37,99,235,{alpha})", "line_width": 0}
-        label = f"{f.options.level:.0%} {name}"
-        figure.add_scatter(**ring, **shade, mode="lines", name=label, hoverinfo="skip")
+        figure.add_scatter(**ring, **shade, mode="lines", name=name, hoverinfo="skip")
     line, dash = {"color": COLORS[0]}, {"color": INK, "width": 1.3, "dash": "dash"}
     figure.add_scatter(x=x, y=f.curve(x), mode="lines", name="least squares", line=line)
     figure.add_scatter(x=x, y=f.predict(x), mode="lines", name="expected", line=dash)
 
 
 def _add_points(figure: Any, f: Fit) -> None:
-    """Add the evaluations by their role, and Cmid."""
-    part = roles(f)
-    c, r, s = f.series.compute, f.series.reward, f.series.stderr
-    for role, (name, color, _, symbol) in ROLES.items():
-        mask = part == role
-        if mask.any():
-            bars = None if s is None else {"type": "data", "array": s[mask], "thickness": 1}
-            marker = {"color": color, "symbol": symbol, "size": 8}
-            points = {"x": c[mask], "y": r[mask], "error_y": bars, "marker": marker}
-            figure.add_scatter(**points, mode="markers", name=name)
-    if f.Cmid is not None and axis_values(f, True)[0] < f.Cmid.value < c[-1] * 1.6:
+    for (name, color, _, symbol), s in points_by_role(f):
+        bars = None if s.stderr is None else {"type": "data", "array": s.stderr, "thickness": 1}
+        marker = {"color": color, "symbol": symbol, "size": 8}
+        points = {"x": s.compute, "y": s.reward, "error_y": bars, "marker": marker}
+        figure.add_scatter(**points, mode="markers", name=name)
+    first, *_, last = axis_values(f, True)
+    if f.Cmid is not None and first < f.Cmid.value < last:
         # A line trace, not a shape: annotations of shapes do not follow a change of axis type.
-        label, y = f"Cmid = {amount(f.Cmid.value)}", [float(r.min()), float(f.curve(f.Cmid.value))]
+        y = [float(f.series.reward.min()), float(f.curve(f.Cmid.value))]
+        label = f"Cmid = {amount(f.Cmid.value)}"
         line = {"color": INK, "width": 1, "dash": "dot"}
         figure.add_scatter(x=[f.Cmid.value] * 2, y=y, mode="lines+markers", name=label, line=line)

@@ -1,6 +1,6 @@
 """Static pictures of fits and comparisons: PNG, SVG or PDF by the ending of the path."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from .curve import Array
 from .errors import PointsError, require
 from .fit_result import Fit, amount
 from .report import b_spec, roles, spread
+from .series import Series
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 HELD_OUT, INK, RED = "#ea580c", "#1f2937", "#b91c1c"
@@ -29,13 +30,8 @@ def save_plot(f: Fit, path: str | Path) -> None:
 
     For errors of this function and the next two see `_figure`.
     """
-    figure = _figure(path, (12, 4.8))
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, log in zip(axes, (True, False), strict=True):
-        _draw(axis, f, log)
-    axes[0].set_ylabel("pass rate")
+    figure, axes = _panels([(f, True), (f, False)], path)
     axes[1].tick_params(labelleft=True)
-    _legend(figure, axes[1])
     figure.suptitle(title(f), fontsize=11, color=INK)
     if not f.well_conditioned:
         codes = ", ".join(w.code for w in f.warnings if w.serious)
@@ -45,16 +41,9 @@ def save_plot(f: Fit, path: str | Path) -> None:
 
 def save_panels(fits: Sequence[Fit], path: str | Path) -> None:
     """Draw fits side by side on logarithmic compute, one panel and title each."""
-    figure = _figure(path, (6 * len(fits), 4.8))
-    axes = figure.subplots(1, len(fits), squeeze=False, sharey=True)[0]
-    limits = []
+    figure, axes = _panels([(f, True) for f in fits], path)
     for axis, f in zip(axes, fits, strict=True):
-        _draw(axis, f, True)
-        limits.append(axis.get_ylim())
         axis.set_title(title(f).replace(":  ", "\n", 1), fontsize=9, color=INK)
-    axes[0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    axes[0].set_ylabel("pass rate")
-    _legend(figure, axes[0])
     figure.savefig(path, dpi=150)
 
 
@@ -113,24 +102,49 @@ def value_range(f: Fit, start: float, margins: tuple[float, float]) -> tuple[flo
     return low - margins[0] * (high - low), high + margins[1] * (high - low)
 
 
+def points_by_role(f: Fit) -> Iterator[tuple[tuple[str, str, str, str], Series]]:
+    """Yield the style in ROLES and the points of each role that has any."""
+    part = roles(f)
+    for role, style in ROLES.items():
+        if (part == role).any():
+            yield style, f.series.take(part == role)
+
+
+def bands(f: Fit, x: Array) -> dict[str, tuple[tuple[Array, Array], float]]:
+    """Return label -> ends and opacity of the bands at x."""
+    level = f"{f.options.level:.0%}"
+    wide = f.band(x), 0.10
+    return {f"{level} evaluations": wide, f"{level} curve": (f.band(x, kind="curve"), 0.20)}
+
+
+def _panels(panels: Sequence[tuple[Fit, bool]], path: str | Path) -> tuple[Any, Any]:
+    """Draw fits side by side, each on logarithmic compute or not; return figure and axes."""
+    figure = _figure(path, (6 * len(panels), 4.8))
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    limits = []
+    for axis, (f, log) in zip(axes, panels, strict=True):
+        _draw(axis, f, log)
+        limits.append(axis.get_ylim())
+    axes[0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    axes[0].set_ylabel("pass rate")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    columns = min(len(labels), 7)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    return figure, axes
+
+
 def _draw(axis: Any, f: Fit, log: bool) -> None:
-    """Draw one fit on one axis."""
-    x, color, level = axis_values(f, log), COLORS[0], f"{f.options.level:.0%}"
-    axis.fill_between(x, *f.band(x), color=color, alpha=0.10, lw=0, label=f"{level} evaluations")
-    curve_band = f.band(x, kind="curve")
-    axis.fill_between(x, *curve_band, color=color, alpha=0.20, lw=0, label=f"{level} curve")
+    x, color = axis_values(f, log), COLORS[0]
+    for label, (band, alpha) in bands(f, x).items():
+        axis.fill_between(x, *band, color=color, alpha=alpha, lw=0, label=label)
     axis.plot(x, f.curve(x), color=color, lw=2, label="least squares")
     axis.plot(x, f.predict(x), color=INK, lw=1.2, ls=(0, (4, 2)), label="expected")
-    part = roles(f)
-    c, r, s = f.series.compute, f.series.reward, f.series.stderr
-    for role, (name, ink, marker, _) in ROLES.items():
-        mask = (part == role) & ((c > 0) | (not log))
-        if mask.any():
-            style = {"color": ink, "ms": 5, "mfc": ink if role == "used" else "white"}
-            style |= {"fmt": marker, "elinewidth": 0.8, "zorder": 5}
-            yerr = None if s is None else s[mask]
-            label = f"{name} ({int((part == role).sum())})"
-            axis.errorbar(c[mask], r[mask], yerr=yerr, label=label, **style)
+    for (name, ink, marker, _), points in points_by_role(f):
+        style = {"color": ink, "ms": 5, "mfc": ink if name == "fitted" else "white"}
+        style |= {"fmt": marker, "elinewidth": 0.8, "zorder": 5, "label": f"{name} ({len(points)})"}
+        shown = points.take((points.compute > 0) | (not log))
+        if len(shown):
+            axis.errorbar(shown.compute, shown.reward, shown.stderr, **style)
     text = {"textcoords": "offset points", "fontsize": 9, "color": INK}
     axis.axhline(f.A.value, color=INK, lw=0.9, ls=":")
     axis.axhspan(f.A.low, f.A.high, color=INK, alpha=0.05, lw=0)
@@ -147,6 +161,7 @@ def _draw(axis: Any, f: Fit, log: bool) -> None:
     if log:
         axis.set_xscale("log")
     axis.set_xlim(x[0] if log else -0.02 * x[-1], x[-1])
+    c = f.series.compute
     axis.set_ylim(*value_range(f, float(c[c > 0][0]), (0.08, 0.12)))
     axis.set_xlabel(f"compute ({f.unit}), {'logarithmic' if log else 'linear'}")
     _tidy(axis)
@@ -163,15 +178,7 @@ def _draw_transform(axis: Any, f: Fit, color: str, name: str) -> None:
     axis.plot(x, (x / f.Cmid.value) ** f.B.value, color=color, lw=1.5, label=label)
 
 
-def _legend(figure: Any, axis: Any) -> None:
-    """Draw one legend below all axes, with the entries of one."""
-    handles, labels = axis.get_legend_handles_labels()
-    columns = min(len(labels), 7)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-
-
 def _tidy(axis: Any) -> None:
-    """Set grid, frame and ticks."""
     ticker = require("matplotlib.ticker", "Drawing a plot")
     axis.grid(True, which="major", color="#e5e7eb", lw=0.7)
     axis.set_axisbelow(True)
@@ -185,12 +192,7 @@ def _tidy(axis: Any) -> None:
 
 
 def _figure(path: str | Path, size: tuple[float, float]) -> Any:
-    """Return an empty figure for a path.
-
-    Raises:
-        PointsError: the ending is none of .png, .svg, .pdf.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Return an empty figure, or raise PointsError (ending of the path) or MissingExtra."""
     if Path(path).suffix.lower() not in ENDINGS:
         remedy = f"Choose a path that ends in {', '.join(ENDINGS)}"
         raise PointsError(f"cannot draw '{path}'", remedy)

@@ -15,6 +15,11 @@ from .fit_result import Fit, Interval, amount
 from .forecasting import Forecast
 
 Resampled = Sequence[dict[str, Interval]]
+FIT_KEYS = (
+    "name", "unit", "A", "B", "Cmid", "D", "sse", "sigma", "correlated", "n", "well_conditioned",
+    "warnings", "prediction",
+)  # fmt: skip
+OPTION_KEYS = ("form", "method", "level", "fit_until", "run_margin")
 
 
 def plain(value: Any) -> Any:
@@ -38,37 +43,21 @@ def roles(f: Fit) -> NDArray[np.str_]:
 
 def fit_to_dict(f: Fit) -> dict[str, Any]:
     """Return schema `megatron_rl.fit/1` (docs/scaling.md)."""
-    w, s, o = f.window, f.series, f.options
+    w, s = f.window, f.series
     r0 = None if f.R0 is None else plain(f.R0) | {"rule": w.r0_rule}
     stderr: Sequence[float | None] = [None] * len(s) if s.stderr is None else s.stderr.tolist()
     rows = zip(s.compute.tolist(), s.reward.tolist(), stderr, roles(f).tolist(), strict=True)
     return {
         "schema": "megatron_rl.fit/1",
-        "name": f.name,
-        "source": s.source,
-        "form": o.form,
-        "method": o.method,
-        "unit": f.unit,
-        "level": o.level,
-        "A": plain(f.A),
-        "B": plain(f.B),
-        "Cmid": plain(f.Cmid),
+        **{key: plain(getattr(f, key)) for key in FIT_KEYS},
         "R0": r0,
-        "D": plain(f.D),
-        "sse": f.sse,
-        "sigma": f.sigma,
-        "correlated": f.correlated,
-        "n": f.n,
+        **{key: getattr(f.options, key) for key in OPTION_KEYS},
+        "source": s.source,
         "n_skipped": int(w.skipped.sum()),
         "n_held_out": int(w.held_out.sum()),
         "skip": w.skip,
         "skip_rule": w.skip_rule,
-        "fit_until": o.fit_until,
-        "run_margin": o.run_margin,
-        "well_conditioned": f.well_conditioned,
-        "warnings": plain(f.warnings),
         "repairs": list(s.repairs),
-        "prediction": plain(f.prediction),
         "points": [{"compute": c, "reward": r, "stderr": e, "role": x} for c, r, e, x in rows],
     }
 
@@ -88,9 +77,8 @@ def comparison_to_dict(c: Comparison) -> dict[str, Any]:
     """Return schema `megatron_rl.comparison/1`."""
     runs = []
     for e in c.entries:
-        shared = None
-        if e.shared is not None:
-            shared = {"A": e.shared.A.value, "B": plain(e.shared.B), "Cmid": plain(e.shared.Cmid)}
+        s = e.shared
+        shared = s and {"A": s.A.value, "B": plain(s.B), "Cmid": plain(s.Cmid)}
         runs.append({"rank": e.rank, **fit_to_dict(e.fit), "at_shared_a": shared})
     head = {"schema": "megatron_rl.comparison/1", "margin": c.margin, "shared_a": c.shared_a}
     return {**head, "runs": runs, "pairs": plain(c.pairs)}
@@ -114,11 +102,7 @@ def b_spec(f: Fit) -> str:
 
 
 def open_console(**options: Any) -> Any:
-    """Return a rich console.
-
-    Raises:
-        MissingExtra: rich is not installed.
-    """
+    """Return a rich console, or raise MissingExtra."""
     return require("rich.console", "Printing tables").Console(highlight=False, **options)
 
 
@@ -201,7 +185,5 @@ def _cell(i: Interval | None, spec: str = ".3f") -> str:
 
 
 def _table(*columns: str) -> Any:
-    table = require("rich.table", "Printing tables").Table(*columns, header_style="bold")
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+    table = require("rich.table", "Printing tables")
+    return table.Table(*(table.Column(c, overflow="fold") for c in columns), header_style="bold")

@@ -45,7 +45,6 @@ def read_many(paths: Sequence[str | Path], options: ReadOptions | None = None) -
 
 
 def _read_table(path: Path) -> Table:
-    """Read a file or directory with the reader of its format."""
     if not path.exists():
         raise PointsError("no such file or directory", "Check the path", file=str(path))
     if (path / "metrics.jsonl").exists():

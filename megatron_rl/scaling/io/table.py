@@ -44,11 +44,7 @@ class Table:
         return PointsError(problem, remedy, file=self.source, line=line, column=column)
 
     def numbers(self, column: str, rows: Rows) -> Array:
-        """Return the numbers in some rows of a column; infinite ones become nan.
-
-        Raises:
-            PointsError: a cell is no number.
-        """
+        """Return the numbers of a column (PointsError: a cell is none); infinite ones are nan."""
         return np.array([self._number(column, *row) for row in rows], dtype=float)
 
     def _number(self, column: str, line: int, cells: dict[str, Any]) -> float:
@@ -117,10 +113,7 @@ def _find_column(table: Table, wanted: str | None, known: Sequence[str], purpose
 
 
 def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
-    """Return (series, column) of a table with one reward column per run.
-
-    Either they are named by the options, or they are wandb's exported "run - metric".
-    """
+    """Return (series, column) of reward columns per run: by option, or wandb's "run - metric"."""
     wanted = options.reward_column or []
     if len(wanted) > 1:
         return [(w, _find_column(table, w, (), "reward")) for w in wanted]
@@ -185,7 +178,6 @@ def _series(
 
 
 def _unit(column: str) -> str:
-    """Return the unit of compute that follows from a column's name."""
     name = column.lower()
     device = "device" if "device" in name else "GPU"
     units = (f"{device}-hours", f"{device}-seconds", "FLOPs", "tokens", "steps")
