@@ -163,8 +163,7 @@ def wants_cuda() -> bool:
 def build_for_install(directory: Path) -> Path | None:
     """Build the library into a package directory and remove those of other sources there.
 
-    Returns:
-        The library, or None where the tools are missing.
+    Returns None where the tools are missing.
 
     Raises:
         BuildError: `MEGATRON_RL_BUILD_CUDA` requires the CUDA code, and it can't be built.

@@ -51,16 +51,10 @@ def create(
     tokenizer_saver: Callable[[Path], object] | None = None,
     seed: int = 1234,
 ) -> Path:
-    """Write a tiny model with initial weights as a Hugging Face directory.
+    """Write a tiny model of `CONFIGS` with initial weights as a Hugging Face directory; return it.
 
-    Args:
-        name: one of `CONFIGS`.
-        directory: created if missing; files of the same names are replaced.
-        tokenizer_saver: called with the directory to add the tokenizer's files.
-        seed: of the initial weights.
-
-    Returns:
-        The directory.
+    The directory is created if missing; files of the same names are replaced. `tokenizer_saver`
+    is called with it to add the tokenizer's files.
 
     Raises:
         ValueError: another name.

@@ -52,17 +52,11 @@ def save(
     step: int,
     write_state: Callable[[int, str], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`; collective over the trainer ranks.
+    """Write the checkpoint after `step` optimizer steps; collective over the trainer ranks.
 
-    Args:
-        config: `output_dir` and `checkpoint.keep` count.
-        policy: with the weights of `step`.
-        step: optimizer steps that made the weights.
-        write_state: called on rank 0 with the step and the temporary directory, to add files; if it
-            raises, no checkpoint is left behind.
-
-    Returns:
-        The finished directory; an older one of the same step was replaced.
+    `write_state` adds files: it is called on rank 0 with the step and the temporary directory. If
+    it raises, no checkpoint is left behind. Returns the finished directory; an older one of the
+    same step was replaced.
     """
     final = folder(config) / f"step_{step:06d}"
     work = final.with_suffix(".tmp")
@@ -84,16 +78,11 @@ def save(
 
 
 def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
-    """Restores parameters, optimizer and random state; collective over the trainer ranks.
+    """Restore parameters, optimizer and random state; collective over the trainer ranks.
 
-    Args:
-        config: the run.
-        policy: of the same architecture; its parallel layout may differ, except in the number of
-            expert-parallel ranks and in whether the optimizer is sharded.
-        directory: a finished checkpoint, from `find_latest`.
-
-    Returns:
-        Optimizer steps that made the weights.
+    The parallel layout may differ from that of the finished checkpoint `directory`, except in the
+    number of expert-parallel ranks and in whether the optimizer is sharded. Returns the optimizer
+    steps that made the weights.
 
     Raises:
         FileNotFoundError: no complete checkpoint.
@@ -126,12 +115,10 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
 
 
 def load_weights(policy: Policy, directory: str | Path) -> None:
-    """Restores the parameters alone, into any layout; collective over the trainer ranks.
+    """Restore the parameters alone, into any layout; collective over the trainer ranks.
 
-    Args:
-        policy: of the architecture that was saved.
-        directory: the folder with `.metadata`: `release` of a checkpoint that `megatron-rl
-            convert` made, or `model` of a run's.
+    The directory is the one with `.metadata`: `release` of a checkpoint that `megatron-rl convert`
+    made, or `model` of a run's.
     """
     metadata = _layout_metadata()
     template = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}

@@ -182,14 +182,9 @@ def _flush(work: Path, shards: list[dict[str, Tensor]]) -> None:
 def save_huggingface(policy: ModelShards, directory: str | Path, source: str | Path) -> None:
     """Write the model as a Hugging Face directory; collective over the trainer ranks.
 
-    Rank 0 holds one output file and a few buckets at a time. The others wait for it in the control
-    group, whose time-out outlasts the writing of a file on a slow disk.
-
-    Args:
-        policy: the model.
-        directory: written by rank 0, replacing an older one of that name.
-        source: Hugging Face directory that config, tokenizer files and untrained tensors are
-            copied from.
+    Rank 0 holds one output file and a few buckets at a time, and replaces an older `directory`.
+    The others wait for it in the control group, whose time-out outlasts the writing of a file on a
+    slow disk. Config, tokenizer files and untrained tensors come from the directory `source`.
     """
     group = world.control_group()
     stream = export(policy, policy.run.weights.bucket_bytes, pace=group)

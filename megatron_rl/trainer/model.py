@@ -134,11 +134,7 @@ class Policy(ModelShards):
             )
 
     def apply(self, learning_rate: float) -> float:
-        """Take one optimizer step with the current gradients.
-
-        Returns:
-            The global gradient norm before clipping.
-        """
+        """Take one optimizer step; return the global gradient norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         _, norm, _ = self.optimizer.step()
@@ -169,8 +165,7 @@ def forward(
         stock_attention: the model has Megatron's own attention, not that of `models.specs`: packed
             rows are then in Megatron's "thd" format, and padded ones need nothing.
 
-    Returns:
-        The activations of the chunk; on the last stage, the summed loss.
+    Returns the activations of the chunk; on the last stage, the summed loss.
     """
     micro = context.micro
     rows = Rows.of_bounds(

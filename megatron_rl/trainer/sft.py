@@ -56,13 +56,10 @@ def run_supervised(
 ) -> None:
     """Train on demonstrations until the iterator ends; collective over the trainer ranks.
 
-    Args:
-        config: `sft` counts; AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps 1e-8 here.
-        policy: the model; its optimizer is left with the constants of `config.optimizer`, and
-            with the moments of this stage.
-        examples_by_step: the whole step's demonstrations, the same on every rank.
-        on_step: called on every rank with (steps done, mean loss of the last one), every
-            `REPORT_EVERY` steps and after the last.
+    It yields the demonstrations of a whole step, the same on every rank. AdamW has betas
+    (`optimizer.beta1`, `sft.beta2`) and eps 1e-8 here; the optimizer is left with the constants of
+    `config.optimizer` and the moments of this stage. `on_step` is called on every rank with (steps
+    done, mean loss of the last one), every `REPORT_EVERY` steps and after the last.
 
     Raises:
         FloatingPointError: the loss is not finite.

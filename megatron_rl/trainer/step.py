@@ -67,15 +67,10 @@ class Trainer:
         self._fixed = FixedPolicies(config, policy)
 
     def train_step(self, batch: messages.Batch, step: int) -> messages.StepDone:
-        """Train on one batch; collective over the trainer ranks.
+        """Train on one batch, the same on every rank, after `step` steps; collective.
 
-        Args:
-            batch: the same on every rank.
-            step: optimizer steps that were applied before.
-
-        Returns:
-            Metrics of the whole batch, and the probe's log-probs under the weights `step`; on
-            every rank. `wait_seconds` is 0.
+        Returns, on every rank, metrics of the whole batch and the probe's log-probs under the
+        weights `step`. `wait_seconds` is 0.
 
         Raises:
             ValueError: arrays that don't fit together, or ids beyond the vocabulary.

@@ -38,13 +38,9 @@ def control_group() -> dist.ProcessGroup:
 
 
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
-    """Join this process to the Megatron world and seed it.
+    """Join this process, rank `rank` of the trainer ranks, to the Megatron world, and seed it.
 
-    Args:
-        config: `parallel`, `seed` and `timeouts` count.
-        rank: of this process among the trainer ranks.
-        world_size: number of trainer ranks; equals `roles.trainer_ranks`.
-        store: shared by the trainer ranks; its keys get a prefix.
+    The trainer ranks share the store; its keys get a prefix.
 
     Raises:
         ValueError: sizes that don't fit together.
