@@ -18,7 +18,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.trainer import gpu_setup
 
 CONTEXTS_GIB = 2.0
 """Memory for the CUDA contexts of trainer and generator, which neither's allocator counts."""
@@ -45,7 +44,6 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     Raises:
         ValueError: sizes that don't fit together.
         ConfigError: on one GPU, the generator leaves the trainer no memory.
-        RuntimeError: a Transformer Engine that cannot be used.
     """
     p, t = config.parallel, config.timeouts
     if world_size != config.roles.trainer_ranks:
@@ -53,7 +51,6 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
             f"{world_size} ranks joined the Megatron world: roles.trainer_ranks ="
             f" {config.roles.trainer_ranks} must join it"
         )
-    gpu_setup.prepare(p)
     cuda = torch.cuda.is_available()
     if cuda:
         local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
