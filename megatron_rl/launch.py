@@ -12,13 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.process_environment import TORCHRUN_VARIABLES
-
-if TYPE_CHECKING:
-    from megatron_rl.weights.rendezvous import Rendezvous
 
 GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 """Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
@@ -137,19 +134,7 @@ def connect_store(config: RunConfig) -> Any:
         is_master=not agent_hosts and os.environ["RANK"] == "0",
         timeout=timedelta(seconds=config.timeouts.startup_seconds),
     )
-    return PrefixStore(_store_prefix(), store)
-
-
-def weights_rendezvous() -> Rendezvous:
-    """Return the address of the same store, for worker processes that torchrun did not start."""
-    from megatron_rl.weights.rendezvous import Rendezvous
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return Rendezvous(address, port, f"{_store_prefix()}/weights")
-
-
-def _store_prefix() -> str:
-    return f"megatron_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(f"megatron_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 # ---------------------------------------------------------------- the generators' interpreter

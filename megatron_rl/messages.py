@@ -3,7 +3,7 @@
 Each message is one MessagePack map with a `type` tag. `Hello` carries `PROTOCOL`; a peer with
 another protocol version is refused. Arrays are little-endian bytes.
 
-    trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators
+    trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators, stores
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 3
+PROTOCOL = 4
 TRAINER = "trainer"
-"""Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..."""
+"""Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..., stores
+`store-<node>` and, on the trainer's nodes, `trainer-store-<node>`."""
+PUBLISHER = "publisher"
+"""Socket identity of the thread of trainer rank 0 that announces versions."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -37,29 +40,99 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
 
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that travel together, as flat bytes (`weights.buckets`)."""
+
+    owner: int
+    """Trainer rank whose memory has them."""
+    tensors: tuple[TensorInfo, ...]
+    num_bytes: int
+    checksum: str
+    """Hex xxh3-128 of the flat bytes."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A complete weight version: announced only after its last byte is readable.
 
-    Example: `Manifest(version=21, path="/dev/shm/run/v000021", buckets=("0.safetensors",), ...)`.
+    Example: `Manifest(version=21, root="/dev/shm/megatron_rl_0a1b", nodes=("0",), buckets=...)`.
     """
 
     version: int
     """Optimizer steps behind these weights."""
-    path: str
-    """Folder of the buckets (transport `disk`); empty if they are sent on request."""
-    buckets: tuple[str, ...]
-    """Names of the buckets in stream order (file names on disk)."""
-    checksums: tuple[str, ...]
-    """Hex checksum of each bucket; each transport defines the bytes that it covers."""
-    tensors: tuple[TensorInfo, ...]
-    """All tensors of the version, in stream order."""
-    num_bytes: int
-    transport: str = "disk"
-    """`weights.transport` of the trainer."""
-    bucket_tensors: tuple[int, ...] = ()
-    """Number of tensors in each bucket."""
-    senders: tuple[int, ...] = ()
-    """Trainer rank that sends each bucket (transport `nccl`)."""
+    buckets: tuple[Bucket, ...]
+    root: str
+    """Folder on the trainer's nodes, with a store (`weights.store`) in `<root>/<owner>`."""
+    nodes: tuple[str, ...]
+    """Nodes that see it; empty if every node does (`weights.directory`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """All tensors, in the order of the buckets."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of a store that peers read."""
+
+    owner: int
+    """Trainer rank whose buckets it has; -1: all buckets."""
+    addresses: tuple[int, ...]
+    """Of header, two slots and two differences (`weights.store.Store.regions`)."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A store from which another one takes a version."""
+
+    name: str
+    """The store process, `store-<node>` or `trainer-store-<node>`."""
+    agent: bytes
+    """NIXL's description of the process and its memory."""
+    regions: tuple[Region, ...]
+
+
+# ---------------------------------------------------------------- orchestrator -> store
+
+
+class TakeVersion(Message):
+    """Take a version from these sources; the answers are `StoreMemory` and `VersionTaken`.
+
+    Without sources, or with other ones during a transfer, it names the version or replaces them.
+    """
+
+    manifest: Manifest
+    sources: tuple[Source, ...] = ()
+
+
+# ---------------------------------------------------------------- store -> orchestrator
+
+
+class StoreMemory(Message):
+    """The memory of a store is mapped and registered: it can be a source from now on."""
+
+    source: Source
+
+
+class VersionTaken(Message):
+    """Every bucket of the version is in the store, and its checksum is right."""
+
+    version: int
+    seconds: float
+    """Since it was first named."""
+    num_bytes: dict[str, int]
+    """Bytes read from each source, by its name."""
+
+
+class SourceFailed(Message):
+    """A source cannot be used any more; the store waits for another `TakeVersion`."""
+
+    version: int
+    source: str
+    reason: str
 
 
 # ---------------------------------------------------------------- orchestrator -> generator
@@ -86,6 +159,8 @@ class UpdateWeights(Message):
     """Swap to these weights in flight; the answer is `WeightsUpdated`."""
 
     manifest: Manifest
+    folder: str
+    """Store on the generator's node that has all buckets; empty: the trainer's own stores."""
 
 
 class ScoreRequest(Message):
@@ -107,10 +182,14 @@ class Hello(Message):
     """The first message of a peer."""
 
     role: str
-    """`trainer` or `generator`."""
+    """`trainer`, `generator` or `store`."""
     rank: int
     version: int
     """Weight version that the peer holds."""
+    node: str = ""
+    """Node of the peer, the same for all that share its memory (`weights.node`)."""
+    folder: str = ""
+    """Of a store that takes versions for the generators of its node."""
     protocol: int = PROTOCOL
     capacity: int = 0
     """Concurrent completions (generators)."""

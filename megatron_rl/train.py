@@ -28,8 +28,7 @@ from megatron_rl.orchestrator.run_plan import print_plan
 if TYPE_CHECKING:
     from megatron_rl.trainer.client import TrainerClient
     from megatron_rl.trainer.model import Policy
-    from megatron_rl.weights.rendezvous import Rendezvous
-    from megatron_rl.weights.transports.base import Publisher
+    from megatron_rl.trainer.publisher import Publisher
 
 Command = Literal["train", "sft"]
 
@@ -61,13 +60,13 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
         sys.stdout.flush()
     if rank >= roles.trainer_ranks:
         launch.enter_generator_python(config, arguments)
-    store, rendezvous = launch.connect_store(config), launch.weights_rendezvous()
+    store = launch.connect_store(config)
     if rank >= roles.trainer_ranks:
         from megatron_rl.generator.role import run_generator_rank
 
-        run_generator_rank(config, rank, store, rendezvous)
+        run_generator_rank(config, rank, store)
     else:
-        run_trainer_rank(config, rank, store, rendezvous, reinforce=command == "train")
+        run_trainer_rank(config, rank, store, reinforce=command == "train")
 
 
 def _check_before_ranks_start(config: RunConfig, command: Command) -> None:
@@ -80,13 +79,11 @@ def _check_before_ranks_start(config: RunConfig, command: Command) -> None:
         upstream.check(vllm_fixes.FIXES)
 
 
-def run_trainer_rank(
-    config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous, *, reinforce: bool
-) -> None:
+def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: bool) -> None:
     """Run a trainer rank from the process group to the end of the run.
 
-    `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's, and generators
-    ask for weights at `rendezvous`. Without `reinforce` it ends after the supervised stage.
+    `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's. Without
+    `reinforce` it ends after the supervised stage.
     """
     import psutil
     import torch
@@ -98,11 +95,8 @@ def run_trainer_rank(
     from megatron_rl.models import start_checkpoint
     from megatron_rl.trainer import world
     from megatron_rl.trainer.sft import make_start_checkpoint
-    from megatron_rl.weights.transports import refuse_contradictions
 
     interrupted = watch_signals()
-    if reinforce:
-        refuse_contradictions(config, cuda=torch.cuda.is_available())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if rank == config.roles.trainer_ranks - 1 and config.metrics.terminal != "off":
         show_own_notices()  # of the LM head: the last rank is in the last pipeline stage
@@ -118,7 +112,7 @@ def run_trainer_rank(
     elif not reinforce and rank == 0:
         print(f"{directory} exists already, made with the same settings")
     if reinforce:
-        _reinforce(config, rank, store, rendezvous, directory, phases, interrupted)
+        _reinforce(config, rank, store, directory, phases, interrupted)
     world.destroy_world()
 
 
@@ -126,17 +120,20 @@ def _reinforce(
     config: RunConfig,
     rank: int,
     store: Any,
-    rendezvous: Rendezvous,
     directory: Path,
     phases: dict[str, float],
     interrupted: Callable[[], bool],
 ) -> None:
     """Start the orchestrator on rank 0, load the policy, and train to the end."""
+    from torch import distributed as dist
+
     from megatron_rl.orchestrator.child_process import OrchestratorProcess
     from megatron_rl.trainer import checkpoint as checkpoints
+    from megatron_rl.trainer import world
     from megatron_rl.trainer.client import TrainerClient
     from megatron_rl.trainer.model import Policy
-    from megatron_rl.weights.transports import open_publisher
+    from megatron_rl.trainer.publisher import Publisher
+    from megatron_rl.weights.store import node_name
 
     checkpoint = checkpoints.resume_from(config, rank)
     with contextlib.ExitStack() as stack:
@@ -162,12 +159,16 @@ def _reinforce(
                 stop_requested=interrupted,
             )
             stack.callback(client.close)
-        publisher = open_publisher(config, rank, rendezvous)
-        if publisher is not None:
-            stack.callback(publisher.close)
+        announce = None if client is None else client.announce
+        publisher = Publisher(config, policy, node_name(), announce)
+        stack.callback(publisher.close)
+        if client is not None:
+            client.raise_if_failed = publisher.raise_if_failed
+        publisher.serve_other_nodes(lambda: str(store.get("orchestrator").decode()))
         train_loop(config, policy, client, publisher, start_step, interrupted)
         if orchestrator is not None:
             orchestrator.wait(config.timeouts.evaluation_seconds)
+        dist.barrier(group=world.control_group())  # generators read every rank's store until now
 
 
 def _start_generators(store: Any, directory: Path, endpoint: str) -> None:
@@ -180,7 +181,7 @@ def train_loop(
     config: RunConfig,
     policy: Policy,
     client: TrainerClient | None,
-    publisher: Publisher | None,
+    publisher: Publisher,
     start_step: int,
     stop_requested: Callable[[], bool],
 ) -> None:
@@ -191,18 +192,18 @@ def train_loop(
         batch = next_batch(v)           rank 0 asks the orchestrator, all ranks get the bytes
         checkpoint of step v            if the batch says so, or the run is interrupted
         train_step -> step_done         the weights are v + 1 now
-        publish_weights                 version v + 1, complete before it is announced
+        publisher.publish               version v + 1, complete before it is announced
 
-    The policy has the weights of `start_step`. Rank 0 has the client of the orchestrator, and the
-    ranks that publish weights, rank 0 among them, a publisher; others have None. `stop_requested`
-    is called before every step, and True once this rank was interrupted.
+    The policy has the weights of `start_step`. Rank 0 has the client of the orchestrator, others
+    have None. `stop_requested` is called before every step, and True once this rank was
+    interrupted.
     """
     from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
-    from megatron_rl.trainer.step import Trainer, next_batch, publish_weights
+    from megatron_rl.trainer.step import Trainer, next_batch
 
     trainer = Trainer(config, policy)
-    publish_weights(config, policy, client, publisher, start_step)
+    publisher.publish(start_step)
     step = start_step
     while True:
         started = time.perf_counter()
@@ -216,7 +217,8 @@ def train_loop(
         if client is not None:
             client.step_done(done, wait_seconds)
         step += 1
-        publish_weights(config, policy, client, publisher, step)
+        publisher.publish(step)
+    publisher.wait()
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)
     if client is not None:

@@ -17,10 +17,10 @@ from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
+from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.reference import old_is_current
-from megatron_rl.trainer.step import next_batch, publish_weights
+from megatron_rl.trainer.step import next_batch
 from megatron_rl.trainer.step_metrics import report
-from megatron_rl.weights.transports.base import Publisher
 
 STATE_FOLDER = "megatron_rl"
 
@@ -44,7 +44,7 @@ class PluginSteps:
         config: the run's configuration.
         model: the script's model.
         client: connection to the orchestrator, on rank 0; None elsewhere.
-        publisher: of weights, if this rank publishes.
+        publisher: of weights.
         start_step: optimizer steps that Megatron has made.
         complete_parameters: called before an export.
     """
@@ -54,7 +54,7 @@ class PluginSteps:
         config: RunConfig,
         model: PluginModel,
         client: TrainerClient | None,
-        publisher: Publisher | None,
+        publisher: Publisher,
         start_step: int,
         complete_parameters: Callable[[], None],
     ) -> None:
@@ -108,8 +108,12 @@ class PluginSteps:
         if version == self._published:
             return
         self._complete_parameters()
-        publish_weights(self._config, self._model, self._client, self._publisher, version)
+        self._publisher.publish(version)
         self._published = version
+
+    def wait(self) -> None:
+        """Wait until the last version is complete; raise what went wrong with it."""
+        self._publisher.wait()
 
     def trained(self) -> None:
         """Report the step whose gradients are complete; collective."""

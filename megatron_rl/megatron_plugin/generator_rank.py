@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.role import run_generator_rank
-from megatron_rl.launch import connect_store, weights_rendezvous
+from megatron_rl.launch import connect_store
 
 
 def main(path: str) -> None:
@@ -21,7 +21,7 @@ def main(path: str) -> None:
     file = Path(path)
     config = RunConfig.model_validate_json(file.read_text())
     file.unlink()
-    run_generator_rank(config, int(os.environ["RANK"]), connect_store(config), weights_rendezvous())
+    run_generator_rank(config, int(os.environ["RANK"]), connect_store(config))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config import ConfigError, RunConfig, save_config
-from megatron_rl.launch import connect_store, generator_python, weights_rendezvous
+from megatron_rl.launch import connect_store, generator_python
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.megatron_plugin.data_iterator import (
     MicroBatchIterator,
@@ -30,7 +31,8 @@ from megatron_rl.trainer import world
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.trainer.model import forward
-from megatron_rl.weights.transports import open_publisher
+from megatron_rl.trainer.publisher import Publisher
+from megatron_rl.weights.store import node_name
 
 CONFIG = "plugin_config"
 """Store key of the configuration that the trainers pass to the generators."""
@@ -57,12 +59,12 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
             f" {config.roles.generator_ranks}: start the script by torchrun with the trainers'"
             " ranks plus that many"
         )
-    store, rendezvous = connect_store(config), weights_rendezvous()
+    store = connect_store(config)
     if rank >= trainers:
         _serve(store)
     # Megatron reads WORLD_SIZE: show it the trainer ranks only.
     os.environ["WORLD_SIZE"] = str(trainers)
-    return PretrainingPlugin(own, _Connections(store, rendezvous))
+    return PretrainingPlugin(own, _Connections(store))
 
 
 def _serve(store: Any) -> None:
@@ -84,8 +86,8 @@ def _serve(store: Any) -> None:
 class _Connections:
     """Connections of this rank to the others."""
 
-    def __init__(self, store: Any, rendezvous: Any) -> None:
-        self.store, self.rendezvous = store, rendezvous
+    def __init__(self, store: Any) -> None:
+        self.store = store
         self.orchestrator: OrchestratorProcess | None = None
         self.client: TrainerClient | None = None
         self.stack = contextlib.ExitStack()
@@ -192,7 +194,8 @@ class PretrainingPlugin:
             return
         assert self._config is not None
         self._steps.publish(self._steps.steps)
-        self._leave(self._config.timeouts.evaluation_seconds)
+        self._steps.wait()
+        self._leave(self._config.timeouts.evaluation_seconds, together=True)
 
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
         """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
@@ -219,25 +222,30 @@ class PretrainingPlugin:
                 alive=orchestrator.ended,
             )
         atexit.register(self._leave_early)
-        publisher = open_publisher(config, args.rank, connections.rendezvous)
-        if publisher is not None:
-            connections.stack.callback(publisher.close)
+        client = connections.client
+        announce = None if client is None else client.announce
+        publisher = Publisher(config, model, node_name(), announce)
+        connections.stack.callback(publisher.close)
+        if client is not None:
+            client.raise_if_failed = publisher.raise_if_failed
+        publisher.serve_other_nodes(lambda: str(connections.store.get("orchestrator").decode()))
         return PluginSteps(
-            config, model, connections.client, publisher, args.iteration, self._complete_parameters
+            config, model, client, publisher, args.iteration, self._complete_parameters
         )
 
-    def _leave(self, seconds: float) -> None:
+    def _leave(self, seconds: float, *, together: bool = False) -> None:
+        """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
         self._ended, connections, config = True, self._connections, self._config
         assert connections is not None and config is not None and self._steps is not None
         steps = self._steps.steps
         with connections.stack:
-            if connections.client is None or connections.orchestrator is None:
-                return
-            interrupted = steps < config.schedule.steps
-            connections.client.send(TrainerDone(step=steps, interrupted=interrupted))
-            connections.client.close()
-            # Generators may still be reading the last version.
-            connections.orchestrator.wait(seconds)
+            if connections.client is not None and connections.orchestrator is not None:
+                interrupted = steps < config.schedule.steps
+                connections.client.send(TrainerDone(step=steps, interrupted=interrupted))
+                connections.orchestrator.wait(seconds)
+                connections.client.close()
+            if together:  # generators read every rank's store until now
+                dist.barrier(group=world.control_group())
 
     def _leave_early(self) -> None:
         """End the run when `pretrain` exits the process (a signal, `--exit-interval`) or fails."""

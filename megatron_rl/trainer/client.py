@@ -11,7 +11,7 @@ import zmq
 
 from megatron_rl import messages as m
 from megatron_rl.config import Timeouts
-from megatron_rl.messages import TRAINER
+from megatron_rl.messages import PUBLISHER, TRAINER
 
 POLL_MILLISECONDS = 100
 
@@ -44,10 +44,10 @@ class TrainerClient:
     ) -> None:
         self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, TRAINER.encode())
-        self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.connect(endpoint)
+        self._socket = self._connected(endpoint, TRAINER)
+        self._versions = self._connected(endpoint, PUBLISHER)
+        self.raise_if_failed: Callable[[], None] = lambda: None
+        """Called while it waits; raises what makes the wait futile."""
         self.versions_needed_from = 0
         """Oldest weight version whose bytes a generator may still read."""
         self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
@@ -78,14 +78,26 @@ class TrainerClient:
         self.send(m.SaveState(step=step, directory=directory))
         self._wait(m.StateSaved, "startup_seconds", step)
 
+    def announce(self, manifest: m.Manifest, seconds: float) -> None:
+        """Announce a complete version that took so long; one thread at a time may call this."""
+        self._versions.send(m.encode(m.Published(manifest=manifest, seconds=seconds)))
+
     def close(self) -> None:
-        """Close the socket; what was sent is delivered for up to two seconds."""
+        """Close the sockets; what was sent is delivered for up to two seconds."""
         self._socket.close()
+        self._versions.close()
         self._context.term()
 
     def send(self, message: m.Message) -> None:
         """Send a message that has no answer."""
         self._socket.send(m.encode(message))
+
+    def _connected(self, endpoint: str, identity: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.connect(endpoint)
+        return socket
 
     def _wait(
         self, kind: type[Answer], timeout: str, step: int, *, interruptible: bool = False
@@ -102,6 +114,7 @@ class TrainerClient:
                 continue
             if interruptible and self._stop_requested():
                 return None
+            self.raise_if_failed()
             if (reason := self._alive()) is not None:
                 raise OrchestratorGone(f"the orchestrator ended: {reason}")
             if time.monotonic() > deadline:

@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_rl.files import replace_folder
 from megatron_rl.models.base import Architecture
 from megatron_rl.trainer import world
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.shards import ModelShards
-from megatron_rl.weights.export import export
 
 COPIED = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),

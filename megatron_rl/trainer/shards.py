@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
+from megatron_rl.trainer.export import ExportPlan
 from megatron_rl.trainer.router_replay import Routing
-from megatron_rl.weights.export import ExportPlan, PlanKey
 
 
 class ModelShards:
@@ -32,7 +32,8 @@ class ModelShards:
 
     def __init__(self, run: RunConfig, architecture: Architecture) -> None:
         self.run, self.architecture = run, architecture
-        self.export_plans: dict[PlanKey, ExportPlan] = {}
+        self.export_plans: dict[tuple[int, torch.dtype | None, bool], ExportPlan] = {}
+        """Filled by `export.plan_of`, by its arguments."""
         p = run.parallel
         # The interleaved schedule needs a multiple of the number of stages.
         self.micro_batch_multiple = p.pipeline if p.virtual_pipeline > 1 else 1

@@ -27,10 +27,7 @@ from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import FixedPolicies, old_is_current
-from megatron_rl.trainer.shards import ModelShards
 from megatron_rl.trainer.step_metrics import report
-from megatron_rl.weights.export import export_for_generators
-from megatron_rl.weights.transports.base import Publisher
 
 
 def next_batch(
@@ -109,23 +106,3 @@ def learning_rate(config: RunConfig, step: int) -> float:
     """Return the rate of a linear warm-up to a constant; step 0 has `1 / warmup_steps` of it."""
     o = config.optimizer
     return o.learning_rate * min(1.0, (step + 1) / max(1, o.warmup_steps))
-
-
-def publish_weights(
-    config: RunConfig,
-    policy: ModelShards,
-    client: TrainerClient | None,
-    publisher: Publisher | None,
-    version: int,
-) -> None:
-    """Export the current weights as `version`, and announce it when complete; collective."""
-    started = time.perf_counter()
-    stream = export_for_generators(config, policy)
-    manifest = None
-    if publisher is not None:
-        manifest = publisher.publish(version, stream, config.weights.bucket_bytes)
-        if client is not None:  # only rank 0 knows which versions generators have released
-            publisher.release(client.versions_needed_from - 1)
-    if client is not None and manifest is not None:
-        seconds = time.perf_counter() - started
-        client.send(messages.Published(manifest=manifest, seconds=seconds))

@@ -1,33 +1,12 @@
-"""The on-disk format of a weight version, checksums, and the checks that refuse a version.
-
-Layout of one version (format 1):
-
-    <directory>/v000021/
-        00000.safetensors   buckets, in the order of the stream
-        00001.safetensors
-        manifest.json       {"format": 1, "manifest": {version, path, buckets, checksums, ...}}
-
-Writing: everything goes to a hidden folder next to it, `manifest.json` last, and one rename makes
-`v000021` appear. A folder of that name is therefore complete; a killed writer leaves a hidden
-folder that is never read, and the next publisher on the directory removes it.
-Reading: the blake2b-128 checksum of each bucket is compared before a tensor of it is used, and
-names, shapes and dtypes are compared with the manifest. Any difference is refused with a
-`WeightsError`; nothing is repaired: the remedy is always to publish the version again.
-"""
+"""The manifest of a weight version, checksums, and the checks that refuse a version."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Buffer, Mapping
-from pathlib import Path
+from collections.abc import Buffer, Mapping, Sequence
 
-import msgspec
+import xxhash
 
-from megatron_rl.messages import Manifest, TensorInfo
-
-FORMAT = 1
-MANIFEST_FILE = "manifest.json"
+from megatron_rl.messages import TensorInfo
 
 
 class WeightsError(RuntimeError):
@@ -35,23 +14,12 @@ class WeightsError(RuntimeError):
 
 
 def checksum(data: Buffer) -> str:
-    """Return blake2b-128 of these bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def version_folder(directory: Path, version: int) -> Path:
-    """Return the folder of a complete version."""
-    return directory / f"v{version:06d}"
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into `folder`."""
-    content = {"format": FORMAT, "manifest": msgspec.to_builtins(manifest)}
-    (folder / MANIFEST_FILE).write_text(json.dumps(content))
+    """Return xxh3-128 of these bytes, in hex: it detects torn bytes, not an adversary."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def check_tensors(
-    tensors: tuple[TensorInfo, ...], expected: Mapping[str, TensorInfo], version: int
+    tensors: Sequence[TensorInfo], expected: Mapping[str, TensorInfo], version: int
 ) -> None:
     """Refuse a version whose tensors are not exactly those that the engine takes.
 

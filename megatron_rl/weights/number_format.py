@@ -1,12 +1,11 @@
-"""The form in which a version's tensors travel: number format, experts, quantization.
+"""The form in which a version's tensors travel: experts, number format, quantization.
 
 Names, shapes and values are those of the checkpoint, which every vLLM loads, with one exception:
 quantized weights.
 
-- Experts. vLLM 0.32 loads experts as the checkpoint has them: one tensor per expert (Qwen3-MoE) or
-  all in one (Llama 4: `experts.gate_up_proj` [E, H, 2F] and `experts.down_proj` [E, F, H]). Block
-  scales belong to single matrices, so quantized experts always travel one by one, in the form
-  [out, in] of a linear layer: `experts.3.gate_proj.weight` and so on.
+- Experts travel one by one, in the form [out, in] of a linear layer, `experts.3.gate_proj.weight`
+  and so on, also where the checkpoint has all in one tensor (Llama 4: `experts.gate_up_proj`
+  [E, H, 2F] and `experts.down_proj` [E, F, H]), so that no rank joins the experts of others.
 - FP8. `X.weight` becomes `X.weight` (e4m3) and `X.weight_scale_inv` (fp32, one factor per block of
   128 x 128), for every `*_proj` of the layers. Norms, routers, embedding and head stay as they are.
 
@@ -59,11 +58,8 @@ class WireFormat:
     def stream(self, stream: Iterator[Named]) -> Iterator[Named]:
         """Yield the checkpoint's tensors as they travel; raises as `quantize`."""
         for name, tensor in stream:
-            if not self.fp8:
-                yield name, tensor.to(self.dtype)
-                continue
             for single, matrix in _experts_one_by_one(name, tensor):
-                if is_quantized(single):
+                if self.fp8 and is_quantized(single):
                     weight, scale = quantize(single, matrix)
                     yield single, weight
                     yield single + SCALE_SUFFIX, scale
@@ -117,13 +113,24 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized._quantized_data, scale
 
 
-def _experts_one_by_one(name: str, tensor: Tensor) -> Iterator[Named]:
+def single_expert(name: str, expert: int, matrix: Tensor) -> Iterator[Named]:
+    """Yield the matrices of an expert of a fused tensor of this name, [in, out] in, [out, in] out.
+
+    Raises:
+        ValueError: not the name of a fused tensor.
+    """
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None:
-        yield name, tensor
-        return
+        raise ValueError(f"{name} is not the name of a tensor of all experts")
     experts, kind = match.groups()
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    for part, columns in zip(parts, matrix.t().chunk(len(parts)), strict=True):
+        yield f"{experts}.{expert}.{part}.weight", columns.contiguous()
+
+
+def _experts_one_by_one(name: str, tensor: Tensor) -> Iterator[Named]:
+    if _FUSED_EXPERTS.fullmatch(name) is None:
+        yield name, tensor
+        return
     for i, one in enumerate(tensor):
-        for part, matrix in zip(parts, one.t().chunk(len(parts)), strict=True):
-            yield f"{experts}.{i}.{part}.weight", matrix.contiguous()
+        yield from single_expert(name, i, one)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.world import destroy_world, init_world
-from megatron_rl.weights.export import export
+from megatron_rl.trainer.export import export
 from tests.trainer.cases import ODD_VOCABULARY, run_config
 
 RANKS = 4

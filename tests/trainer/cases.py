@@ -215,7 +215,7 @@ def gradients(policy: Any) -> dict[str, Tensor]:
 
     They travel as the weights do: the parameters hold them for a moment.
     """
-    from megatron_rl.weights.export import export
+    from megatron_rl.trainer.export import export
 
     saved = {name: p.data.clone() for name, p in policy.parameters.items()}
     for p in policy.parameters.values():

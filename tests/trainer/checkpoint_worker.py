@@ -95,10 +95,10 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 def through_layouts(rank: int, folder: Path, name: str) -> dict[str, Any]:
     """Train a step, save, and take the checkpoint through the layouts of `CHAINS`."""
     from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.export import export
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.step import Trainer
     from megatron_rl.trainer.world import destroy_world, init_world
-    from megatron_rl.weights.export import export
 
     seen: dict[str, Any] = {"differing": [], "memory": [], "next": []}
     path, first = None, {}

@@ -111,10 +111,10 @@ def routing(model: str) -> dict[str, str]:
 def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     """Trains a few steps; what is compared between layouts, complete on rank 0."""
     from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.export import export
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.sft import run_supervised
     from megatron_rl.trainer.step import Trainer
-    from megatron_rl.weights.export import export
 
     policy = Policy(config, directory)
     if check_resume:  # an optimizer that never stepped
@@ -169,9 +169,9 @@ def gradient_terms(config: Any, directory: Path) -> dict[str, Tensor]:
 
 def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any]:
     from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.export import export
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.step import Trainer
-    from megatron_rl.weights.export import export
 
     path = checkpoint.save(config, policy, STEPS)
     other = Policy(config, directory)
@@ -232,30 +232,25 @@ class Orchestrator:
         self.heard.append(("done", done.step))
 
     def send(self, message: messages.Message) -> None:
-        if isinstance(message, messages.Published):
-            self.heard.append(("published", message.manifest.version))
-        else:
-            assert isinstance(message, messages.TrainerDone)
-            self.heard.append(("end", message.step, message.interrupted))
+        assert isinstance(message, messages.TrainerDone)
+        self.heard.append(("end", message.step, message.interrupted))
 
     def save_state(self, step: int, directory: str) -> None:
         self.heard.append(("save", step))
 
-    def release(self, version: int) -> None:
+
+class Versions:
+    """A publisher that notes the versions among the client's events, on rank 0."""
+
+    def __init__(self, client: Orchestrator | None) -> None:
+        self.client = client
+
+    def publish(self, version: int) -> None:
+        if self.client is not None:
+            self.client.heard.append(("published", version))
+
+    def wait(self) -> None:
         pass
-
-    versions_needed_from = 0
-
-    def publish(self, version: int, stream: Any, bucket_bytes: int) -> messages.Manifest:
-        names = [name for name, _ in stream]
-        return messages.Manifest(
-            version=version,
-            path="",
-            buckets=(),
-            checksums=(),
-            tensors=(),
-            num_bytes=len(names),
-        )
 
 
 def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> list[Any]:
@@ -274,7 +269,7 @@ def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> l
         config,
         Policy(config, directory),
         client,
-        publisher=client,
+        publisher=Versions(client),
         start_step=0,
         stop_requested=stop_requested,
     )

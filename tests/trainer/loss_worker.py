@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.trainer import world
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.weights.export import export
 from tests.sums import sum_error
 from tests.trainer.cases import absolute_terms, batch, gradients, run_config
 

@@ -16,9 +16,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_rl.models.packing import Rows
 from megatron_rl.trainer import hf_checkpoint
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.model import Policy
-from megatron_rl.weights.export import export
 from tests.trainer.cases import (
     gradients,
     run_config,

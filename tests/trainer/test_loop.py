@@ -16,6 +16,7 @@ from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.train import train_loop
 from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.model import Policy
 from tests.trainer.cases import batch, run_config, world_of_one, write_model
 
@@ -50,30 +51,27 @@ class Orchestrator:
         self.events.append(f"done {done.step}")
 
     def send(self, message: messages.Message) -> None:
-        if isinstance(message, messages.Published):
-            assert message.seconds > 0
-            self.events.append(f"published {message.manifest.version}")
-        else:
-            assert isinstance(message, messages.TrainerDone)
-            self.events.append(f"end {message.step}")
-            self.done_message = message
+        assert isinstance(message, messages.TrainerDone)
+        self.events.append(f"end {message.step}")
+        self.done_message = message
 
     def save_state(self, step: int, directory: str) -> None:
         self.events.append(f"save {step}")
         (Path(directory) / "orchestrator.json").write_text(json.dumps({"step": step}))
 
-    def release(self, version: int) -> None:
-        pass
 
-    versions_needed_from = 0
+class Versions:
+    """The publisher of a run: keeps the weights of every version with the client's events."""
 
-    def publish(
-        self, version: int, stream: Iterator[tuple[str, Tensor]], bucket_bytes: int
-    ) -> messages.Manifest:
-        self.weights[version] = dict(stream)
-        return messages.Manifest(
-            version=version, path="", buckets=(), checksums=(), tensors=(), num_bytes=0
-        )
+    def __init__(self, policy: Policy, client: Orchestrator) -> None:
+        self.policy, self.client = policy, client
+
+    def publish(self, version: int) -> None:
+        self.client.events.append(f"published {version}")
+        self.client.weights[version] = dict(export(self.policy))
+
+    def wait(self) -> None:
+        self.client.events.append("complete")
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def trained(run: tuple[RunConfig, Path], client: Orchestrator, **options: Any) -
         config,
         policy,
         client,
-        publisher=client,
+        publisher=Versions(policy, client),
         start_step=start,
         stop_requested=options.get("stop_requested", lambda: False),
     )
@@ -107,7 +105,7 @@ def test_events_come_in_order_and_the_end_is_saved_twice(run: tuple[RunConfig, P
     assert client.events == [
         *("published 0", "next 0", "done 0", "published 1"),
         *("next 1", "save 1", "done 1", "published 2"),
-        *("next 2", "save 2", "end 2"),
+        *("next 2", "save 2", "complete", "end 2"),
     ]
     assert client.done_message == messages.TrainerDone(step=2, interrupted=False)
     config, directory = run
@@ -132,7 +130,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_same_weights(
     first = Orchestrator(last=4)
     trained((broken, directory), first, stop_requested=lambda: first.events.count("next 2") > 0)
     # The batch of step 2 was not trained: the checkpoint is of step 2, and 2 is asked for again.
-    assert first.events[-3:] == ["next 2", "save 2", "end 2"]
+    assert first.events[-3:] == ["save 2", "complete", "end 2"]
     assert first.done_message == messages.TrainerDone(step=2, interrupted=True)
     assert not (broken.output_dir / "final").exists()
 
@@ -147,4 +145,4 @@ def test_an_interrupt_with_the_last_batch_is_an_interrupt(run: tuple[RunConfig, 
     client = Orchestrator(last=0)
     trained(run, client, stop_requested=lambda: True)
     assert client.done_message == messages.TrainerDone(step=0, interrupted=True)
-    assert client.events == ["published 0", "next 0", "save 0", "end 0"]
+    assert client.events == ["published 0", "next 0", "save 0", "complete", "end 0"]

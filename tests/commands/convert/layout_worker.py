@@ -41,7 +41,7 @@ def load_and_save(config: Any, folder: Path, name: str) -> dict[str, Any]:
 
     from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.model import Policy
-    from megatron_rl.weights.export import export
+    from megatron_rl.trainer.export import export
 
     policy = Policy(config, folder / f"{name}.other")
     checkpoint.load_weights(policy, folder / f"{name}.megatron" / "release")

@@ -1,0 +1,230 @@
+"""The trainer's end: every rank keeps the buckets that it joins in a store of its own.
+
+    publish(v)      all ranks: export bucket by bucket, straight into the store's slot
+    in background   differences to the version before, checksums; rank 0 gathers them and announces
+                    the manifest, when every rank's part of the version is complete
+
+The trainer waits for the copy of its own shards and for nothing else. A slot is written again two
+versions later; until then the orchestrator gives no batch while anyone still reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import RunConfig
+from megatron_rl.messages import Bucket, Manifest, TensorInfo
+from megatron_rl.trainer.export import export_buckets, plan_of, planned_tensors
+from megatron_rl.weights import difference, store_process
+from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info
+from megatron_rl.weights.manifest import WeightsError, checksum
+from megatron_rl.weights.number_format import WireFormat
+from megatron_rl.weights.pinned import pin, unpin
+from megatron_rl.weights.store import (
+    FOLDER_PREFIX,
+    NONE,
+    SHARED_MEMORY,
+    Store,
+    hold,
+    remove_unused,
+)
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.shards import ModelShards
+
+Announce = Callable[[Manifest, float], None]
+
+
+class Publisher:
+    """This rank's store and its part in every version; collective over the trainer ranks.
+
+    Args:
+        config: its `weights` and `timeouts.transfer_seconds` count.
+        policy: the model whose weights are published.
+        node: name of this rank's node (`launch.node_name`).
+        announce: called on rank 0, in a thread, with each complete version and the seconds that
+            it took.
+
+    Raises:
+        WeightsError: the folder is too small for two versions, or not writable.
+    """
+
+    def __init__(
+        self, config: RunConfig, policy: ModelShards, node: str, announce: Announce | None
+    ) -> None:
+        self._config, self._policy, self._announce = config, policy, announce
+        self._rank = dist.get_rank()
+        self._wire = WireFormat.of(config)
+        self._plan = plan_of(policy, config.weights.bucket_bytes, self._wire.dtype, spread=True)
+        self._layout = [
+            tuple(
+                tensor_info(*named) for named in self._wire.stream(planned_tensors(self._plan, b))
+            )
+            for b in self._plan.buckets
+        ]
+        seconds = config.timeouts.transfer_seconds
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._node = node
+        self.root, self._nodes = self._agree(config.weights.directory or SHARED_MEMORY)
+        self._own = [i for i, b in enumerate(self._plan.buckets) if b.destination == self._rank]
+        sizes = [offsets(self._layout[i])[1] for i in self._own]
+        self._user = hold(self.root)
+        self._store = Store(self.root / str(self._rank), sizes)
+        pin(self._store.regions())
+        self._previous, cuda = NONE, torch.cuda.is_available()
+        self._pending: Future[None] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        # A new thread of a process has device 0.
+        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
+        self._thread = ThreadPoolExecutor(1, "weights", *device)
+
+    def _agree(self, parent: Path) -> tuple[Path, list[str]]:
+        """Return the folder of this run's stores, the same on all ranks, and the ranks' nodes."""
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_unused(parent, FOLDER_PREFIX)
+        name = [Path(tempfile.mktemp(prefix=FOLDER_PREFIX, dir=parent))]
+        dist.broadcast_object_list(name, group=self._group)
+        nodes = [""] * dist.get_world_size()
+        dist.all_gather_object(nodes, self._node, group=self._group)
+        return name[0], nodes
+
+    def serve_other_nodes(self, endpoint: Callable[[], str]) -> None:
+        """Start a process that other nodes can read from, on the first rank of each node.
+
+        `endpoint` returns the orchestrator's address; it is called where a process is started.
+        """
+        shared = self._config.weights.directory is not None
+        one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        if shared or one_node or self._nodes.index(self._node) != self._rank:
+            return
+        timeouts = self._config.timeouts
+        self._server = store_process.start(
+            store_process.StoreSpec(
+                name=f"trainer-store-{self._node}",
+                node=self._node,
+                endpoint=endpoint(),
+                folder=str(self.root),
+                transfer_seconds=timeouts.transfer_seconds,
+                peer_seconds=timeouts.peer_seconds,
+                shutdown_seconds=timeouts.shutdown_seconds,
+                serves_trainer=True,
+            )
+        )
+
+    def publish(self, version: int) -> None:
+        """Copy the current weights into the store, and complete the version in the background.
+
+        Args:
+            version: optimizer steps that made these weights; larger than all before.
+
+        Raises:
+            WeightsError: a version that is not newer, a full file system, a slot that is still
+                read, or what went wrong with the version before.
+        """
+        started = time.monotonic()
+        self.wait()
+        if version <= self._previous:
+            raise WeightsError(
+                f"weights version {version} was published after version {self._previous}: versions"
+                " only grow"
+            )
+        store = self._store
+        slot = store.slot_for(version)
+        limit = self._config.timeouts.transfer_seconds
+        with store.locked(slot, write=True, seconds=limit):
+            store.header.versions_2N[slot] = NONE
+            for number, named in export_buckets(self._policy, self._plan):
+                local = self._own.index(number)
+                flat = torch.from_numpy(store.bucket(slot, local))
+                self._copy(flat, self._layout[number], self._wire.stream(named), version)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+        previous, self._previous = self._previous, version
+        self._pending = self._thread.submit(self._complete, version, previous, slot, started)
+
+    def _copy(
+        self,
+        flat: Tensor,
+        infos: tuple[TensorInfo, ...],
+        stream: Iterator[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        starts, _ = offsets(infos)
+        for (name, tensor), info, start in zip(stream, infos, starts, strict=True):
+            if tensor_info(name, tensor) != info:
+                raise WeightsError(
+                    f"weights version {version}: the export has {tensor_info(name, tensor)} where"
+                    f" {info} was planned; the model changed after the first version"
+                )
+            part = flat[start : start + tensor_bytes(info)]
+            part.copy_(tensor.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+
+    def _complete(self, version: int, previous: int, slot: int, started: float) -> None:
+        buckets = range(len(self._own))
+        checksums = [complete_bucket(self._store, slot, i, previous, version) for i in buckets]
+        parts = [[""]] * dist.get_world_size() if self._rank == 0 else None
+        dist.gather_object(checksums, parts, group=self._group)
+        if parts is not None and self._announce is not None:
+            manifest = self._manifest(version, parts)
+            self._announce(manifest, time.monotonic() - started)
+
+    def _manifest(self, version: int, parts: list[list[str]]) -> Manifest:
+        rests = [iter(part) for part in parts]
+        buckets = tuple(
+            Bucket(b.destination, infos, offsets(infos)[1], next(rests[b.destination]))
+            for b, infos in zip(self._plan.buckets, self._layout, strict=True)
+        )
+        shared = self._config.weights.directory is not None
+        nodes = () if shared else tuple(sorted(set(self._nodes)))
+        return Manifest(version=version, buckets=buckets, root=str(self.root), nodes=nodes)
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong with the last version, if it has failed."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last version is complete; raise what went wrong with it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Remove this rank's store, after the last version is complete or has failed."""
+        if self._server is not None:
+            self._server.terminate()
+            self._server.wait()
+        self._thread.shutdown(wait=True)
+        unpin(self._store.regions())
+        os.close(self._user)
+        shutil.rmtree(self._store.folder, ignore_errors=True)
+        remove_unused(self.root.parent, self.root.name)
+
+
+def complete_bucket(store: Store, slot: int, bucket: int, previous: int, version: int) -> str:
+    """Make a written bucket readable, with its difference to version `previous` if that is here.
+
+    Returns its checksum.
+    """
+    data = store.bucket(slot, bucket)
+    before = store.header.slot_of(bucket, previous)
+    if before is not None:
+        old, new = torch.from_numpy(store.bucket(before, bucket)), torch.from_numpy(data)
+        made = difference.encode_on_device(old, new, store.largest_difference(bucket))
+        if made is not None:
+            store.put_difference(bucket, previous, version, made.numpy())
+    store.header.versions_2N[slot, bucket] = version
+    return checksum(data)

@@ -1,0 +1,115 @@
+"""The generators' end: versions in the stores of this node, checked and loaded from there.
+
+A generator's own process holds the locks and compares the checksums, while decoding goes on; its
+workers map the same files and copy what they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron_rl.messages import Manifest
+from megatron_rl.weights.buckets import views
+from megatron_rl.weights.manifest import WeightsError, checksum
+from megatron_rl.weights.pinned import pin
+from megatron_rl.weights.store import Bytes, Store
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+"""Puts named tensors into the model; `load_weights` of a vLLM model."""
+
+
+class NodeStores:
+    """The stores of this node that have all buckets of a version.
+
+    Args:
+        pinned: register their memory with CUDA.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._known: dict[Path, tuple[Store, list[int]]] = {}
+
+    def map(self, manifest: Manifest, folder: str) -> list[tuple[Store, list[int]]]:
+        """Return the stores and the numbers of their buckets; map what is new.
+
+        Args:
+            manifest: the version.
+            folder: of a store of all buckets; empty: the stores of the trainer's ranks.
+
+        Raises:
+            WeightsError: no store is there, or one of another model.
+        """
+        owners = [-1] if folder else sorted({bucket.owner for bucket in manifest.buckets})
+        stores = []
+        for owner in owners:
+            path = Path(folder) if folder else Path(manifest.root) / str(owner)
+            if path not in self._known:
+                if not (path / "header").exists():
+                    raise WeightsError(
+                        f"weights version {manifest.version}: {path} has no store; generators on"
+                        " other nodes than the trainer's need their node's store process, or set"
+                        " weights.directory to a folder that all nodes share"
+                    )
+                numbers = [
+                    i for i, bucket in enumerate(manifest.buckets) if owner in (-1, bucket.owner)
+                ]
+                store = Store(path, [manifest.buckets[i].num_bytes for i in numbers])
+                if self._pinned:
+                    pin(store.regions()[1:3])
+                self._known[path] = store, numbers
+            stores.append(self._known[path])
+        return stores
+
+    @contextmanager
+    def checked(self, manifest: Manifest, folder: str, seconds: float) -> Iterator[None]:
+        """Hold a version that is complete and has the right checksums, until it is loaded.
+
+        Raises:
+            WeightsError: it is missing, torn or replaced by a newer one.
+        """
+        with ExitStack() as locks:
+            for store, numbers in self.map(manifest, folder):
+                slot = _slot(store, manifest)
+                locks.enter_context(store.locked(slot, write=False, seconds=seconds))
+                _slot(store, manifest)  # it may have been replaced before the lock
+                for local, number in enumerate(numbers):
+                    if checksum(store.bucket(slot, local)) != manifest.buckets[number].checksum:
+                        raise WeightsError(
+                            f"weights version {manifest.version}: bucket {number} in"
+                            f" {store.folder} has another checksum than announced: its bytes were"
+                            " changed or torn after the trainer wrote them; the old version stays"
+                        )
+            yield
+
+    def tensors(self, manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checked version in the order of their names, as views."""
+        buckets: dict[int, Bytes] = {}
+        for store, numbers in self.map(manifest, folder):
+            slot = _slot(store, manifest)
+            buckets |= {number: store.bucket(slot, i) for i, number in enumerate(numbers)}
+        named = (
+            pair
+            for number, bucket in enumerate(manifest.buckets)
+            for pair in views(bucket.tensors, torch.from_numpy(buckets[number]))
+        )
+        yield from sorted(named, key=lambda pair: pair[0])
+
+    def load(self, manifest: Manifest, folder: str, load_weights: LoadWeights) -> None:
+        """Load a checked version, and wait until the device has it."""
+        load_weights(self.tensors(manifest, folder))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+
+def _slot(store: Store, manifest: Manifest) -> int:
+    slot = store.complete(manifest.version)
+    if slot is None:
+        raise WeightsError(
+            f"weights version {manifest.version} is not complete in {store.folder}, whose newest is"
+            f" {store.newest()}: it was announced too early, or replaced by a newer one"
+        )
+    return slot

@@ -1,0 +1,110 @@
+"""One-sided reads from the memory of another process, by NIXL: RDMA, EFA, TCP or shared memory.
+
+All that this package needs of a transfer engine; another one would replace this file alone. One
+thread uses an agent. Every call works through NIXL's queue, and so does `progress`, which a process
+that is read over TCP has to call every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rl.weights.store import Bytes
+
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+
+
+class PeerLostError(ConnectionError):
+    """The other process ended, or the connection to it broke."""
+
+
+class Agent:
+    """This process as a reader and as a source.
+
+    Args:
+        name: of the process, different from its peers'.
+
+    Raises:
+        ImportError: NIXL is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        api = _import_api()
+        logging.getLogger(api.logger.name).setLevel(logging.WARNING)
+        # Its own thread would poll without a pause.
+        options = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent = api.nixl_agent(name, options)
+
+    def register(self, regions: Sequence[Bytes]) -> None:
+        """Make memory readable by peers, and usable as the target of reads."""
+        spans = [(region.ctypes.data, region.size, 0, "") for region in regions if region.size]
+        self._agent.register_memory(spans, "DRAM")
+
+    def metadata(self) -> bytes:
+        """Return the description that a peer passes to `connect`; of what is registered by now."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes) -> str:
+        """Return the name of the peer of this description."""
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def forget(self, peer: str) -> None:
+        """Close the connection to a peer; reads in flight may still arrive."""
+        self._agent.remove_remote_agent(peer)
+
+    def read(self, peer: str, spans: Sequence[tuple[int, Bytes]]) -> Any:
+        """Start to read (address at the peer, own memory) pairs; return a handle for `done`.
+
+        Raises:
+            PeerLostError: the peer is gone.
+        """
+        local = [(into.ctypes.data, into.size, 0) for _, into in spans]
+        remote = [(address, into.size, 0) for address, into in spans]
+        try:
+            handle = self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(local, "DRAM"),
+                self._agent.get_xfer_descs(remote, "DRAM"),
+                peer,
+            )
+            self._agent.transfer(handle)
+        except Exception as e:  # NIXL's exceptions have no base of their own
+            raise PeerLostError(f"{type(e).__name__}: {e}") from e
+        return handle
+
+    def done(self, handle: Any) -> bool:
+        """Return True once the bytes of a read are here.
+
+        Raises:
+            PeerLostError: they will not come.
+        """
+        try:
+            state = self._agent.check_xfer_state(handle)
+            if state == "DONE":
+                handle.release()
+        except Exception as e:
+            raise PeerLostError(f"{type(e).__name__}: {e}") from e
+        if state == "ERR":
+            raise PeerLostError("the read failed")
+        return bool(state == "DONE")
+
+    def progress(self) -> None:
+        """Serve what peers have asked for."""
+        self._agent.get_new_notifs()
+
+
+def _import_api() -> Any:
+    for name in _MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if e.name != name.partition(".")[0]:
+                raise
+    raise ImportError(
+        "weights travel between nodes by NIXL, which is not installed: pip install nixl-cu13, or"
+        " set weights.directory to a folder that all nodes share"
+    )

@@ -1,0 +1,351 @@
+"""Take one version from other stores, bucket by bucket, while they still receive it themselves.
+
+A source's header tells which buckets it has. A bucket travels as the differences to what this store
+holds, if the source has them, else whole. It is read into a buffer, compared with the checksum of
+the manifest, and only then in the store, where it is readable by others at once. A source that is
+lost, silent or wrong is reported by name and replaced by another, and nothing that came is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.messages import Manifest, Region, Source
+from megatron_rl.weights import difference
+from megatron_rl.weights.manifest import checksum
+from megatron_rl.weights.nixl import Agent, PeerLostError
+from megatron_rl.weights.store import NONE, Bytes, Header, Places, Store
+
+READS = 4
+"""Buckets on their way at once."""
+_MISTAKES = 2
+"""Wrong checksums of one bucket before its source is reported: it may have been overwritten."""
+_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.03
+"""Seconds between two looks at a header with nothing new in it."""
+
+
+class SourceFailedError(RuntimeError):
+    """A source that cannot be used any more."""
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(f"{source}: {reason}")
+        self.source, self.reason = source, reason
+
+
+@dataclass(slots=True)
+class Peer:
+    """One region of a source: some buckets of the version, in another process's memory."""
+
+    source: str
+    """Its name among stores."""
+    agent: str
+    """Its name in NIXL."""
+    region: Region
+    buckets: list[int]
+    """Numbers in the manifest of the region's buckets."""
+    places: Places
+    copy: Bytes
+    """Buffer of the header's bytes."""
+    header: Header | None = None
+    """Newest one that was read."""
+    looking: Any = None
+    """Handle of a read of the header."""
+    look_at: float = 0.0
+    """Time of the next look."""
+    pause: float = _FIRST_LOOK
+    alive_at: float = field(default_factory=time.monotonic)
+    """Time of the last sign of life."""
+
+
+class Peers:
+    """The peers that an agent is connected to; they stay so from one version to the next."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._known: dict[bytes, list[Peer]] = {}
+
+    def of(self, source: Source, manifest: Manifest) -> list[Peer]:
+        """Return the regions of a source, for versions like this one.
+
+        Raises:
+            SourceFailedError: no connection to it.
+        """
+        if source.agent not in self._known:
+            self.forget(source.name)
+            try:
+                name = self._agent.connect(source.agent)
+            except Exception as e:  # NIXL's exceptions have no base of their own
+                raise SourceFailedError(source.name, f"no connection: {e}") from e
+            peers = []
+            for region in source.regions:
+                owned = [
+                    (i, bucket.num_bytes)
+                    for i, bucket in enumerate(manifest.buckets)
+                    if region.owner in (-1, bucket.owner)
+                ]
+                places = Places([size for _, size in owned])
+                copy = np.zeros(places.header_bytes, dtype=np.uint8)
+                self._agent.register([copy])
+                buckets = [i for i, _ in owned]
+                peers.append(Peer(source.name, name, region, buckets, places, copy))
+            self._known[source.agent] = peers
+        for peer in self._known[source.agent]:
+            peer.header, peer.alive_at, peer.look_at = None, time.monotonic(), 0.0
+        return self._known[source.agent]
+
+    def forget(self, source: str) -> None:
+        """Close the connection to a source."""
+        for agent, peers in list(self._known.items()):
+            if peers[0].source == source:
+                self._agent.forget(peers[0].agent)
+                del self._known[agent]
+
+
+@dataclass(slots=True)
+class _Read:
+    """A bucket on its way."""
+
+    bucket: int
+    peer: Peer
+    buffer: Bytes
+    differences: list[tuple[int, int, int]]
+    """(base, version, bytes) of each difference; empty: the whole bucket."""
+    handle: Any
+    num_bytes: int
+    checking: Future[bool] | None = None
+
+
+class Pull:
+    """One version on its way into a store; `advance` does what can be done now.
+
+    Args:
+        agent: whose memory includes the store's regions and `buffers`.
+        peers: its connections.
+        store: of all buckets of the manifest.
+        manifest: the version to take.
+        buffers: at least one, each as large as the largest bucket.
+        executor: compares checksums.
+        peer_seconds: silence after which a source is given up.
+        bytes_per_second: limit of what is read; 0: none.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        peers: Peers,
+        store: Store,
+        manifest: Manifest,
+        buffers: list[Bytes],
+        executor: Executor,
+        peer_seconds: float,
+        bytes_per_second: float = 0.0,
+    ) -> None:
+        self._agent, self._known = agent, peers
+        self._store, self.manifest = store, manifest
+        self._buffers, self._executor = buffers, executor
+        self._peer_seconds, self._rate = peer_seconds, bytes_per_second
+        self._peers: list[Peer] = []
+        self._reads: list[_Read] = []
+        self._mistakes: Counter[tuple[str, int]] = Counter()
+        self._started = self._allowed_at = time.monotonic()
+        self.num_bytes: Counter[str] = Counter()
+        """Bytes read from each source."""
+        self.slot = store.slot_for(manifest.version)
+        held = store.header.versions_2N[self.slot]
+        self._missing = {i for i in range(len(manifest.buckets)) if held[i] != manifest.version}
+
+    @property
+    def complete(self) -> bool:
+        """True once every bucket is in the store."""
+        return not self._missing
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the pull was made."""
+        return time.monotonic() - self._started
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources in use."""
+        return sorted({peer.source for peer in self._peers})
+
+    def use(self, sources: Sequence[Source]) -> None:
+        """Take what is missing from these sources from now on.
+
+        Raises:
+            SourceFailedError: one that cannot be connected.
+        """
+        self._peers = [p for source in sources for p in self._known.of(source, self.manifest)]
+
+    def advance(self) -> float:
+        """Start and finish reads; return the seconds until something may have changed.
+
+        Raises:
+            SourceFailedError: this source is not used any more; `use` names others.
+        """
+        for peer in self._peers:
+            with _blaming(self, peer):
+                self._look(peer)
+        for read in list(self._reads):
+            with _blaming(self, read.peer):
+                self._finish(read)
+        for peer in self._peers:
+            with _blaming(self, peer):
+                self._start_reads(peer)
+        if any(read.checking is None for read in self._reads):
+            return 0.0
+        if self._reads:
+            return 0.001
+        now = time.monotonic()
+        nexts = [peer.look_at for peer in self._peers if peer.looking is None]
+        return max(0.0, min([*nexts, now + _LONGEST_LOOK]) - now)
+
+    # ------------------------------------------------------------ headers
+
+    def _look(self, peer: Peer) -> None:
+        now = time.monotonic()
+        if peer.looking is not None:
+            if self._agent.done(peer.looking):
+                peer.looking = None
+                words = peer.copy.view(np.int64).copy()
+                before, peer.header = peer.header, Header(words)
+                if before is None or before.heartbeat != peer.header.heartbeat:
+                    peer.alive_at = now
+                new = before is None or (before.versions_2N != peer.header.versions_2N).any()
+                peer.pause = _FIRST_LOOK if new else min(2 * peer.pause, _LONGEST_LOOK)
+                peer.look_at = now + peer.pause
+        elif now >= peer.look_at and self._missing:
+            peer.looking = self._agent.read(peer.agent, [(peer.region.addresses[0], peer.copy)])
+        if now - peer.alive_at > self._peer_seconds:
+            raise SourceFailedError(
+                peer.source, f"no sign of life for {self._peer_seconds:g} s (timeouts.peer_seconds)"
+            )
+
+    # ------------------------------------------------------------ buckets
+
+    def _start_reads(self, peer: Peer) -> None:
+        if peer.header is None or not self._missing:
+            return
+        moving = {read.bucket for read in self._reads}
+        for local, bucket in enumerate(peer.buckets):
+            if not self._buffers or time.monotonic() < self._allowed_at:
+                return
+            if bucket in self._missing and bucket not in moving:
+                slot = peer.header.slot_of(local, self.manifest.version)
+                if slot is not None:
+                    self._start(peer, local, bucket, slot)
+
+    def _start(self, peer: Peer, local: int, bucket: int, slot: int) -> None:
+        assert peer.header is not None
+        bases = [int(v) for v in self._store.header.versions_2N[:, bucket] if v != NONE]
+        chain = None
+        if not self._mistakes[peer.source, bucket]:
+            chain = peer.header.chain(local, self.manifest.version, bases)
+        buffer, header, places = self._buffers.pop(), peer.header, peer.places
+        differences: list[tuple[int, int, int]] = []
+        spans: list[tuple[int, Bytes]] = []
+        if chain:
+            end = 0
+            for d in chain:
+                size = int(header.sizes_2N[d, local])
+                address = peer.region.addresses[3 + d] + places.differences[local]
+                spans.append((address, buffer[end : end + size]))
+                base, target = int(header.bases_2N[d, local]), int(header.targets_2N[d, local])
+                differences.append((base, target, size))
+                end += size
+        else:
+            size = self.manifest.buckets[bucket].num_bytes
+            address = peer.region.addresses[1 + slot] + places.offsets[local]
+            spans.append((address, buffer[:size]))
+        read = _Read(bucket, peer, buffer, differences, None, sum(s.size for _, s in spans))
+        self._reads.append(read)
+        if self._rate:
+            self._allowed_at = max(self._allowed_at, time.monotonic() - 0.1)
+            self._allowed_at += read.num_bytes / self._rate
+        read.handle = self._agent.read(peer.agent, spans)
+
+    def _finish(self, read: _Read) -> None:
+        if read.checking is None:
+            if self._agent.done(read.handle):
+                read.peer.alive_at = time.monotonic()
+                self.num_bytes[read.peer.source] += read.num_bytes
+                read.checking = self._executor.submit(self._accept, read)
+        elif read.checking.done():
+            self._reads.remove(read)
+            self._buffers.append(read.buffer)
+            if read.checking.result():
+                self._missing.discard(read.bucket)
+                return
+            read.peer.look_at = 0.0
+            self._mistakes[read.peer.source, read.bucket] += 1
+            if self._mistakes[read.peer.source, read.bucket] >= _MISTAKES:
+                raise SourceFailedError(
+                    read.peer.source,
+                    f"bucket {read.bucket} of weights version {self.manifest.version} has another"
+                    f" checksum than the trainer's, {_MISTAKES} times",
+                )
+
+    def _accept(self, read: _Read) -> bool:
+        """Put a bucket into the store; return False if it is not what the manifest says."""
+        store, bucket, version = self._store, read.bucket, self.manifest.version
+        expected, target = self.manifest.buckets[bucket], store.bucket(self.slot, bucket)
+        versions = store.header.versions_2N
+        if not read.differences:
+            whole = read.buffer[: expected.num_bytes]
+            if checksum(whole) != expected.checksum:
+                return False
+            versions[self.slot, bucket] = NONE
+            target[:] = whole
+        else:
+            holder = store.header.slot_of(bucket, read.differences[0][0])
+            assert holder is not None
+            if holder != self.slot:
+                versions[self.slot, bucket] = NONE
+                target[:] = store.bucket(holder, bucket)
+            versions[self.slot, bucket] = NONE
+            parts = np.split(read.buffer, np.cumsum([size for _, _, size in read.differences]))
+            try:
+                for part, _ in zip(parts, read.differences, strict=False):
+                    difference.apply(target, part)
+            except ValueError:
+                return False
+            if checksum(target) != expected.checksum:
+                return False
+            for part, (base, made, _) in zip(parts, read.differences, strict=False):
+                store.put_difference(bucket, base, made, part)
+        versions[self.slot, bucket] = version
+        return True
+
+    def drop(self, source: str) -> None:
+        """Stop using a source; what it still sends goes into buffers that are used no more."""
+        self._known.forget(source)
+        self._peers = [peer for peer in self._peers if peer.source != source]
+        for read in self._reads:
+            if read.peer.source == source and read.checking is None:
+                fresh = np.zeros_like(read.buffer)
+                self._agent.register([fresh])
+                self._buffers.append(fresh)
+        self._reads = [
+            read for read in self._reads if read.peer.source != source or read.checking is not None
+        ]
+
+
+@contextmanager
+def _blaming(pull: Pull, peer: Peer) -> Iterator[None]:
+    """Turn the loss of a peer into the failure of its source, which is dropped."""
+    try:
+        yield
+    except PeerLostError as e:
+        pull.drop(peer.source)
+        raise SourceFailedError(peer.source, f"it is gone ({e})") from e
+    except SourceFailedError as e:
+        pull.drop(e.source)
+        raise

@@ -1,0 +1,197 @@
+"""The store of a node, as a process: takes versions from other stores, and is a source for them.
+
+    python -m megatron_rl.weights.store_process SPEC      (JSON of a `StoreSpec`)
+
+    orchestrator                                 store
+    TakeVersion(manifest)                 ───►   maps the version's memory
+                    ◄─── StoreMemory             can be a source now
+    TakeVersion(manifest, sources)        ───►   `pull.Pull`
+                    ◄─── SourceFailed            names the source and the reason; waits for others
+                    ◄─── VersionTaken            the generators of this node can load it
+
+On the trainer's nodes, a store process does not take versions: it makes the stores that the
+trainer's ranks write readable by others. Neither torch nor Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from megatron_rl import messages as m
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.nixl import Agent
+from megatron_rl.weights.pull import READS, Peers, Pull, SourceFailedError
+from megatron_rl.weights.store import Store, hold
+
+_BUSY_SECONDS, _IDLE_SECONDS = 0.001, 0.01
+"""Longest pause while peers may be reading, and otherwise."""
+_BUSY_AFTER = 5.0
+"""Seconds after a version in which peers may be reading it."""
+
+
+class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of a store process."""
+
+    name: str
+    """Socket identity, `store-<node>` or `trainer-store-<node>`."""
+    node: str
+    endpoint: str
+    """Of the orchestrator."""
+    folder: str
+    """Of the store; on a trainer's node the root, with a store per rank in `<folder>/<rank>`."""
+    transfer_seconds: float
+    peer_seconds: float
+    shutdown_seconds: float
+    serves_trainer: bool = False
+    bytes_per_second: float = 0.0
+    """Limit of what is read; 0: none."""
+
+
+class StoreProcess:
+    """One store in the service of one orchestrator."""
+
+    def __init__(self, spec: StoreSpec, socket: zmq.Socket[bytes]) -> None:
+        self._spec, self._socket = spec, socket
+        self._agent = Agent(f"{spec.name}-{os.getpid()}")
+        self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
+        self._stores: list[Store] = []
+        self._buffers: list[np.ndarray] = []
+        self._pull: Pull | None = None
+        self._lock = ExitStack()
+        self._busy_until = 0.0
+        role = "trainer-store" if spec.serves_trainer else "store"
+        self._send(m.Hello(role=role, rank=-1, version=-1, node=spec.node, folder=spec.folder))
+
+    def run(self) -> None:
+        """Serve until the orchestrator says Stop, or is gone."""
+        parent, pause = os.getppid(), 0.0
+        while os.getppid() == parent:
+            if self._socket.poll(int(1000 * pause)):
+                message = m.decode(self._socket.recv())
+                if isinstance(message, m.Stop):
+                    return
+                self._take(message)
+            for store in self._stores:
+                store.header.words[0] += 1
+            self._agent.progress()
+            busy = time.monotonic() < self._busy_until
+            pause = _BUSY_SECONDS if busy else _IDLE_SECONDS
+            if self._pull is not None:
+                pause = min(pause, self._advance(self._pull))
+
+    def _take(self, message: m.TakeVersion) -> None:
+        manifest = message.manifest
+        if not self._stores:
+            self._map(manifest)
+        self._busy_until = time.monotonic() + _BUSY_AFTER
+        if self._spec.serves_trainer:
+            return
+        if self._pull is None or self._pull.manifest.version != manifest.version:
+            self._lock.close()
+            store, spec = self._stores[0], self._spec
+            self._pull = Pull(
+                self._agent,
+                self._peers,
+                store,
+                manifest,
+                self._buffers,
+                self._executor,
+                spec.peer_seconds,
+                spec.bytes_per_second,
+            )
+            seconds = spec.transfer_seconds
+            self._lock.enter_context(store.locked(self._pull.slot, write=True, seconds=seconds))
+        if message.sources:
+            self._reporting(lambda pull: pull.use(message.sources), self._pull)
+
+    def _map(self, manifest: m.Manifest) -> None:
+        """Map and register the memory of versions like this one."""
+        folder, spec = Path(self._spec.folder), self._spec
+        owners = [-1]
+        if spec.serves_trainer:
+            owners = sorted({b.owner for b in manifest.buckets if (folder / f"{b.owner}").exists()})
+        regions = []
+        for owner in owners:
+            sizes = [b.num_bytes for b in manifest.buckets if owner in (-1, b.owner)]
+            store = Store(folder if owner < 0 else folder / str(owner), sizes)
+            self._agent.register(store.regions())
+            addresses = tuple(region.ctypes.data for region in store.regions())
+            regions.append(m.Region(owner, addresses))
+            self._stores.append(store)
+        if not spec.serves_trainer:
+            largest = max(b.num_bytes for b in manifest.buckets)
+            count = min(READS, len(manifest.buckets))
+            self._buffers = [np.zeros(largest, dtype=np.uint8) for _ in range(count)]
+            self._agent.register(self._buffers)
+        source = m.Source(spec.name, self._agent.metadata(), tuple(regions))
+        self._send(m.StoreMemory(source=source))
+
+    def _advance(self, pull: Pull) -> float:
+        pause = self._reporting(Pull.advance, pull)
+        if pull.complete:
+            self._pull = None
+            self._lock.close()
+            self._busy_until = time.monotonic() + _BUSY_AFTER
+            taken = dict(pull.num_bytes)
+            version = pull.manifest.version
+            self._send(m.VersionTaken(version=version, seconds=pull.seconds, num_bytes=taken))
+        elif pull.seconds > self._spec.transfer_seconds:
+            raise WeightsError(
+                f"weights version {pull.manifest.version} was not complete within"
+                f" timeouts.transfer_seconds = {self._spec.transfer_seconds:g}; its sources are"
+                f" {', '.join(pull.sources) or 'none'}: raise it, or look at their logs"
+            )
+        return pause or 0.0
+
+    def _reporting(self, action, pull: Pull):  # type: ignore[no-untyped-def]
+        try:
+            return action(pull)
+        except SourceFailedError as e:
+            version = pull.manifest.version
+            self._send(m.SourceFailed(version=version, source=e.source, reason=e.reason))
+            return None
+
+    def _send(self, message: m.Message) -> None:
+        self._socket.send(m.encode(message))
+
+
+def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
+    """Start the process of a store as a child; it ends with its parent."""
+    folder = Path(spec.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{spec.name}.json"
+    path.write_bytes(msgspec.json.encode(spec))
+    return subprocess.Popen([sys.executable, "-m", __spec__.name, str(path)])
+
+
+def main(path: str) -> None:
+    """Run the store of a spec file."""
+    spec = msgspec.json.decode(Path(path).read_bytes(), type=StoreSpec)
+    hold(Path(spec.folder))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, spec.name.encode())
+    socket.setsockopt(zmq.LINGER, int(500 * spec.shutdown_seconds))
+    socket.connect(spec.endpoint)
+    try:
+        StoreProcess(spec, socket).run()
+    except Exception as e:
+        socket.send(m.encode(m.Failed(error=f"{spec.name}: {type(e).__name__}: {e}")))
+        raise
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
