@@ -7,6 +7,7 @@ workers map the same files and copy what they keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.pinned import pin
 from megatron_rl.weights.store import Bytes, Store
 
+CHECKS = 4
+"""Threads that compare checksums."""
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """Puts named tensors into the model; `load_weights` of a vLLM model."""
 
@@ -68,16 +71,21 @@ class NodeStores:
     def checked(self, manifest: Manifest, folder: str, seconds: float) -> Iterator[None]:
         """Hold a version that is complete and has the right checksums, until it is loaded.
 
+        A store process compared them when the bytes arrived; others are compared here.
+
         Raises:
             WeightsError: it is missing, torn or replaced by a newer one.
         """
-        with ExitStack() as locks:
+        with ExitStack() as locks, ThreadPoolExecutor(CHECKS) as executor:
             for store, numbers in self.map(manifest, folder):
                 slot = _slot(store, manifest)
                 locks.enter_context(store.locked(slot, write=False, seconds=seconds))
                 _slot(store, manifest)  # it may have been replaced before the lock
-                for local, number in enumerate(numbers):
-                    if checksum(store.bucket(slot, local)) != manifest.buckets[number].checksum:
+                if folder:
+                    continue
+                parts = [store.bucket(slot, local) for local in range(len(numbers))]
+                for number, sum_ in zip(numbers, executor.map(checksum, parts), strict=True):
+                    if sum_ != manifest.buckets[number].checksum:
                         raise WeightsError(
                             f"weights version {manifest.version}: bucket {number} in"
                             f" {store.folder} has another checksum than announced: its bytes were"

@@ -24,7 +24,7 @@ from megatron_rl.weights.manifest import checksum
 from megatron_rl.weights.nixl import Agent, PeerLostError
 from megatron_rl.weights.store import NONE, Bytes, Header, Places, Store
 
-READS = 4
+READS = 8
 """Buckets on their way at once."""
 _MISTAKES = 2
 """Wrong checksums of one bucket before its source is reported: it may have been overwritten."""
@@ -159,13 +159,15 @@ class Pull:
         self.num_bytes: Counter[str] = Counter()
         """Bytes read from each source."""
         self.slot = store.slot_for(manifest.version)
-        held = store.header.versions_2N[self.slot]
-        self._missing = {i for i in range(len(manifest.buckets)) if held[i] != manifest.version}
+        missing_N = store.header.versions_2N[self.slot] != manifest.version
+        self._left = int(missing_N.sum())
+        self._wanted_N = missing_N
+        """Buckets that are neither here nor on their way."""
 
     @property
     def complete(self) -> bool:
         """True once every bucket is in the store."""
-        return not self._missing
+        return self._left == 0
 
     @property
     def seconds(self) -> float:
@@ -222,7 +224,7 @@ class Pull:
                 new = before is None or (before.versions_2N != peer.header.versions_2N).any()
                 peer.pause = _FIRST_LOOK if new else min(2 * peer.pause, _LONGEST_LOOK)
                 peer.look_at = now + peer.pause
-        elif now >= peer.look_at and self._missing:
+        elif now >= peer.look_at and self._left:
             peer.looking = self._agent.read(peer.agent, [(peer.region.addresses[0], peer.copy)])
         if now - peer.alive_at > self._peer_seconds:
             raise SourceFailedError(
@@ -232,24 +234,21 @@ class Pull:
     # ------------------------------------------------------------ buckets
 
     def _start_reads(self, peer: Peer) -> None:
-        if peer.header is None or not self._missing:
+        if peer.header is None:
             return
-        moving = {read.bucket for read in self._reads}
-        for local, bucket in enumerate(peer.buckets):
+        ready_N = (peer.header.versions_2N == self.manifest.version).any(0)
+        for local in np.flatnonzero(ready_N & self._wanted_N[peer.buckets]):
             if not self._buffers or time.monotonic() < self._allowed_at:
                 return
-            if bucket in self._missing and bucket not in moving:
-                slot = peer.header.slot_of(local, self.manifest.version)
-                if slot is not None:
-                    self._start(peer, local, bucket, slot)
+            self._start(peer, peer.header, int(local))
 
-    def _start(self, peer: Peer, local: int, bucket: int, slot: int) -> None:
-        assert peer.header is not None
+    def _start(self, peer: Peer, header: Header, local: int) -> None:
+        bucket = peer.buckets[local]
         bases = [int(v) for v in self._store.header.versions_2N[:, bucket] if v != NONE]
         chain = None
         if not self._mistakes[peer.source, bucket]:
-            chain = peer.header.chain(local, self.manifest.version, bases)
-        buffer, header, places = self._buffers.pop(), peer.header, peer.places
+            chain = header.chain(local, self.manifest.version, bases)
+        buffer, places = self._buffers.pop(), peer.places
         differences: list[tuple[int, int, int]] = []
         spans: list[tuple[int, Bytes]] = []
         if chain:
@@ -262,11 +261,14 @@ class Pull:
                 differences.append((base, target, size))
                 end += size
         else:
-            size = self.manifest.buckets[bucket].num_bytes
+            size, slot = self.manifest.buckets[bucket].num_bytes, 0
+            if header.versions_2N[0, local] != self.manifest.version:
+                slot = 1
             address = peer.region.addresses[1 + slot] + places.offsets[local]
             spans.append((address, buffer[:size]))
         read = _Read(bucket, peer, buffer, differences, None, sum(s.size for _, s in spans))
         self._reads.append(read)
+        self._wanted_N[bucket] = False
         if self._rate:
             self._allowed_at = max(self._allowed_at, time.monotonic() - 0.1)
             self._allowed_at += read.num_bytes / self._rate
@@ -282,8 +284,9 @@ class Pull:
             self._reads.remove(read)
             self._buffers.append(read.buffer)
             if read.checking.result():
-                self._missing.discard(read.bucket)
+                self._left -= 1
                 return
+            self._wanted_N[read.bucket] = True
             read.peer.look_at = 0.0
             self._mistakes[read.peer.source, read.bucket] += 1
             if self._mistakes[read.peer.source, read.bucket] >= _MISTAKES:
@@ -307,10 +310,9 @@ class Pull:
         else:
             holder = store.header.slot_of(bucket, read.differences[0][0])
             assert holder is not None
-            if holder != self.slot:
-                versions[self.slot, bucket] = NONE
-                target[:] = store.bucket(holder, bucket)
             versions[self.slot, bucket] = NONE
+            if holder != self.slot:
+                target[:] = store.bucket(holder, bucket)
             parts = np.split(read.buffer, np.cumsum([size for _, _, size in read.differences]))
             try:
                 for part, _ in zip(parts, read.differences, strict=False):
@@ -330,6 +332,7 @@ class Pull:
         self._peers = [peer for peer in self._peers if peer.source != source]
         for read in self._reads:
             if read.peer.source == source and read.checking is None:
+                self._wanted_N[read.bucket] = True
                 fresh = np.zeros_like(read.buffer)
                 self._agent.register([fresh])
                 self._buffers.append(fresh)

@@ -147,7 +147,9 @@ class Store:
 
     def newest(self) -> int:
         """Return the newest complete version, or `NONE`."""
-        whole = [int(v[0]) for v in self.header.versions_2N if v.size and (v == v[0]).all()] or [NONE]
+        whole = [int(v[0]) for v in self.header.versions_2N if v.size and (v == v[0]).all()] or [
+            NONE
+        ]
         return max(whole)
 
     def slot_for(self, version: int) -> int:

@@ -96,8 +96,7 @@ class StoreProcess:
         self._busy_until = time.monotonic() + _BUSY_AFTER
         if self._spec.serves_trainer:
             return
-        if self._pull is None or self._pull.manifest.version != manifest.version:
-            self._lock.close()
+        if self._pull is None:
             store, spec = self._stores[0], self._spec
             self._pull = Pull(
                 self._agent,
@@ -111,6 +110,11 @@ class StoreProcess:
             )
             seconds = spec.transfer_seconds
             self._lock.enter_context(store.locked(self._pull.slot, write=True, seconds=seconds))
+        if self._pull.manifest.version != manifest.version:
+            raise WeightsError(
+                f"weights version {manifest.version} was named while version"
+                f" {self._pull.manifest.version} is on its way: one at a time"
+            )
         if message.sources:
             self._reporting(lambda pull: pull.use(message.sources), self._pull)
 
@@ -171,7 +175,9 @@ def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}.json"
     path.write_bytes(msgspec.json.encode(spec))
-    return subprocess.Popen([sys.executable, "-m", __spec__.name, str(path)])
+    # Ctrl-C and torchrun's signals, which reach process groups, do not end it.
+    command = [sys.executable, "-m", __spec__.name, str(path)]
+    return subprocess.Popen(command, process_group=0)
 
 
 def main(path: str) -> None:
