@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rl.compat import quiet
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Roles
+from megatron_rl.generator import engine_fork
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
@@ -40,12 +41,15 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     if devices := _engine_devices(config.roles):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     on_gpu = torch.cuda.is_available()
-    method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    forks = not on_gpu and torch.get_num_threads() == 1
+    method = os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork" if forks else "spawn")
     if on_gpu and method != "spawn":
         raise ValueError(
             f"VLLM_WORKER_MULTIPROC_METHOD is {method!r}: on GPUs vLLM's processes start by"
             " 'spawn', since a forked process cannot use CUDA once its parent has; unset it"
         )
+    if forks and method == "fork":
+        engine_fork.install()
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())

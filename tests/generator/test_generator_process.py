@@ -82,7 +82,7 @@ def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_pat
         (hello,) = orchestrator.wait_for(Hello)
         assert hello == Hello(role="generator", rank=2, version=7, capacity=6)
         engine = psutil.Process(process.pid).children(recursive=True)
-        assert len(engine) >= 2
+        assert engine
 
         # Ctrl-C and torchrun reach the whole session's group; the role goes on until Stop.
         os.killpg(process.pid, signal.SIGINT)

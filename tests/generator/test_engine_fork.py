@@ -1,0 +1,71 @@
+"""vLLM forks the processes of an engine on a CPU, unless they have threads or the user says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
+
+from megatron_rl.compat import import_hook
+from megatron_rl.config import RunConfig
+from megatron_rl.generator.process_environment import prepare_environment
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+MODULES = (utils, multiproc_executor)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back vLLM's own functions, in an environment that is restored afterwards."""
+    before = dict(os.environ)
+    os.environ.pop(METHOD, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(import_hook, "_CHANGES", [])
+    for module in MODULES:
+        monkeypatch.setattr(module, "get_mp_context", get_mp_context)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def methods() -> set[str]:
+    prepare_environment(RunConfig(), "")
+    os.environ[METHOD] = "spawn"  # as vLLM's CPU platform does
+    return {module.get_mp_context().get_start_method() for module in MODULES}
+
+
+def test_processes_of_one_thread_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert methods() == {"fork"}
+
+
+def test_processes_with_threads_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert methods() == {"spawn"}
+
+
+def test_the_users_choice_stays() -> None:
+    os.environ[METHOD] = "spawn"
+    assert methods() == {"spawn"}
+
+
+def test_a_fork_has_a_process_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    methods()
+    context = utils.get_mp_context()
+    queue = context.SimpleQueue()
+    process = context.Process(target=lambda: queue.put((os.getpid(), os.getpgrp())))
+    process.start()
+    pid, group = queue.get()
+    process.join(30)
+    assert pid == group == process.pid != os.getpgrp()
+    assert not psutil.pid_exists(process.pid) and process.exitcode == 0
