@@ -14,9 +14,10 @@
 #   sbatch --nodes=5 examples/cluster/slurm.sh my_run.yaml           # needs GPUs
 #   DRY_RUN=1 bash examples/cluster/slurm.sh my_run.yaml --seed 7    # prints the command of a node
 #
-# In my_run.yaml, roles.trainer_ranks + roles.generator_ranks = nodes x 8. weights.directory and
-# OUTPUT_DIR (default runs/JOB) are on a file system that all nodes share. Further arguments are
-# configuration keys. megatron_rl comes from the active environment, or from IMAGE (with pyxis).
+# In my_run.yaml, roles.trainer_ranks + roles.generator_ranks = nodes x 8. OUTPUT_DIR (default
+# runs/JOB) is on a file system that all nodes share. /dev/shm of each node holds two versions of
+# the weights (megatron-rl plan). Further arguments are configuration keys. megatron_rl comes from
+# the active environment, or from IMAGE (with pyxis).
 #
 # After a failed rank, torchrun restarts all ranks from the newest checkpoint, up to MAX_RESTARTS
 # times. After a lost node, the others wait REJOIN_SECONDS for it or a replacement; then the job

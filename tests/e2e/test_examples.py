@@ -2,7 +2,7 @@
 
 One run of the miniature Scout, long enough that its held-out pass rate rises: a rank is killed
 and torchrun restarts all of them, Ctrl-C interrupts it, and a second torchrun resumes it with
-another transport and with router replay.
+smaller buckets of weights and with router replay.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ SETTINGS = f"""
   --checkpoint.every_steps {SAVED_EVERY} --timeouts.shutdown_seconds 8
 """.split()
 BUCKET_BYTES = 200_000
-AFTER_RESUME = f"""
-  --algorithm.routing_replay replay --weights.transport gloo --weights.bucket_bytes {BUCKET_BYTES}
-""".split()
+AFTER_RESUME = [
+    *("--algorithm.routing_replay", "replay"),
+    *("--weights.bucket_bytes", f"{BUCKET_BYTES}"),
+]
 
 
 def steps_done(output: Path) -> int:

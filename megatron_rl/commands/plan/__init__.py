@@ -2,6 +2,7 @@
 
     layouts         parallel sizes: division of a model, and the search for sizes that fit
     tensors         tensors of a trainer rank, and those that travel as an update
+    nodes           ranks by node, and the nodes that keep versions of the weights
     update_memory   buffers and seconds of an update
     host_memory     bytes of a node's host
     memory          bytes of a trainer rank and of a generator rank; whether all fits

@@ -10,6 +10,7 @@ from typer import Option
 
 from megatron_rl.commands.plan.memory import RESERVE_GIB
 from megatron_rl.commands.plan.plan_report import memory_plan
+from megatron_rl.commands.plan.update_memory import CHANGED_SHARE
 from megatron_rl.config import load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -18,6 +19,7 @@ WORLD = "Ranks of the run; default: those of the configuration."
 GPU = "Memory of a GPU in GiB; default: roles.gpu_gib."
 RESERVE = "Of a trainer's GPU for CUDA, NCCL and fragmentation."
 NODE = "GPUs of a node; default: roles.gpus_per_node."
+CHANGED = "Share of 16-bit values that a step changes: the size of a difference."
 SEARCH = "Propose layouts even if the given one fits."
 
 
@@ -30,6 +32,7 @@ def plan_command(
     gpu_gib: Annotated[float | None, Option(help=GPU, min=1.0)] = None,
     reserve_gib: Annotated[float, Option(help=RESERVE, min=0.0)] = RESERVE_GIB,
     gpus_per_node: Annotated[int | None, Option(help=NODE, min=1)] = None,
+    changed_share: Annotated[float, Option(help=CHANGED, min=0.0, max=1.0)] = CHANGED_SHARE,
     search_layouts: Annotated[bool, Option("--search", help=SEARCH)] = False,
     json_path: Annotated[Path | None, Option("--json", help="Write the plan as JSON.")] = None,
 ) -> None:
@@ -41,4 +44,5 @@ def plan_command(
     given = {"gpu_gib": gpu_gib, "gpus_per_node": gpus_per_node}
     given = {key: value for key, value in given.items() if value is not None}
     run = run.model_copy(update={"roles": run.roles.model_copy(update=given)})
-    raise typer.Exit(memory_plan(run, world, reserve_gib, search_layouts, json_path))
+    code = memory_plan(run, world, reserve_gib, search_layouts, json_path, changed_share)
+    raise typer.Exit(code)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.commands.plan.host_memory import ranks_by_node
+from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.commands.plan.plan_report import memory_plan
 from megatron_rl.config import TINY_MODELS, HuggingFaceTask, JsonlTask, RunConfig
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -34,7 +34,7 @@ def dry_run(config: RunConfig, path: Path | None, overrides: list[str]) -> int:
 
 def node_lines(config: RunConfig) -> list[str]:
     """Return the roles of each node, neighbors with the same roles in one line."""
-    r, nodes, lines = config.roles, ranks_by_node(config), []
+    r, nodes, lines = config.roles, nodes_of(config).ranks, []
 
     def roles(node: int) -> str:
         generators = [rank - r.trainer_ranks for rank in nodes[node] if rank >= r.trainer_ranks]
@@ -82,7 +82,7 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
     if path is not None and script[0] == "-m":
         script += ["--config", str(path)]
     command = " ".join([*script, *overrides])
-    ranks, nodes = config.roles.world_size, ranks_by_node(config)
+    ranks, nodes = config.roles.world_size, nodes_of(config).ranks
     per_node = len(nodes[0])
     if len(nodes) == 1:
         return [f"torchrun --nproc-per-node {ranks} {command}"]

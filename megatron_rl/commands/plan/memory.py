@@ -7,7 +7,7 @@ parameter (bf16: 2):
     optimizer   (12 in bf16: fp32 copy and two moments; 8 in fp32) x (Pd / replicas + Pe / replicas
                 of an expert) with the distributed optimizer, x P without
     logits      fp32, one chunk of tokens of the fused head, and hidden states; on the last stage
-    export, staging, communicators      of a rank that sends weights (`update_memory`)
+    export, difference                  buckets of a new version of the weights (`update_memory`)
 
 Activations follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198, section 4); docs/memory.md has the bytes per token and layer. Stage i of p holds p - i
@@ -23,9 +23,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.host_memory import GIB, HostMemory, fullest_host, ranks_by_node
+from megatron_rl.commands.plan.host_memory import GIB, HostMemory, host_memory
+from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.commands.plan.tensors import count_stages, update_bytes
-from megatron_rl.commands.plan.update_memory import receiver_bytes, sender_memory, update_seconds
+from megatron_rl.commands.plan.update_memory import (
+    SHARED_FILES,
+    UpdateTime,
+    difference_bytes,
+    export_bytes,
+    reload_bytes,
+    update_time,
+)
 from megatron_rl.config import Parallel, RunConfig
 
 if TYPE_CHECKING:
@@ -39,8 +47,6 @@ HEAD_CHUNK_BYTES = 3175 * 2**20
 """Default of `kernels.chunk_mib` on GPU."""
 GENERATOR_WORKSPACE_BYTES = 4 * GIB
 """Estimate of vLLM's activations, CUDA graphs and buffers."""
-SHARED_FILES_BYTES_PER_SECOND = 5.0e9
-"""Estimate of a shared file system from which all nodes read the start checkpoint at once."""
 ENGINE_START_SECONDS = 300.0
 """Estimate of an engine's compilation and CUDA graphs."""
 
@@ -58,18 +64,16 @@ class StageMemory:
     activations: float
     logits: float
     export: float
-    """Of a rank that sends, while a version is joined, between two steps."""
-    staging: float
-    """Chunks on their way to one generator after the other, during training."""
-    communicators: float
-    """NCCL's buffers, one communicator per generator."""
+    """While a version is joined, between two steps."""
+    difference: float
+    """Two versions of a bucket and their difference, during training."""
 
     @property
     def total(self) -> float:
         """Everything but the reserve; a version is joined when there are no activations."""
         states = self.parameters + self.gradients + self.optimizer
         step = max(self.activations + self.logits, self.export)
-        return states + step + self.staging + self.communicators
+        return states + step + self.difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class LayoutMemory:
     worst: StageMemory
     """The stage with the fullest ranks."""
     generator: GeneratorMemory
-    host: HostMemory
-    """The fullest node."""
+    hosts: list[HostMemory]
+    """Of all nodes, neighbors that need the same as one."""
     misfits: list[str]
     """Reasons why it does not fit."""
     notes: list[str]
@@ -115,10 +119,14 @@ def estimate(
     counts = enumerate(count_stages(architecture, run.parallel))
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
     worst = max(stages, key=lambda stage: stage.total)
-    generator, host = generator_memory(run, architecture), fullest_host(run, architecture)
+    generator, hosts = generator_memory(run, architecture), host_memory(run, architecture)
+    host = max(hosts, key=lambda memory: memory.total)
     misfits = list(_misfits(run, worst, generator, host, reserve_gib))
-    notes = list(_notes(run, architecture, generator))
-    return LayoutMemory(run, stages, worst, generator, host, misfits, notes)
+    notes = [
+        *_notes(run, architecture, generator, update_time(run, architecture)),
+        *_shared_memory_notes(run, max(hosts, key=lambda memory: memory.shared)),
+    ]
+    return LayoutMemory(run, stages, worst, generator, hosts, misfits, notes)
 
 
 def _misfits(
@@ -135,7 +143,7 @@ def _misfits(
         taken, text = taken + share, f"{text} and {share:.1f} of the generator"
         remedy = "; lower generation.gpu_memory_fraction"
     if worst.total > (total - taken) * GIB:
-        names = ("parameters", "gradients", "optimizer", "activations", "logits", "staging")
+        names = ("parameters", "gradients", "optimizer", "activations", "logits", "difference")
         sizes = sorted(((getattr(worst, name), name) for name in names), reverse=True)[:3]
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in sizes)
         yield (
@@ -160,14 +168,16 @@ def _misfits(
         )
     if host.total > run.roles.host_gib * GIB:
         yield (
-            f"host of node {host.node}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
+            f"host of {host.name}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
             f" {run.roles.host_gib:g}; versions of the weights {host.versions / GIB:.1f}, saving"
-            f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.transport"
-            " to 'disk' with a weights.directory that all nodes share, or raise parallel.pipeline"
+            f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.directory"
+            " to a folder that all nodes share, or weights.quantization to 'fp8'"
         )
 
 
-def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemory) -> Iterator[str]:
+def _notes(
+    run: RunConfig, architecture: Architecture, generator: GeneratorMemory, update: UpdateTime
+) -> Iterator[str]:
     wanted = run.generation.concurrent_completions
     if 1 <= generator.sequences < wanted:
         yield (
@@ -176,21 +186,31 @@ def _notes(run: RunConfig, architecture: Architecture, generator: GeneratorMemor
             f" preempts and computes again: lower it to {math.floor(generator.sequences)}, or raise"
             " roles.generator_tensor_parallel"
         )
-    seconds, limits = update_seconds(run, architecture), run.timeouts
-    if seconds > limits.transfer_seconds:
+    limits = run.timeouts
+    if update.travel_whole > limits.transfer_seconds:
         yield (
-            f"a weight update takes {seconds:.0f} s until the last generator has it, and"
-            f" timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
+            f"a whole version of the weights takes {update.travel_whole:.0f} s to the last node,"
+            f" and timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
         )
-    nodes = len(ranks_by_node(run))
+    nodes = len(nodes_of(run).ranks)
     read = nodes * update_bytes(run, architecture)
-    seconds = ENGINE_START_SECONDS + read / SHARED_FILES_BYTES_PER_SECOND
+    seconds = ENGINE_START_SECONDS + read / SHARED_FILES
     if seconds > limits.startup_seconds:
         yield (
             f"{nodes} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
-            f" {SHARED_FILES_BYTES_PER_SECOND / 1e9:g} GB/s before the engines start, about"
+            f" {SHARED_FILES / 1e9:g} GB/s before the engines start, about"
             f" {seconds:.0f} s, and timeouts.startup_seconds is {limits.startup_seconds:g}: raise"
             " it"
+        )
+
+
+def _shared_memory_notes(run: RunConfig, host: HostMemory) -> Iterator[str]:
+    usual = run.roles.host_gib / 2
+    if host.shared > usual * GIB:
+        yield (
+            f"{host.name}: versions of the weights take {host.shared / GIB:.0f} GiB of /dev/shm, to"
+            f" which Linux gives half of the memory, {usual:g}: mount it larger (mount -o"
+            " remount,size=), or set weights.directory"
         )
 
 
@@ -208,7 +228,7 @@ def generator_memory(run: RunConfig, architecture: Architecture) -> GeneratorMem
         workspace=workspace,
         kv_cache=run.generation.gpu_memory_fraction * run.roles.gpu_gib * GIB - weights - workspace,
         kv_bytes_per_sequence=2 * heads * a.head_dim * width * sum(kept),
-        update=receiver_bytes(run, a),
+        update=reload_bytes(run, a),
     )
 
 
@@ -230,7 +250,6 @@ def _stage_memory(
     # The chunk, then gathered hidden states and their gradient, in `params` and summed in fp32.
     logits = min(budget, 4.0 * tokens * -(-architecture.vocabulary // p.tensor))
     logits += tokens * architecture.hidden * (2 * width + 4)
-    export, staging, communicators = sender_memory(run, architecture, stage)
     return StageMemory(
         stage,
         {kind: count[kind] for kind in ("dense", "expert")},
@@ -239,9 +258,8 @@ def _stage_memory(
         optimizer=(12 if bf16 else 8) * owned,
         activations=tokens * _token_activations(p, architecture, stage, width),
         logits=logits if stage == p.pipeline - 1 else 0.0,
-        export=export,
-        staging=staging,
-        communicators=communicators,
+        export=export_bytes(run, architecture, stage),
+        difference=difference_bytes(run, architecture, stage),
     )
 
 

@@ -15,8 +15,12 @@ from megatron_rl.commands.plan.layouts import (
     search,
 )
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, StageMemory, estimate
-from megatron_rl.commands.plan.tensors import update_bytes
-from megatron_rl.commands.plan.update_memory import update_seconds
+from megatron_rl.commands.plan.update_memory import (
+    CHANGED_SHARE,
+    LINK,
+    UpdateTime,
+    update_time,
+)
 from megatron_rl.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 """Exit status: no layout fits."""
-SCHEMA = "megatron_rl.memory_plan/1"
+SCHEMA = "megatron_rl.memory_plan/2"
 PARTS = (*(field.name for field in fields(StageMemory) if field.type == "float"), "total")
 
 
@@ -34,6 +38,7 @@ def memory_plan(
     reserve_gib: float = RESERVE_GIB,
     search_layouts: bool = False,
     json_path: Path | None = None,
+    changed_share: float = CHANGED_SHARE,
 ) -> int:
     """Print the memory plan of a run of `world` ranks; return 0, or `DOES_NOT_FIT`.
 
@@ -61,11 +66,8 @@ def memory_plan(
             print(f"fits {1 if roles.one_gpu else world} GPUs of {roles.gpu_gib:g} GiB")
         _print_reasons("the configured layout does not fit:", memory.misfits)
         _print_reasons("notes:", memory.notes)
-    num_bytes, seconds = update_bytes(run, architecture), update_seconds(run, architecture)
-    print(
-        f"weight update: {num_bytes / 1e9:.1f} GB to every generator rank, {seconds:.2f} s at"
-        f" 400 Gb/s until the last of {roles.engines} engines has it"
-    )
+    update = update_time(run, architecture, changed_share)
+    _print_update(update, changed_share)
     fits, layouts = memory is not None and not memory.misfits, []
     if roles.one_gpu and (search_layouts or not fits):
         print("roles.one_gpu allows no other layout")
@@ -80,7 +82,7 @@ def memory_plan(
             "schema": SCHEMA,
             "assumptions": {**assumptions, "reserve_gib": reserve_gib},
             "configured": {"problems": problems, **configured},
-            "transfer": {"num_bytes": num_bytes, "seconds": seconds},
+            "update": {"changed_share": changed_share, **asdict(update)},
             "proposed": [_as_json(layout) for layout in layouts],
         }
         json_path.write_text(json.dumps(content, indent=1) + "\n")
@@ -133,17 +135,44 @@ def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
         rows[f"{part} GiB"] = [f"{getattr(stage, part) / GIB:.2f}" for stage in stages]
     for name, cells in rows.items():
         print(f"  {name:<24}" + "".join(f"{cell:>17}" for cell in cells))
-    roles, g, h = memory.run.roles, memory.generator, memory.host
+    roles, g = memory.run.roles, memory.generator
     print(
         "  (in the total, activations and logits or export, whichever is larger)\n"
         f"  of {roles.gpu_gib - reserve_gib:g} GiB ({roles.gpu_gib:g} less a reserve of"
         f" {reserve_gib:g})\n"
         f"generator rank: {g.weights / GIB:.2f} GiB weights, {g.workspace / GIB:.2f} GiB workspace,"
         f" {max(g.kv_cache, 0) / GIB:.2f} GiB KV cache = {g.sequences:.1f} sequences of"
-        f" {memory.run.sequence_tokens:,} tokens per engine; {g.update / GIB:.2f} GiB an update\n"
-        f"host of node {h.node}: {h.versions / GIB:.2f} GiB versions of the weights,"
-        f" {h.saving / GIB:.2f} GiB saving, {h.processes / GIB:.2f} GiB processes, total"
-        f" {h.total / GIB:.2f} of {roles.host_gib:g} GiB"
+        f" {memory.run.sequence_tokens:,} tokens per engine; {g.update / GIB:.2f} GiB an update"
+    )
+    for h in memory.hosts:
+        print(
+            f"host of {h.name}: {h.versions / GIB:.2f} GiB versions of the weights,"
+            f" {h.saving / GIB:.2f} GiB saving, {h.processes / GIB:.2f} GiB processes, total"
+            f" {h.total / GIB:.2f} of {roles.host_gib:g} GiB"
+        )
+
+
+def _print_update(update: UpdateTime, changed_share: float) -> None:
+    whole, changed = update.num_bytes / 1e9, update.difference_bytes / 1e9
+    travel = "the engines read the trainer's stores"
+    if update.stores:
+        travel = (
+            f"travel to {update.stores} nodes {update.travel_whole:.1f} s whole,"
+            f" {update.travel_differences:.1f} s as differences ({LINK / 1e9:g} GB/s per node)"
+        )
+    elif update.travel_whole:
+        travel = f"all nodes read it in {update.travel_whole:.1f} s"
+    copy, pause = (
+        " or ".join(f"{seconds:.2f} s ({link})" for link, seconds in by_link.items())
+        for by_link in (update.copy_by_link, update.pause_by_link)
+    )
+    print(
+        f"weight update: {whole:.1f} GB whole, {changed:.2f} GB as differences of"
+        f" {changed_share:.2%} of the values\n"
+        f"  the trainer waits {copy}\n"
+        f"  while it trains and engines decode: differences {update.complete:.1f} s; {travel};"
+        f" checksums {update.check:.1f} s\n"
+        f"  engines pause {pause}"
     )
 
 
@@ -169,7 +198,7 @@ def _as_json(memory: LayoutMemory) -> dict[str, Any]:
         "layout": layout_values(memory.run),
         "stages": [{**asdict(stage), "total": stage.total} for stage in memory.stages],
         "generator": {**asdict(g), "sequences": g.sequences},
-        "host": {**asdict(memory.host), "total": memory.host.total},
+        "hosts": [{**asdict(host), "total": host.total} for host in memory.hosts],
         "misfits": memory.misfits,
         "notes": memory.notes,
     }

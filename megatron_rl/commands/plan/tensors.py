@@ -27,16 +27,16 @@ Part = int | str
 
 @dataclass(frozen=True, slots=True)
 class SentUnit:
-    """Tensors that a sender joins at once: those of one parameter, or of all experts if fused."""
+    """Tensors that a rank joins at once: those of one parameter."""
 
-    expert: int | None
-    """The expert that owns them; None if they are dense, or of all experts of the layer."""
     routed: bool
-    """Of routed experts."""
+    """Of a routed expert."""
+    fused: bool
+    """One of the experts of a tensor of the checkpoint."""
     joined: int
     """Bytes in the number format in which they are joined."""
-    sent: tuple[int, ...]
-    """Bytes of each tensor as it travels."""
+    sent: int
+    """Bytes as they travel."""
 
 
 def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter[str]]:
@@ -70,30 +70,42 @@ def stage_parts(architecture: Architecture, p: Parallel, stage: int) -> list[Par
 
 
 def sent_units(run: RunConfig, architecture: Architecture, stage: int) -> list[SentUnit]:
-    """Return what the first rank of a stage sends to the generators, in its order."""
-    p, by_part = run.parallel, _units_by_part(run, architecture)
-    if run.weights.transport != "nccl":  # rank 0 joins the whole model
-        return [*itertools.chain(*by_part.values())] if stage == 0 else []
-    own = (architecture.experts or 1) // p.expert
-    units = (unit for part in stage_parts(architecture, p, stage) for unit in by_part[part])
-    return [unit for unit in units if unit.expert is None or unit.expert < own]
+    """Return what the ranks of a stage join and keep, together, of a version of the weights."""
+    by_part = _units_by_part(run, architecture)
+    parts = stage_parts(architecture, run.parallel, stage)
+    return [unit for part in parts for unit in by_part[part]]
 
 
-def sent_bytes(units: Iterable[SentUnit]) -> int:
-    """Return the bytes of these units as they travel."""
-    return sum(sum(unit.sent) for unit in units)
+def all_units(run: RunConfig, architecture: Architecture) -> list[SentUnit]:
+    """Return the units of the whole model."""
+    return [*itertools.chain(*_units_by_part(run, architecture).values())]
 
 
 def update_bytes(run: RunConfig, architecture: Architecture) -> int:
-    """Return the bytes of a weight update, which every generator rank receives."""
-    return sent_bytes(itertools.chain(*_units_by_part(run, architecture).values()))
+    """Return the bytes of a version of the weights."""
+    return sum(unit.sent for unit in all_units(run, architecture))
+
+
+def bucket_bytes(run: RunConfig, sizes: Iterable[int]) -> int:
+    """Return the bytes of the largest bucket that units of these sizes fill."""
+    sizes = list(sizes)
+    return min(sum(sizes), max(run.weights.bucket_bytes, *sizes)) if sizes else 0
+
+
+def saved_bucket_bytes(run: RunConfig, architecture: Architecture) -> int:
+    """Return the bytes of the largest bucket of a Hugging Face model, with its fused tensors."""
+    parts = _units_by_part(run, architecture).values()
+    # Of a layer's two tensors of all experts, that of gate and up is the larger one.
+    largest = max(max((u.joined for u in units if u.fused), default=0) for units in parts)
+    fused = largest * (architecture.experts or 0)
+    return bucket_bytes(run, [fused, *(u.joined for units in parts for u in units)])
 
 
 def largest_module(run: RunConfig, architecture: Architecture) -> int:
     """Return the bytes of the generators' largest module: a layer's experts or a table."""
     parts = _units_by_part(run, architecture).values()
-    routed = (sent_bytes(unit for unit in units if unit.routed) for units in parts)
-    return max(*routed, *(sum(unit.sent) for units in parts for unit in units))
+    routed = (sum(unit.sent for unit in units if unit.routed) for units in parts)
+    return max(*routed, *(unit.sent for units in parts for unit in units))
 
 
 def _part(weight: Weight) -> Part:
@@ -137,10 +149,14 @@ def _cached_units(architecture: Architecture, wire: WireFormat) -> dict[Part, li
     for weight in architecture.weights():
         if not weight.exported or weight.index:  # experts after the first of a fused tensor
             continue
-        fused = weight.index is not None
+        experts = 1 if weight.index is None else architecture.experts
         expected = wire.expected({name: shapes[name] for name in weight.hf})
-        sent = tuple(map(tensor_bytes, expected.values()))
-        joined = weight.elements * wire.dtype.itemsize * (architecture.experts if fused else 1)
-        expert = None if fused else weight.expert
-        units[_part(weight)].append(SentUnit(expert, weight.expert is not None, joined, sent))
+        sent = sum(map(tensor_bytes, expected.values())) // experts
+        unit = SentUnit(
+            routed=weight.expert is not None,
+            fused=weight.index is not None,
+            joined=weight.elements * wire.dtype.itemsize,
+            sent=sent,
+        )
+        units[_part(weight)] += [unit] * experts
     return units

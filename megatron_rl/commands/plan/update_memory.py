@@ -1,93 +1,148 @@
-"""Memory and time of a weight update on both of its ends.
+"""Memory of GPUs and seconds of a new version of the weights, on its way to the generators.
 
-A sender joins a version bucket by bucket (`weights.export`), and by `nccl` it sends chunk by chunk
-while training continues (`transports.nccl`, vLLM's packed broadcast). A fused tensor of all experts
-that is larger than `weights.bucket_bytes` makes a bucket and a chunk of its own size.
+    trainer rank    copies its share to the host (the trainer waits), then makes differences
+    node of         takes the version along a binary tree of nodes, bucket by bucket: the last one
+    generators      has it after 2 x bytes / link x (1 + depth x bucket / bytes), or as soon as its
+                    processors have copied and compared all buckets, whichever is later
+    engine          compares the checksums, if its node's store has not done so (decoding goes on),
+                    then loads what it keeps (it pauses)
+
+The rates are assumptions about a node; nothing here was measured on GPUs.
 """
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.tensors import SentUnit, largest_module, sent_bytes, sent_units
+from megatron_rl.commands.plan.nodes import Nodes, nodes_of
+from megatron_rl.commands.plan.tensors import (
+    all_units,
+    bucket_bytes,
+    largest_module,
+    sent_units,
+    update_bytes,
+)
 from megatron_rl.config import RunConfig
+from megatron_rl.weights.pull import READS
+from megatron_rl.weights.store import LARGEST_DIFFERENCE
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
-LINK_BYTES_PER_SECOND = 50.0e9
-"""Peak of 400 Gb/s InfiniBand."""
-COMMUNICATOR_BYTES = 160 * 2**20
-"""Estimate of NCCL's buffers: 16 channels of about 10 MiB for its three protocols."""
+LINK = 44.0e9
+"""Bytes per second of a node's network: one interface of 400 Gb/s, and of its peak what prime-rl
+publishes for one-sided reads. Nodes with an interface per GPU can have more."""
+SHARED_FILES = 5.0e9
+"""Bytes per second of a file system from which all nodes read at once (an estimate)."""
+HOST_LINKS = {"PCIe 5 x16": 50.0e9, "NVLink-C2C": 200.0e9}
+"""Bytes per second between host and GPU, page-locked, each way: peaks are 64 and 450 (GB200)."""
+CHECKSUM = 30.0e9
+"""Bytes per second of xxh3-128 on one core; measured on an EPYC."""
+COPY = 13.0e9
+"""Bytes per second of a copy within the host's memory by one core; measured on an EPYC."""
+CHANGED_SHARE = 0.003
+"""Share of bf16 values that an AdamW step at 5e-7 changes; measured: 0.25 to 0.33%."""
 EXPORT_COPIES = 3
-"""Copies of a bucket while it is joined: shards, joined tensors, stacked experts."""
+"""Copies of a bucket while it is joined: as received, shards, joined tensors."""
+DIFFERENCE_COPIES = 6.5
+"""GPU memory of a difference, in buckets: both versions, one byte per 16-bit word, and, before it
+is known to be too large, eight bytes per word that changed."""
 RELOAD_COPIES = 2
 """Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
 
 
-def bucket_bytes(run: RunConfig, units: list[SentUnit]) -> int:
-    """Return the bytes of the largest bucket in which a sender joins these units."""
-    sizes = [unit.joined for unit in units]
-    return min(sum(sizes), max(run.weights.bucket_bytes, *sizes)) if sizes else 0
+@dataclass(frozen=True, slots=True)
+class UpdateTime:
+    """Bytes and seconds of a version; `by_link` are for each of `HOST_LINKS`."""
+
+    num_bytes: int
+    difference_bytes: int
+    """As differences to the version before."""
+    stores: int
+    """Nodes that take it over the network."""
+    depth: int
+    """Of their tree."""
+    copy_by_link: dict[str, float]
+    """In which the trainer waits."""
+    complete: float
+    """Until the trainer has differences and checksums of all buckets, while training goes on."""
+    travel_whole: float
+    """From complete at the trainer to complete on the last node; the first version and a newcomer's
+    travel so."""
+    travel_differences: float
+    check: float
+    """Comparison of the checksums by an engine, while decoding goes on; a store has done it."""
+    pause_by_link: dict[str, float]
+    """In which an engine does not decode."""
 
 
-def sender_memory(
-    run: RunConfig, architecture: Architecture, stage: int
-) -> tuple[float, float, float]:
-    """Return export, staging and communicators of the first rank of a stage (`StageMemory`)."""
-    from megatron_rl.weights.transports.nccl_plan import BUFFERS, TRANSFERS_AT_ONCE
-
+def export_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
+    """Return the GPU memory of a trainer rank while a version is joined, between two steps."""
     units = sent_units(run, architecture, stage)
-    export = EXPORT_COPIES * bucket_bytes(run, units)
-    if run.weights.transport != "nccl":
-        return export, 0, 0
-    # Of the newest chunk, the tensors and their concatenation; the others are still being sent.
-    staging = TRANSFERS_AT_ONCE * _largest_window(run, units, copies=2, before=BUFFERS - 1)
-    return export, staging, run.roles.engines * COMMUNICATOR_BYTES
+    return EXPORT_COPIES * bucket_bytes(run, [unit.joined for unit in units])
 
 
-def receiver_bytes(run: RunConfig, architecture: Architecture) -> float:
+def difference_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
+    """Return the GPU memory of a trainer rank while it makes differences, during a step."""
+    units = sent_units(run, architecture, stage)
+    return DIFFERENCE_COPIES * bucket_bytes(run, [unit.sent for unit in units])
+
+
+def reload_bytes(run: RunConfig, architecture: Architecture) -> float:
     """Return the bytes of an update on a generator's device, outside vLLM's own memory."""
-    from megatron_rl.weights.transports.nccl_plan import BUFFERS
-
-    module = largest_module(run, architecture) / run.roles.generator_tensor_parallel
-    size = RELOAD_COPIES * module
-    if run.weights.transport != "nccl":
-        return size
-    chunks = waiting = senders = 0
-    for stage in range(run.parallel.pipeline):
-        units = sent_units(run, architecture, stage)
-        # The buffer that the newest one replaces is still there while that is allocated.
-        chunks = max(chunks, _largest_window(run, units, copies=1, before=BUFFERS))
-        # vLLM keeps a layer's experts as received until the last group of experts has arrived.
-        of_experts = own_expert_bytes(units)
-        groups = run.parallel.expert if of_experts else 1
-        waiting, senders = max(waiting, (groups - 1) * of_experts), senders + groups
-    return size + chunks + waiting + senders * COMMUNICATOR_BYTES
+    return RELOAD_COPIES * largest_module(run, architecture) / run.roles.generator_tensor_parallel
 
 
-def own_expert_bytes(units: list[SentUnit]) -> int:
-    """Return the bytes of a sender's experts that have tensors of their own."""
-    return sent_bytes(unit for unit in units if unit.expert is not None)
+def share_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
+    """Return the bytes of a version in the store of a trainer rank.
 
-
-def update_seconds(run: RunConfig, architecture: Architecture) -> float:
-    """Return the seconds until the last generator has an update, at 400 Gb/s.
-
-    A sender's network interface carries one copy for every engine; files are read by all at once.
+    A stage's buckets are spread over all its ranks, replicas included (`trainer.export`).
     """
-    copies = 1 if run.weights.transport == "disk" else run.roles.engines
-    stages = range(run.parallel.pipeline)
-    largest = max(sent_bytes(sent_units(run, architecture, stage)) for stage in stages)
-    return copies * largest / LINK_BYTES_PER_SECOND
+    ranks = run.roles.trainer_ranks // run.parallel.pipeline
+    return sum(unit.sent for unit in sent_units(run, architecture, stage)) / ranks
 
 
-def _largest_window(run: RunConfig, units: list[SentUnit], copies: int, before: int) -> int:
-    """Return the most bytes of `copies` of a chunk and the `before` chunks sent before it."""
-    from megatron_rl.weights.transports.nccl_plan import chunk_counts
+def update_time(
+    run: RunConfig, architecture: Architecture, changed_share: float = CHANGED_SHARE
+) -> UpdateTime:
+    """Return the time of an update that changes this share of the 16-bit words."""
+    from megatron_rl.weights.loading import CHECKS
 
-    sizes = [size for unit in units for size in unit.sent]
-    counts, rest = chunk_counts(sizes, run.weights.bucket_bytes), iter(sizes)
-    chunks = [sum(itertools.islice(rest, count)) for count in counts]
-    return max(copies * size + sum(chunks[max(0, i - before) : i]) for i, size in enumerate(chunks))
+    num_bytes, nodes = update_bytes(run, architecture), nodes_of(run)
+    share = max(share_bytes(run, architecture, s) for s in range(run.parallel.pipeline))
+    # The lower half of an fp32 value changes in every step.
+    fraction = 2 * (1.0 if run.generator_dtype == "fp32" else changed_share)
+    changed = int(num_bytes * fraction) if fraction <= LARGEST_DIFFERENCE else num_bytes
+    bucket = bucket_bytes(run, [unit.sent for unit in all_units(run, architecture)])
+    work = num_bytes * (1 / COPY + 1 / CHECKSUM) / READS
+    if run.weights.directory is not None:
+        whole = differences = len(nodes.generator_nodes) * num_bytes / SHARED_FILES
+        changed = num_bytes
+    elif nodes.stores:
+        whole = max(_travel(num_bytes, bucket, nodes), work)
+        differences = max(_travel(changed, bucket * changed / num_bytes, nodes), work)
+    else:
+        whole = differences = 0.0
+    kept = num_bytes / run.roles.generator_tensor_parallel
+    slowest = min(HOST_LINKS.values())
+    return UpdateTime(
+        num_bytes=num_bytes,
+        difference_bytes=changed,
+        stores=len(nodes.stores),
+        depth=nodes.depth,
+        copy_by_link={name: share / rate for name, rate in HOST_LINKS.items()},
+        complete=share * (2 / slowest + 1 / CHECKSUM),
+        travel_whole=whole,
+        travel_differences=differences,
+        check=0.0 if nodes.stores else num_bytes / CHECKSUM / CHECKS,
+        pause_by_link={name: kept / rate for name, rate in HOST_LINKS.items()},
+    )
+
+
+def _travel(num_bytes: float, bucket: float, nodes: Nodes) -> float:
+    """Return the seconds until the last store has all buckets, by the network alone."""
+    trainers, stores = len(nodes.trainer_nodes), len(nodes.stores)
+    # What the fullest link carries: own bytes, those of two children, the publisher's two copies.
+    copies = max(1.0, min(stores, 2) / trainers, min(max(stores - 2, 0), 2))
+    return copies * (num_bytes + nodes.depth * bucket) / LINK
