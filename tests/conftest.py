@@ -25,7 +25,7 @@ settings.register_profile(
 )
 settings.load_profile("shared")
 
-ONE_WORKER = {"tests/generator/test_transports.py": "tests/generator/test_engine.py"}
+ONE_WORKER = {"tests/generator/test_weight_updates.py": "tests/generator/test_engine.py"}
 """File -> file whose engines it shares: on two workers each of them would start all."""
 
 

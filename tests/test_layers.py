@@ -48,6 +48,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 LIGHT = """
 files section config messages algorithm recipes rewards scaling data metrics orchestrator launch
 train cli commands.ablate commands.doctor commands.plan commands.recipes commands.verify
+weights.store_process generator.store_keeper
 """
 
 
@@ -144,7 +145,7 @@ import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {heavy!r}:
-            raise ImportError(name + " is blocked: this machine has no torch")
+            raise ImportError(name + " is blocked: it is not on this machine")
 sys.meta_path.insert(0, Blocker())
 """
 
@@ -166,6 +167,15 @@ def test_light_modules_import_where_torch_cannot_be_imported() -> None:
     assert done.returncode == 0, done.stderr
     done = run_python(BLOCKER.format(heavy=HEAVY) + "import torch")
     assert "torch is blocked" in done.stderr
+
+
+def test_trainers_work_where_vllm_cannot_be_imported() -> None:
+    own = [m for m in modules() if layer_of(m) in ("trainer", "weights", "train")]
+    lazily = [f"{m}: {n}" for m in own for n, _ in imports(m) if n.split(".")[0] == "vllm"]
+    assert lazily == []
+    assert {"megatron_rl.train", "megatron_rl.trainer.publisher"} <= {*own}
+    done = run_python(BLOCKER.format(heavy={"vllm"}) + f"import {', '.join(own)}")
+    assert done.returncode == 0, done.stderr
 
 
 def _root(node: ast.expr) -> str | None:

@@ -18,11 +18,14 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 ROUNDS = 4
 COMPLETIONS = 256
@@ -97,18 +100,16 @@ async def main(arguments: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
     from megatron_rl.generator.engine import Engine
-    from megatron_rl.weights.transports.disk import DiskPublisher
+    from tests.weights.versions import Versions, as_sent
 
-    weights = load_file(model_dir / "model.safetensors")
-    publisher = DiskPublisher(Path(tempfile.mkdtemp(dir="/dev/shm")))
+    weights = as_sent(load_file(model_dir / "model.safetensors"))
+    versions = Versions(Path(tempfile.mkdtemp(dir="/dev/shm")))
     version = 0
 
     def publish():
         nonlocal version
         version += 1
-        manifest = publisher.publish(version, iter(weights.items()), 256 * 2**20)
-        publisher.release(version - 1)
-        return manifest
+        return versions.write(version, weights)
 
     start = time.perf_counter()
     engine = Engine(config, 0, str(model_dir))
@@ -135,7 +136,7 @@ async def main(arguments: argparse.Namespace) -> None:
     await asyncio.sleep(3.0)
     idle = (cpu_seconds(engine) - idle_start) / 3.0
     engine.stop()
-    publisher.close()
+    versions.close()
     first = statistics.median(next(iter(rates.values())))
     result = {
         "bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"],

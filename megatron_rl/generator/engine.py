@@ -17,6 +17,7 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 
+import msgspec
 import psutil
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer import base as transfer
@@ -30,34 +31,25 @@ from megatron_rl.generator import vllm_args
 from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
-from megatron_rl.generator.weight_transfer import update_info
 from megatron_rl.messages import Manifest, WeightsUpdated
 from megatron_rl.models.routed_experts import RoutedExperts, check_experts
+from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError, check_tensors
 from megatron_rl.weights.number_format import WireFormat
-from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
-from megatron_rl.weights.transports import ReceiverInfo, check_manifest
 
 ENGINE_EXIT_SECONDS = 3.0
 """Time for the engine's processes to exit by themselves; they hold nothing that is needed later."""
 FIRST_TOKEN_SECONDS = 2.0
 """Longest wait of an update for the first tokens of requests that were just submitted."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
-"""First and longest pause between polls of the workers that receive a version."""
-_GRACE_SECONDS = 5.0
-"""Workers end their own waits, with the better message, before the engine does."""
+"""First and longest pause between polls of the workers that map a version."""
 
 
 class Engine:
     """One vLLM engine in its own processes; make and use it in one running event loop."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        engine_index: int,
-        model_dir: str,
-        version: int = 0,
-        rendezvous: Rendezvous = NOWHERE,
+        self, config: RunConfig, engine_index: int, model_dir: str, version: int = 0
     ) -> None:
         """Start the engine's processes; blocks until they are ready.
 
@@ -75,7 +67,7 @@ class Engine:
         check_experts(self.architecture, replay)
         vllm_args.check_model_class(model_dir)
         self._expected = WireFormat.of(config).expected(self.architecture.shapes())
-        self._receiver = ReceiverInfo.of(config, engine_index, rendezvous)
+        self._stores = NodeStores()
         self.interruption = None
         if config.generation.interruption == "phrase":
             self.interruption = vllm_args.interruption(config, get_tokenizer(model_dir))
@@ -103,8 +95,7 @@ class Engine:
             RuntimeError: a worker computes other logits than the configuration says.
         """
         await self.check_head()
-        init = {"receiver": self._receiver}
-        await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest(init))
+        await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest())
         await self._llm.update_weight_version(str(self.version))
         if self.routes is not None:
             await self.routes.prepare()
@@ -181,29 +172,37 @@ class Engine:
             )
         return [float(x) for x in flat.logprobs[start:]]
 
-    async def update(self, manifest: Manifest) -> WeightsUpdated:
-        """Swap to a version while requests are decoding.
+    async def update(self, manifest: Manifest, folder: str = "") -> WeightsUpdated:
+        """Swap to a version in the stores of this node while requests are decoding.
 
-        Everything that can be wrong with the version is checked before the engine is touched; an
-        error after that leaves the engine paused, for the caller to end.
+        Everything that can be wrong with the version is checked before the engine is touched, and
+        its bytes stay locked from there until they are loaded; an error after that leaves the
+        engine paused, for the caller to end.
+
+        Args:
+            manifest: the version.
+            folder: store that has all of its buckets; empty: the stores of the trainer's ranks.
 
         Raises:
             WeightsError: names, shapes, dtypes or bytes are not what they must be.
-            TimeoutError: `timeouts.transfer_seconds` passed, in receiving or in loading.
+            TimeoutError: `timeouts.transfer_seconds` passed, in mapping or in loading.
         """
         limit = self._config.timeouts.transfer_seconds
         check_tensors(manifest.tensors, self._expected, manifest.version)
-        await asyncio.to_thread(check_manifest, self._config, manifest)
-        await asyncio.wait_for(self._receive(manifest), limit + _GRACE_SECONDS)
-        async with self._one_version:
-            return await asyncio.wait_for(self._swap(manifest), limit)
+        with contextlib.ExitStack() as locks:
+            checked = self._stores.checked(manifest, folder, limit)
+            await asyncio.to_thread(locks.enter_context, checked)
+            await asyncio.wait_for(self._map(manifest, folder), limit)
+            async with self._one_version:
+                return await asyncio.wait_for(self._swap(manifest.version), limit)
 
-    async def _receive(self, manifest: Manifest) -> None:
-        """Have every worker receive and check the version while decoding continues."""
-        await self._llm.collective_rpc("begin_weights", kwargs=update_info(manifest))
+    async def _map(self, manifest: Manifest, folder: str) -> None:
+        """Have every worker map the version's memory while decoding continues."""
+        text = msgspec.json.encode(manifest).decode()
+        await self._llm.collective_rpc("map_version", args=(text, folder))
         pause = _POLL_SECONDS
         while True:
-            workers = await self._llm.collective_rpc("weights_ready")
+            workers = await self._llm.collective_rpc("version_mapped")
             if all(ready or error for ready, error in workers):
                 break
             await asyncio.sleep(pause)
@@ -212,7 +211,8 @@ class Engine:
             if error:
                 raise WeightsError(f"refused by worker {number}: {error}")
 
-    async def _swap(self, manifest: Manifest) -> WeightsUpdated:
+    async def _swap(self, version: int) -> WeightsUpdated:
+        """Load the version that all workers have mapped; nothing but this happens in the pause."""
         self._submitting.clear()
         self._all_begun.clear()
         if self._not_begun:
@@ -229,15 +229,14 @@ class Engine:
             await self._llm.abort(list(self._not_begun))
         loading = time.perf_counter()
         await self._llm.start_weight_update()
-        info = update_info(manifest)
-        await self._llm.update_weights(transfer.WeightTransferUpdateRequest(info))
-        await self._llm.finish_weight_update(str(manifest.version))
+        await self._llm.update_weights(transfer.WeightTransferUpdateRequest({"version": version}))
+        await self._llm.finish_weight_update(str(version))
         loaded = time.perf_counter()
         await self._llm.resume_generation()
-        self.version = manifest.version
+        self.version = version
         self._submitting.set()
         return WeightsUpdated(
-            version=manifest.version,
+            version=version,
             pause_seconds=time.perf_counter() - start,
             transfer_seconds=loaded - loading,
             requests_in_flight=in_flight,

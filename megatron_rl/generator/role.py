@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import timedelta
 from typing import Any
 
 from megatron_rl.config import RunConfig
-from megatron_rl.weights.rendezvous import Rendezvous
+from megatron_rl.generator.store_keeper import sees_trainer_stores, store_spec
+from megatron_rl.weights.store import node_name
 
 
-def run_generator_rank(config: RunConfig, rank: int, store: Any, rendezvous: Rendezvous) -> None:
+def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
     """Run a generator rank: the first rank of an engine runs it, the others lend it their device.
 
     Raises:
@@ -30,7 +32,11 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any, rendezvous: Ren
         return
     endpoint = store.get("orchestrator").decode()
     model_dir = store.get("model_dir").decode()
+    node = node_name()
+    spec = None
+    if not sees_trainer_stores(config, os.environ):
+        spec = store_spec(config, node, endpoint)
     try:
-        run_generator(config, engine, rank, endpoint, model_dir, rendezvous=rendezvous)
+        run_generator(config, engine, rank, endpoint, model_dir, node=node, store=spec)
     finally:
         store.set(finished, "1")

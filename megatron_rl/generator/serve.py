@@ -22,7 +22,8 @@ from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.process_environment import ignore_signals, prepare_environment
-from megatron_rl.weights.rendezvous import NOWHERE, Rendezvous
+from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
+from megatron_rl.weights.store_process import StoreSpec
 
 STATS_SECONDS = 1.0
 _HEARTBEAT_MS = 5_000
@@ -35,7 +36,8 @@ def run_generator(
     endpoint: str,
     model_dir: str,
     version: int = 0,
-    rendezvous: Rendezvous = NOWHERE,
+    node: str = "",
+    store: StoreSpec | None = None,
 ) -> None:
     """Run one generator until the orchestrator sends Stop; the engine's processes are gone then.
 
@@ -43,7 +45,8 @@ def run_generator(
 
     Engines are numbered from 0; `rank` is for messages. The orchestrator binds `endpoint`
     (`tcp://host:port`), and `model_dir` is the Hugging Face directory of the weights `version`,
-    which so many optimizer steps made. The transport `disk` needs no `rendezvous`.
+    which so many optimizer steps made. `store` is that of this `node`, if it has one: the generator
+    keeps it running (`store_keeper`).
 
     Raises:
         UnsupportedVersionError: a release of vLLM that may have faults.
@@ -52,7 +55,7 @@ def run_generator(
     upstream.check(vllm_fixes.FIXES)
     ignore_signals()
     prepare_environment(config, model_dir)
-    generator = Generator(config, engine_index, rank, endpoint, rendezvous)
+    generator = Generator(config, engine_index, rank, endpoint, node, store)
     asyncio.run(generator.run(model_dir, version))
 
 
@@ -73,9 +76,10 @@ class Generator:
         engine_index: int,
         rank: int,
         endpoint: str,
-        rendezvous: Rendezvous = NOWHERE,
+        node: str = "",
+        store: StoreSpec | None = None,
     ) -> None:
-        self._config, self._rendezvous = config, rendezvous
+        self._config, self._node, self._store = config, node, store
         self._index, self._rank, self._endpoint = engine_index, rank, endpoint
         self._admission = asyncio.Semaphore(config.generation.concurrent_completions)
         self._running = self._tokens = 0
@@ -87,15 +91,15 @@ class Generator:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
             self._socket = socket
             monitor = self._connect(socket)
-            engine = None
+            engine = keeper = None
             try:
+                if self._store is not None:
+                    keeper = StoreKeeper(self._store)
                 from megatron_rl.generator.engine import Engine
 
-                engine = self._engine = Engine(
-                    self._config, self._index, model_dir, version, self._rendezvous
-                )
+                engine = self._engine = Engine(self._config, self._index, model_dir, version)
                 await engine.prepare()
-                await self._serve(monitor)
+                await self._serve(monitor, keeper)
             except OrchestratorGoneError:
                 socket.setsockopt(zmq.LINGER, 0)
                 raise
@@ -106,6 +110,8 @@ class Generator:
             finally:
                 if engine is not None:
                     engine.stop()
+                if keeper is not None:  # last: while others of the node live, they would take over
+                    keeper.close()
                 socket.disable_monitor()
                 monitor.close()
 
@@ -121,12 +127,13 @@ class Generator:
         socket.connect(self._endpoint)
         return monitor
 
-    async def _serve(self, monitor: Any) -> None:
+    async def _serve(self, monitor: Any, keeper: StoreKeeper | None) -> None:
         await self._send(
             m.Hello(
                 role="generator",
                 rank=self._rank,
                 version=self._engine.version,
+                node=self._node,
                 capacity=self._config.generation.concurrent_completions,
             )
         )
@@ -135,6 +142,8 @@ class Generator:
                 tasks.create_task(self._send_stats())
                 tasks.create_task(self._follow_connection(monitor))
                 tasks.create_task(self._watch_orchestrator())
+                if keeper is not None:
+                    tasks.create_task(self._watch_store(keeper))
                 while True:
                     message = m.decode(await self._socket.recv())
                     if isinstance(message, m.Stop):
@@ -204,7 +213,7 @@ class Generator:
         )
 
     async def _update(self, message: m.UpdateWeights) -> None:
-        await self._send(await self._engine.update(message.manifest))
+        await self._send(await self._engine.update(message.manifest, message.folder))
 
     async def _score(self, message: m.ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
@@ -247,6 +256,11 @@ class Generator:
                     " (timeouts.shutdown_seconds): it ended without sending Stop; its own log has"
                     " the cause"
                 )
+
+    async def _watch_store(self, keeper: StoreKeeper) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            keeper.check()
 
     async def _send(self, message: m.Message) -> None:
         await self._socket.send(m.encode(message))

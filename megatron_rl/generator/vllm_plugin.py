@@ -15,7 +15,7 @@ import signal
 from megatron_rl.compat import upstream, vllm_fixes
 
 WEIGHT_TRANSFER_BACKEND = "megatron_rl"
-"""Name under which vLLM finds all transports of `megatron_rl.weights`."""
+"""Name under which vLLM finds `weight_transfer.StoredWeights`."""
 ENGINE_OWNER = "MEGATRON_RL_ENGINE_OWNER"
 """Environment variable: process id of the generator whose engine a process belongs to."""
 
@@ -36,7 +36,7 @@ def register() -> None:
         upstream.install(vllm_fixes.FIXES)
     if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER_BACKEND, "megatron_rl.generator.weight_transfer", "ReceivedWeights"
+            WEIGHT_TRANSFER_BACKEND, "megatron_rl.generator.weight_transfer", "StoredWeights"
         )
     if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
         _stay_until_the_owner_ends()

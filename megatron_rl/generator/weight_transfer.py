@@ -1,28 +1,31 @@
-"""vLLM's end of every transport, in each worker process: receive and check, then load by layers.
+"""vLLM's end of the weight transfer, in each worker process: map a version, then load it.
 
 vLLM's weight-transfer API has init, start, update and finish. After start the layers are empty, so
-everything that can be refused must be refused before: `WorkerExtension` adds two earlier calls.
+everything that can be refused or takes time must come before: the generator's own process has
+locked and checked the version's bytes, and `WorkerExtension` adds two earlier calls.
 
-    begin_weights     every worker starts to receive; the engine continues to decode
-    weights_ready     polled: not yet, ready, or refused with the reason
+    map_version         every worker maps (and pins) the version's memory; the engine decodes
+    version_mapped      polled: not yet, mapped, or refused with the reason
     start_weight_update, update_weights, finish_weight_update      decoding is paused
 """
 
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer import base as transfer
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader import reload
 
 from megatron_rl.generator.expert_capture import CapturedRoutes
 from megatron_rl.messages import Manifest
-from megatron_rl.weights.transports import ReceiverInfo, open_receiver
-from megatron_rl.weights.transports.base import Receiver
+from megatron_rl.weights.loading import NodeStores
+from megatron_rl.weights.manifest import WeightsError
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
@@ -32,43 +35,55 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 @dataclass
 class InitInfo(transfer.WeightTransferInitInfo):
-    """`receiver` is `asdict` of a `megatron_rl.weights.transports.ReceiverInfo`."""
-
-    receiver: dict[str, Any]
+    """Nothing: a worker needs no connection to the trainer."""
 
 
 @dataclass
 class UpdateInfo(transfer.WeightTransferUpdateInfo):
-    """One version; `manifest` is the JSON of a `megatron_rl.messages.Manifest`."""
+    """The version that was mapped last."""
 
-    manifest: str
-
-
-def update_info(manifest: Manifest) -> dict[str, str]:
-    """Return the arguments of `AsyncLLM.update_weights` and `begin_weights`."""
-    return {"manifest": msgspec.json.encode(manifest).decode()}
+    version: int
 
 
-class ReceivedWeights(transfer.WeightTransferEngine):
-    """Loads a version that a receiver of any transport holds.
+class StoredWeights(transfer.WeightTransferEngine):
+    """Loads versions from the stores of this node.
 
-    The generator compared names, shapes and dtypes of the whole version with the model's before it
-    called any worker. An error raised from `receive_weights` on leaves the engine between two
-    versions: the generator reports it and ends, it never continues to decode.
+    The generator compared names, shapes and dtypes of the whole version with the model's, and its
+    bytes with their checksums, before it called any worker. An error raised from `receive_weights`
+    on leaves the engine between two versions: the generator reports it and ends, it never continues
+    to decode.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: Receiver | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        cuda = torch.cuda.is_available()
+        self._stores = NodeStores(pinned=cuda)
+        # A new thread of a process has device 0.
+        device = (torch.cuda.set_device, (self.device,)) if cuda else (None, ())
+        self._thread = ThreadPoolExecutor(1, "weights", *device)
+        self._mapped: Future[tuple[Manifest, str]] = Future()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open this worker's receiver; a second call replaces it."""
-        self.shutdown()
-        info = ReceiverInfo(**init_info.receiver)
-        self.receiver = open_receiver(info, self.parallel_config.rank)
+        """Silence a warning of every update."""
         logger = logging.getLogger(reload.initialize_layerwise_reload.__module__)
         if _is_relevant not in logger.filters:
             logger.addFilter(_is_relevant)
+
+    def map(self, manifest: str, folder: str) -> None:
+        """Start to map the version of this manifest (JSON)."""
+        self._mapped = self._thread.submit(self._map, manifest, folder)
+
+    def _map(self, manifest: str, folder: str) -> tuple[Manifest, str]:
+        version = msgspec.json.decode(manifest, type=Manifest)
+        self._stores.map(version, folder)
+        return version, folder
+
+    def is_mapped(self) -> bool:
+        """Return True once the version is mapped; raises WeightsError if it cannot be."""
+        return self._mapped.done() and bool(self._mapped.result())
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
@@ -76,24 +91,21 @@ class ReceivedWeights(transfer.WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load every tensor of the version, or raise WeightsError."""
-        manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
-        self.open_receiver.load(manifest, self.model.load_weights)
+        manifest, folder = self._mapped.result(timeout=0)
+        if manifest.version != update_info.version:
+            raise WeightsError(
+                f"version {manifest.version} is mapped, and version {update_info.version} is to be"
+                " loaded: `map_version` comes first"
+            )
+        self._stores.load(manifest, folder, self.model.load_weights)
 
     def finish_weight_update(self) -> None:
         """Process the layers that wait for the last tensor (attention layers)."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Close the receiver."""
-        if self.receiver is not None:
-            self.receiver.close()
-
-    @property
-    def open_receiver(self) -> Receiver:
-        """The receiver; RuntimeError before `init_weight_transfer_engine`."""
-        if self.receiver is None:
-            raise RuntimeError("init_weight_transfer_engine comes before the first version")
-        return self.receiver
+        """End the thread; the memory goes with the process."""
+        self._thread.shutdown()
 
 
 class WorkerExtension(CapturedRoutes):
@@ -102,7 +114,7 @@ class WorkerExtension(CapturedRoutes):
     Its methods have names that no method of vLLM's worker has.
     """
 
-    weight_transfer_engine: ReceivedWeights
+    weight_transfer_engine: StoredWeights
 
     def head_dtypes(self) -> list[str]:
         """Return the types of the logits that the model's heads compute, as torch names them."""
@@ -110,14 +122,13 @@ class WorkerExtension(CapturedRoutes):
         heads = {str(m.head_dtype) for m in modules if isinstance(m, LogitsProcessor)}
         return sorted(name.removeprefix("torch.") for name in heads)
 
-    def begin_weights(self, manifest: str) -> None:
-        """Start to receive the version of this manifest (JSON); returns at once."""
-        version = msgspec.json.decode(manifest, type=Manifest)
-        self.weight_transfer_engine.open_receiver.begin(version)
+    def map_version(self, manifest: str, folder: str) -> None:
+        """Start to map the version of this manifest (JSON) in the stores of `NodeStores.map`."""
+        self.weight_transfer_engine.map(manifest, folder)
 
-    def weights_ready(self) -> tuple[bool, str]:
+    def version_mapped(self) -> tuple[bool, str]:
         """Return (True if the version can be loaded, reason of a refusal or "")."""
         try:
-            return self.weight_transfer_engine.open_receiver.poll(), ""
-        except RuntimeError as e:  # WeightsError, or an error of gloo, NCCL or the store
+            return self.weight_transfer_engine.is_mapped(), ""
+        except WeightsError as e:
             return False, f"{e}"

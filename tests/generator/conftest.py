@@ -17,13 +17,16 @@ import pytest
 import torch
 
 from megatron_rl.config import RunConfig
-from megatron_rl.weights.transports.disk import DiskPublisher
 from tests.generator import tiny_models
+from tests.weights.versions import Versions, as_sent
 
 Ask = Callable[..., Any]
+KINDS = ["llama", "llama4", "qwen3", "qwen3_moe"]
+"""Of `tiny_models`, one per architecture."""
 
 
-def run_config(model_dir: Path, **generation: Any) -> RunConfig:
+def run_config(model_dir: Path, *, width: int = 1, **generation: Any) -> RunConfig:
+    """Return a run with one engine of `width` ranks."""
     defaults = {
         "max_prompt_tokens": 100,
         "thinking_budget_tokens": (150, 150),
@@ -33,7 +36,10 @@ def run_config(model_dir: Path, **generation: Any) -> RunConfig:
         "kv_cache_gib": 0.125,
     }
     return RunConfig(
-        model=str(model_dir), precision={"params": "fp32"}, generation=defaults | generation
+        model=str(model_dir),
+        precision={"params": "fp32"},
+        roles={"generator_ranks": width, "generator_tensor_parallel": width},
+        generation=defaults | generation,
     )
 
 
@@ -44,7 +50,7 @@ class Served:
     engine: Any
     kind: str
     loop: asyncio.AbstractEventLoop
-    publisher: DiskPublisher
+    versions: Versions
     folder: Path
     models: dict[int, Any] = field(default_factory=dict)
 
@@ -52,16 +58,18 @@ class Served:
         return self.loop.run_until_complete(asyncio.wait_for(work(), 120))
 
     def publish(self, seed: int) -> Any:
-        """Publish a new version with random weights of this seed; return its manifest."""
+        """Write a new version with random weights of this seed; return its manifest.
+
+        Only the newest two can be loaded.
+        """
         version = max(self.models) + 1
         self.models[version] = tiny_models.build(self.kind, seed)
-        self.models[version].save_pretrained(self.folder)
-        weights = tiny_models.checkpoint(self.folder)
-        return self.publisher.publish(version, iter(weights.items()), 100_000)
+        return self.versions.write(version, self.published(version))
 
     def published(self, version: int) -> dict[str, torch.Tensor]:
+        """Return a version's tensors as they travel."""
         self.models[version].save_pretrained(self.folder)
-        return tiny_models.checkpoint(self.folder)
+        return as_sent(tiny_models.checkpoint(self.folder))
 
 
 @contextlib.contextmanager
@@ -95,14 +103,15 @@ def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, An
         os.environ.update(environment)
 
 
-@pytest.fixture(scope="session", params=["llama", "llama4", "qwen3", "qwen3_moe"])
+@pytest.fixture(scope="session", params=KINDS)
 def served(request, tmp_path_factory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     model_dir = tiny_models.save(request.param, 0, folder / "v0")
-    publisher = DiskPublisher(folder / "weights")
+    versions = Versions(folder / "weights", 100_000, owners=2)
     models = {0: tiny_models.build(request.param, 0)}
     with running_engine(run_config(model_dir), model_dir) as (engine, loop):
-        yield Served(engine, request.param, loop, publisher, folder / "scratch", models)
+        yield Served(engine, request.param, loop, versions, folder / "scratch", models)
+    versions.close()
 
 
 @pytest.fixture(scope="session")

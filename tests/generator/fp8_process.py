@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import check_tensors
 from megatron_rl.weights.number_format import SCALE_SUFFIX, WireFormat, quantize
-from megatron_rl.weights.transports.disk import DiskPublisher
 from tests.generator import tiny_models
 from tests.weights.test_wire import LLAMA4, E, F, L, checkpoint, dequantize
+from tests.weights.versions import Versions
 
 SEEDS = (1, 2, 1)
 """Of the weights of each version."""
@@ -77,13 +77,12 @@ def dequantized(stream: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write_versions(folder: Path) -> None:
     """Write versions, their manifests, and checkpoints that transformers loads for reference."""
-    publisher = DiskPublisher(folder / "weights", keep=len(SEEDS))
     for version, seed in enumerate(SEEDS):
         model = tiny_models.build("qwen3_moe_fp8", seed)
         whole = folder / f"whole{version}"
         model.save_pretrained(whole)
         stream = dict(WIRE.stream(iter(tiny_models.checkpoint(whole).items())))
-        manifest = publisher.publish(version, iter(stream.items()), 100_000)
+        manifest = Versions(folder / f"weights{version}", 100_000).write(version, stream)
         (folder / f"manifest{version}.json").write_bytes(msgspec.json.encode(manifest))
         model.save_pretrained(folder / f"rounded{version}")
         rounded = {n: t.contiguous() for n, t in dequantized(stream).items()}

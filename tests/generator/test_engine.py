@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +17,14 @@ from megatron_rl.generator import engine as engine_module
 from megatron_rl.generator import vllm_sampling as sampling
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_args import interruption
-from megatron_rl.messages import VersionSpan
+from megatron_rl.messages import Bucket, Manifest, VersionSpan
 from megatron_rl.weights.manifest import WeightsError
-from tests.generator.conftest import run_config
+from megatron_rl.weights.store import NONE
+from tests.generator import tiny_models
+from tests.generator.conftest import KINDS, run_config, running_engine
 from tests.generator.held_weights import held_weights
 from tests.generator.tiny_models import END, reference_logprobs, tokenizer
+from tests.weights.versions import Versions, as_sent
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-4
@@ -60,14 +66,14 @@ def check_lengths(completion: Completion) -> None:
 
 def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
     engine, budget, answer = served.engine, 120, 10
-    manifests = [served.publish(seed) for seed in range(100, 110)]
     prompts = [prompt(i, 8 + i % 5) for i in range(48)]
 
     async def work():
         tasks = [asyncio.create_task(engine.complete(p, budget, answer, 1.0)) for p in prompts]
         times = []
-        for manifest in manifests:
-            await asyncio.sleep(0.1)
+        for seed in range(100, 110):
+            manifest = served.publish(seed)
+            await asyncio.sleep(0.05)
             times.append(await engine.update(manifest))
         return await asyncio.gather(*tasks), times, await held_weights(engine)
 
@@ -77,7 +83,8 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
     assert engine.aborted == 0
     assert sum(t.requests_in_flight > 0 for t in times) >= 3
     assert max(len(c.spans) for c in completions) >= 3
-    newest = manifests[-1].version
+    newest = max(served.models)
+    assert engine.version == newest
     for completion in completions:
         check_lengths(completion)
         assert all(0 <= s.version <= newest for s in completion.spans)
@@ -133,10 +140,11 @@ def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, mo
     monkeypatch.setattr(engine._llm, "abort", count_and_abort)
 
     async def work():
+        await engine._map(manifest, "")
         tasks = [asyncio.create_task(engine.complete(p, 6, 3, 1.0)) for p in prompts]
         while not engine.in_flight:
             await asyncio.sleep(0)
-        await engine._swap(manifest)  # `update` reads the files first, and they would begin
+        await engine._swap(manifest.version)  # `update` checks first, and they would begin
         return await asyncio.gather(*tasks)
 
     completions = served.run(work)
@@ -211,28 +219,97 @@ def test_scores_are_the_log_probs_of_the_weights_held(served):
             assert (torch.tensor(found) - expected).abs().max() < TOLERANCE
 
 
-def test_a_version_that_is_not_right_is_refused_and_the_engine_goes_on_with_the_old_one(served):
-    engine, version = served.engine, served.engine.version
-    manifest = served.publish(500)
-    bucket = served.publisher.directory / f"v{manifest.version:06d}" / manifest.buckets[1]
-    data = bytearray(bucket.read_bytes())
-    data[-3] ^= 4
-    bucket.write_bytes(data)
-    renamed = msgspec.structs.replace(manifest.tensors[0], name="model.other.weight")
-    other_names = msgspec.structs.replace(manifest, tensors=(renamed, *manifest.tensors[1:]))
+def with_buckets(manifest: Manifest, *buckets: Bucket) -> Manifest:
+    return msgspec.structs.replace(manifest, buckets=buckets)
+
+
+def test_a_version_that_is_not_right_is_refused_and_the_engine_goes_on_with_the_old_one(
+    served, tmp_path
+):
+    engine, versions, version = served.engine, served.versions, served.engine.version
+    stale = served.publish(500)
+    for seed in (501, 502):
+        manifest = served.publish(seed)
+    name, (first, *others) = f"weights version {manifest.version}", manifest.buckets
+    renamed = msgspec.structs.replace(first.tensors[0], name="model.other.weight")
+    elsewhere = msgspec.structs.replace(manifest, root=str(tmp_path / "none"))
+    folder = Path(shutil.copytree(versions.root / "0", tmp_path / "0"))
+    one_owner = with_buckets(manifest, *(b for b in manifest.buckets if b.owner == 0))
+    header = versions.stores[1].header.versions_2N
+
+    def cases() -> Iterator[tuple[Manifest, str, str]]:
+        """Yield (manifest, folder, error), with one thing wrong while the caller has it."""
+        tensors = (renamed, *first.tensors[1:])
+        changed = with_buckets(manifest, msgspec.structs.replace(first, tensors=tensors), *others)
+        yield changed, "", rf"{name}: .* 1 unexpected \['model.other.weight'\], 0 doubled"
+        yield with_buckets(manifest, *manifest.buckets, first), "", rf"{name}: .*[1-9] doubled"
+        yield one_owner, "", rf"{name}: .*[1-9][0-9]* missing"
+        yield elsewhere, "", rf"{name}: {elsewhere.root}/0 has no store"
+        error = f"weights version {stale.version} is not complete in {versions.root}/0"
+        yield stale, "", rf"{error}, whose newest is {manifest.version}"
+        versions.bucket(manifest.version, 1)[-3] ^= 4
+        yield manifest, "", rf"{name}: bucket 1 in {versions.root}/1 has another checksum"
+        versions.bucket(manifest.version, 1)[-3] ^= 4
+        slot = versions.stores[1].complete(manifest.version)
+        header[slot, 0] = NONE
+        yield manifest, "", rf"{name} is not complete in {versions.root}/1"
+        header[slot, 0] = manifest.version
+        yield manifest, str(folder), rf"{folder}/slot0 has \d+ bytes, and these versions need"
 
     async def work():
-        with pytest.raises(WeightsError, match=rf"version {manifest.version}, .*00001.safetensors"):
-            await engine.update(manifest)
-        with pytest.raises(WeightsError, match=r"1 unexpected \['model.other.weight'\]"):
-            await engine.update(other_names)
-        return await engine.complete(prompt(1), 20, 5, 1.0), await held_weights(engine)
+        running = asyncio.create_task(engine.complete(prompt(1), 100, 5, 1.0))
+        for wrong, place, message in cases():
+            with pytest.raises(WeightsError, match=message):
+                await engine.update(wrong, place)
+        held = await held_weights(engine)
+        completion = await running
+        await engine.update(manifest)  # nothing is wrong with it any more
+        return completion, held, await held_weights(engine)
 
-    completion, held = served.run(work)
-    assert engine.version == version == completion.spans[-1].version
-    expected = served.published(version)
-    assert all(torch.equal(held[n], expected[n]) for n in expected)
-    assert worst_error(served, prompt(1), completion, 20) < TOLERANCE
+    completion, held, updated = served.run(work)
+    assert completion.spans[-1].version == version
+    assert engine.version == manifest.version
+    for weights, expected in (held, version), (updated, manifest.version):
+        published = served.published(expected)
+        assert all(torch.equal(weights[n], published[n]) for n in published)
+    assert worst_error(served, prompt(1), completion, 100) < TOLERANCE
+
+
+def test_a_store_of_all_buckets_is_as_good_as_the_trainers(served, tmp_path):
+    engine, version = served.engine, max(served.models) + 1
+    served.models[version] = tiny_models.build(served.kind, 600)
+    tensors = served.published(version)
+    node = Versions(tmp_path / "node", 50_000)
+    written = msgspec.structs.replace(node.write(version, tensors), root="/nowhere")
+    served.run(lambda: engine.update(written, str(node.root / "0")))
+    held = served.run(lambda: held_weights(engine))
+    assert engine.version == version
+    assert [n for n in tensors if not torch.equal(held[n], tensors[n])] == []
+    node.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_workers_hold_their_parts_of_each_version(kind, tmp_path):
+    model_dir = tiny_models.save(kind, 0, tmp_path / "v0")
+    versions = Versions(tmp_path / "weights", 50_000, owners=2)
+    with running_engine(run_config(model_dir, width=2), model_dir) as (engine, loop):
+        for version in (1, 2, 3):
+            tiny_models.save(kind, version, tmp_path / "next")
+            tensors = as_sent(tiny_models.checkpoint(tmp_path / "next"))
+            manifest = versions.write(version, tensors)
+
+            async def work(manifest=manifest):
+                running = asyncio.create_task(engine.complete(prompt(1), 60, 5, 1.0))
+                while not engine.in_flight:
+                    await asyncio.sleep(0.001)
+                await engine.update(manifest)
+                return await running, await held_weights(engine)
+
+            _, held = loop.run_until_complete(asyncio.wait_for(work(), 120))
+            assert held.keys() == tensors.keys()
+            assert [n for n in tensors if not torch.equal(held[n], tensors[n])] == []
+    assert engine.aborted == 0
+    versions.close()
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_sizes(served):

@@ -36,7 +36,7 @@ class FakeEngine:
     stopped = 0
     routes = None
 
-    def __init__(self, config, index, model_dir, version, rendezvous):
+    def __init__(self, config, index, model_dir, version):
         if FakeEngine.fails_to_start:
             raise RuntimeError("Engine core initialization failed")
         self.version, self.aborted = version, 0
@@ -58,8 +58,8 @@ class FakeEngine:
             finish_reason="stop",
         )  # fmt: skip
 
-    async def update(self, manifest):
-        raise WeightsError("weights version 3, /dev/shm/run/v000003/00000.safetensors: checksum")
+    async def update(self, manifest, folder):
+        raise WeightsError(f"weights version {manifest.version} is not complete in {folder}")
 
     def stop(self):
         FakeEngine.stopped += 1
@@ -91,7 +91,7 @@ def play(conversation, run_config: RunConfig):
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             role = asyncio.create_task(
-                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}").run("unused", 0)
+                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}", "host-1").run("unused", 0)
             )
 
             async def receive(kind):
@@ -113,7 +113,8 @@ def play(conversation, run_config: RunConfig):
 
 def test_completions_are_bounded_and_answered_one_by_one_until_stop():
     async def conversation(send, receive, socket):
-        assert (await receive(Hello)).capacity == 4
+        hello = await receive(Hello)
+        assert (hello.capacity, hello.node) == (4, "host-1")
         await send(generate(0))
         await send(generate(1))
         for _ in range(16):
@@ -144,9 +145,10 @@ def test_stop_ends_the_role_while_requests_run_and_the_engine_dies():
     ("message", "text"),
     [
         (
-            UpdateWeights(manifest=Manifest(version=3, path="/x", buckets=(), checksums=(),
-                                            tensors=(), num_bytes=0)),
-            "generator 0 (rank 2): WeightsError: weights version 3, /dev/shm/run/v000003",
+            UpdateWeights(manifest=Manifest(version=3, root="/x", buckets=(), nodes=()),
+                          folder="/dev/shm/node"),
+            "generator 0 (rank 2): WeightsError: weights version 3 is not complete in"
+            " /dev/shm/node",
         ),
         (generate(temperature=0.7), "temperature 0.7, but log-probs are computed for"),
         (SaveState(step=1, directory=""), "a generator does not answer SaveState"),

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import zmq
 
+from megatron_rl.config import RunConfig
 from megatron_rl.messages import (
+    Failed,
     Generate,
     GeneratorStats,
     Hello,
+    Manifest,
     Sample,
     ScoreRequest,
     Scores,
     Stop,
+    StoreMemory,
+    TakeVersion,
     UpdateWeights,
+    VersionTaken,
     WeightsUpdated,
     decode,
     encode,
 )
-from megatron_rl.weights.transports.disk import DiskPublisher
+from megatron_rl.weights import store_process
 from tests.generator import tiny_models
 from tests.generator.conftest import run_config
+from tests.weights.versions import Versions, as_sent
 
 pytestmark = pytest.mark.e2e
 PROMPT = [1, 9, 18, 10, 24, 4]
@@ -39,50 +48,99 @@ class Orchestrator:
         self.socket = self.context.socket(zmq.ROUTER)
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.received: list[object] = []
+        self.senders: list[str] = []
 
-    def send(self, message) -> None:
-        self.socket.send_multipart([b"generator-0", encode(message)])
+    def send(self, message, to: str = "generator-0") -> None:
+        self.socket.send_multipart([to.encode(), encode(message)])
 
-    def wait_for(self, kind: type, count: int = 1, seconds: float = 150.0):
-        """All messages so far, once `count` of this kind have come."""
+    def wait_for(self, kind: type, count: int = 1, seconds: float = 150.0, sender: str = ""):
+        """All messages of this kind (of a sender) so far, once `count` have come."""
         limit = time.monotonic() + seconds
-        while sum(isinstance(m, kind) for m in self.received) < count:
+
+        def received() -> list[object]:
+            pairs = zip(self.senders, self.received, strict=True)
+            return [m for s, m in pairs if isinstance(m, kind) and sender in (s, "")]
+
+        while len(received()) < count:
             left = limit - time.monotonic()
             assert left > 0, f"{count} {kind.__name__} did not come, but {self.received}"
             if self.socket.poll(1000 * left):
                 identity, payload = self.socket.recv_multipart()
-                assert identity == b"generator-0"
+                self.senders.append(identity.decode())
                 self.received.append(decode(payload))
-        return [m for m in self.received if isinstance(m, kind)]
+                assert not isinstance(self.received[-1], Failed), self.received[-1]
+        return received()
 
     def close(self) -> None:
         self.socket.close(linger=0)
         self.context.term()
 
 
-def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_path):
+def stores_of(pid: int) -> list[psutil.Process]:
+    children = psutil.Process(pid).children()
+    return [p for p in children if "megatron_rl.weights.store_process" in p.cmdline()]
+
+
+def take(orchestrator: Orchestrator, manifest: Manifest, store: str, trainer: str) -> None:
+    """Have a node's store take a version from the trainer's, as the orchestrator does."""
+    for name in (store, trainer):
+        orchestrator.send(TakeVersion(manifest=manifest), to=name)
+    (memory,) = orchestrator.wait_for(StoreMemory, sender=trainer)
+    orchestrator.send(TakeVersion(manifest=manifest, sources=(memory.source,)), to=store)
+    (taken,) = orchestrator.wait_for(VersionTaken, sender=store)
+    assert (taken.version, taken.num_bytes) == (manifest.version, {trainer: manifest.num_bytes})
+
+
+def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_behind(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("UCX_TLS", "tcp")
     model_dir = tiny_models.save("llama", 0, tmp_path / "model")
-    config = run_config(model_dir, thinking_budget_tokens=(60, 60), concurrent_completions=6)
+    tree = run_config(
+        model_dir, thinking_budget_tokens=(60, 60), concurrent_completions=6
+    ).model_dump(mode="json")
+    tree["roles"] |= {"trainer_ranks": 2}
+    config = RunConfig.model_validate(tree)
     orchestrator = Orchestrator()
+    endpoint = f"tcp://127.0.0.1:{orchestrator.port}"
     environment = os.environ | {  # torchrun's: they must not reach vLLM's workers
-        "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
+    # Complete before anything decodes, so that the update meets requests in flight.
+    versions = Versions(tmp_path / "weights", nodes=("trainer",))
+    tiny_models.save("llama", 1, tmp_path / "next")
+    manifest = versions.write(8, as_sent(tiny_models.checkpoint(tmp_path / "next")))
+    trainer = store_process.start(
+        store_process.StoreSpec(
+            name="trainer-store-trainer", node="trainer", endpoint=endpoint,
+            folder=str(versions.root), serves_trainer=True, transfer_seconds=60, peer_seconds=10,
+            shutdown_seconds=5,
+        )
+    )  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.generator.role_process", config.model_dump_json(),
-         f"tcp://127.0.0.1:{orchestrator.port}", str(model_dir)],
+         endpoint, str(model_dir)],
         start_new_session=True, env=environment,
     )  # fmt: skip
-    publisher = DiskPublisher(tmp_path / "weights")
-    # Complete before anything decodes, so that the update meets requests in flight.
-    tiny_models.build("llama", 1).save_pretrained(tmp_path / "next")
-    tensors = tiny_models.checkpoint(tmp_path / "next")
-    manifest = publisher.publish(8, iter(tensors.items()), 2**20)
     try:
-        (hello,) = orchestrator.wait_for(Hello)
-        assert hello == Hello(role="generator", rank=2, version=7, capacity=6)
+        (hello,) = orchestrator.wait_for(Hello, sender="generator-0")
+        node = f"{socket.gethostname()}-1"
+        assert hello == Hello(role="generator", rank=2, version=0, capacity=6, node=node)
         engine = psutil.Process(process.pid).children(recursive=True)
-        assert engine
+        (own_store,) = stores_of(process.pid)
+        assert len(engine) >= 2
+
+        store = f"store-{node}"
+        (hello,) = orchestrator.wait_for(Hello, sender=store)
+        assert (hello.role, hello.node) == ("store", node)
+        orchestrator.wait_for(Hello, sender="trainer-store-trainer")
+        take(orchestrator, manifest, store, "trainer-store-trainer")
+        # A store that is killed is started again, and what it took is still there.
+        own_store.kill()
+        orchestrator.wait_for(Hello, 2, sender=store)
+        engine += stores_of(process.pid)
 
         # Ctrl-C and torchrun reach the whole session's group; the role goes on until Stop.
         os.killpg(process.pid, signal.SIGINT)
@@ -95,7 +153,7 @@ def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_pat
                          evaluation=-1 if group < 3 else 5)
             )  # fmt: skip
         orchestrator.wait_for(Sample, 2)
-        orchestrator.send(UpdateWeights(manifest=manifest))
+        orchestrator.send(UpdateWeights(manifest=manifest, folder=hello.folder))
         samples = orchestrator.wait_for(Sample, 16)
         (updated,) = orchestrator.wait_for(WeightsUpdated)
         assert updated.version == 8
@@ -120,11 +178,15 @@ def test_a_generator_serves_through_signals_and_leaves_no_process_behind(tmp_pat
         stats = orchestrator.wait_for(GeneratorStats, 2)
         assert all(s.aborted == 0 and 0 <= s.busy_seconds <= s.seconds * 1.01 for s in stats)
 
-        orchestrator.send(Stop())
-        assert process.wait(timeout=60) == 0
+        for name in ("generator-0", store, "trainer-store-trainer"):
+            orchestrator.send(Stop(), to=name)
+        assert (process.wait(timeout=60), trainer.wait(timeout=60)) == (0, 0)
         psutil.wait_procs(engine, timeout=5)
         assert [p for p in engine if p.is_running()] == []
+        assert not Path(hello.folder).exists()
     finally:
-        process.kill()
+        for child in (process, trainer):
+            child.kill()
+            child.wait()
         orchestrator.close()
-        publisher.close()
+        versions.close()

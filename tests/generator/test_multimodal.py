@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("vllm")
 
 from megatron_rl.config import RunConfig
-from megatron_rl.weights.rendezvous import NOWHERE
 from tests.generator import tiny_models
 from tests.generator.conftest import Ask, run_config, running_engine
 from tests.trainer.cases import write_multimodal
@@ -74,8 +73,7 @@ def test_log_probs_equal_the_trainers_before_and_after_an_update(
 ):
     examples = list(zip(PROMPTS, COMPLETIONS, strict=True))
     trainer("start", str(model_dir), 0)
-    folder = str(tmp_path / "weights")
-    trainer("open", NOWHERE, {"transport": "disk", "directory": folder}, 30.0)
+    trainer("open", {"directory": str(tmp_path / "weights")})
     expected = [trainer("score", examples)]
     trainer("train")
     manifest = trainer("publish")

@@ -7,7 +7,6 @@ the text of a `WeightsError` after the word "refused".
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -19,8 +18,6 @@ import torch.distributed as dist
 
 from megatron_rl import messages
 from megatron_rl.weights.manifest import WeightsError
-from megatron_rl.weights.rendezvous import Rendezvous
-from megatron_rl.weights.transports import open_publisher
 from tests.trainer.cases import batch, run_config
 
 
@@ -47,14 +44,18 @@ class TrainerOfOne:
         self.trainer = Trainer(config, self.policy)
         self.publisher: Any = None
 
-    def open(self, rendezvous: Rendezvous, weights: dict[str, Any], seconds: float) -> None:
+    def open(self, weights: dict[str, Any]) -> None:
         """Publish by this `weights` section from now on."""
+        from megatron_rl.trainer.publisher import Publisher
+
         self.close()
         tree = self.config.model_dump(mode="json")
         tree["weights"] |= weights
-        tree["timeouts"]["transfer_seconds"] = seconds
         self.config = type(self.config).model_validate(tree)
-        self.publisher = open_publisher(self.config, 0, rendezvous)
+        self.announced: list[Any] = []
+        self.publisher = Publisher(
+            self.config, self.policy, "node", lambda manifest, _: self.announced.append(manifest)
+        )
 
     def train(self) -> None:
         """One optimizer step."""
@@ -63,25 +64,9 @@ class TrainerOfOne:
 
     def publish(self) -> Any:
         """Publish the weights held now; return the manifest."""
-        from megatron_rl.weights.export import export_for_generators
-
-        stream = export_for_generators(self.config, self.policy)
-        return self.publisher.publish(self.version, stream, self.config.weights.bucket_bytes)
-
-    def flip_a_bit(self) -> None:
-        """Break what is held of the newest version (transport `gloo`)."""
-        self.publisher._held[self.version][0][100] ^= 1
-
-    def failure(self, seconds: float) -> str:
-        """Return the publisher's failure within this time, or "nothing"."""
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
-            try:
-                self.publisher.raise_if_failed()
-            except WeightsError as e:
-                return str(e)
-            time.sleep(0.01)
-        return "nothing"
+        self.publisher.publish(self.version)
+        self.publisher.wait()
+        return self.announced[-1]
 
     def score(self, examples: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Log-probs of completions under the weights held now."""
@@ -117,7 +102,7 @@ class TrainerOfOne:
 
     def weights(self) -> dict[str, Any]:
         """All weights by the checkpoint's names, as numpy arrays."""
-        from megatron_rl.weights.export import export
+        from megatron_rl.trainer.export import export
 
         return {name: tensor.numpy() for name, tensor in export(self.policy)}
 

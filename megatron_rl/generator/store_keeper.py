@@ -1,0 +1,115 @@
+"""The store process of a node, kept running by one of the node's generators.
+
+Generators on the trainer's node, or with `weights.directory`, read what the trainer's ranks write.
+On any other node, one store takes each version for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rl.config import RunConfig
+from megatron_rl.weights.manifest import WeightsError, checksum
+from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, hold, remove_unused
+from megatron_rl.weights.store_process import StoreSpec, start
+
+CHECK_SECONDS = 0.2
+"""Time between two calls of `StoreKeeper.check`."""
+RESTARTS, RESTARTS_WITHIN = 3, 600.0
+"""Ends of the process within so many seconds after which it is not started again."""
+_EXIT_SECONDS = 2.0
+"""Time for the process to end by the orchestrator's Stop: it ignores SIGTERM, as its parent."""
+
+
+def sees_trainer_stores(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Return True if generators of this node can read the files of all trainer ranks.
+
+    They can with `weights.directory`, and where all trainer ranks are on this node: torchrun
+    numbers ranks node by node. `environment` has torchrun's variables.
+    """
+    if config.weights.directory is not None:
+        return True
+    on_first_node = int(environment["LOCAL_WORLD_SIZE"])
+    return environment["GROUP_RANK"] == "0" and config.roles.trainer_ranks <= on_first_node
+
+
+def store_spec(config: RunConfig, node: str, endpoint: str) -> StoreSpec:
+    """Return the arguments of a node's store process, for the orchestrator at this endpoint."""
+    name = checksum(f"{endpoint} {node}".encode())[:16]
+    return StoreSpec(
+        name=f"store-{node}",
+        node=node,
+        endpoint=endpoint,
+        folder=str(SHARED_MEMORY / f"{FOLDER_PREFIX}store_{name}"),
+        transfer_seconds=config.timeouts.transfer_seconds,
+        peer_seconds=config.timeouts.peer_seconds,
+        shutdown_seconds=config.timeouts.shutdown_seconds,
+    )
+
+
+class StoreKeeper:
+    """One for each generator of a node; that with the lock has the store process as a child.
+
+    Args:
+        spec: of the process, the same for all generators of the node.
+    """
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._spec, self._folder = spec, Path(spec.folder)
+        remove_unused(self._folder.parent, FOLDER_PREFIX)
+        self._user = hold(self._folder)
+        self._lock = (self._folder / "keeper").open("ab")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends: list[float] = []
+        self.check()
+
+    def check(self) -> None:
+        """Start the process if no generator of the node has it, or if it was killed.
+
+        Raises:
+            WeightsError: it failed, or was killed too often.
+        """
+        if self._process is None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        elif not (status := self._process.poll()):  # runs, or was stopped by the orchestrator
+            return
+        else:
+            self._count_end(status)
+        self._process = start(self._spec)
+
+    def _count_end(self, status: int) -> None:
+        now = time.monotonic()
+        self._ends = [end for end in self._ends if now - end < RESTARTS_WITHIN] + [now]
+        if status > 0 or len(self._ends) > RESTARTS:
+            raise WeightsError(
+                f"the store process {self._spec.name} ended with exit status {status}, {RESTARTS}"
+                f" restarts within {RESTARTS_WITHIN:g} s at most: the log of this node has the"
+                " cause (a signal's number, negative, if it was killed: memory of the node?)"
+            )
+        print(
+            f"megatron_rl: {self._spec.name} was killed by signal {-status}; it is started again"
+            f" ({len(self._ends)} of {RESTARTS})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """End the process, if it is this generator's; the last generator removes the folder."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_SECONDS)
+            self._process.kill()
+            self._process.wait()
+        self._lock.close()
+        os.close(self._user)
+        remove_unused(self._folder.parent, self._folder.name)

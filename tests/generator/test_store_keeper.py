@@ -1,0 +1,157 @@
+"""The store process of a node: which nodes have one, who keeps it, how often it is restarted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import RunConfig
+from megatron_rl.generator import store_keeper
+from megatron_rl.generator.store_keeper import StoreKeeper, sees_trainer_stores, store_spec
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.store_process import StoreSpec
+
+ENDPOINT = "tcp://127.0.0.1:5000"
+
+
+def test_only_generators_that_cannot_read_all_of_the_trainers_stores_have_their_own() -> None:
+    cases = [  # trainer ranks, node, its ranks, weights.directory
+        (1, 0, 2, None, True),
+        (4, 0, 8, None, True),
+        (8, 0, 8, None, True),
+        (9, 0, 8, None, False),
+        (4, 1, 8, None, False),
+        (4, 1, 8, "/shared", True),
+        (9, 0, 8, "/shared", True),
+    ]
+    for trainers, node, ranks, directory, expected in cases:
+        config = RunConfig(roles={"trainer_ranks": trainers}, weights={"directory": directory})
+        environment = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(ranks)}
+        assert sees_trainer_stores(config, environment) is expected, (trainers, node, ranks)
+
+
+def test_each_node_of_each_run_has_its_own_folder() -> None:
+    config = RunConfig(timeouts={"peer_seconds": 3})
+    spec = store_spec(config, "host-1", ENDPOINT)
+    assert spec == store_spec(config, "host-1", ENDPOINT)
+    assert (spec.name, spec.node, spec.peer_seconds) == ("store-host-1", "host-1", 3)
+    others = [("host-2", ENDPOINT), ("host-1", "tcp://127.0.0.1:5001")]
+    folders = {spec.folder, *(store_spec(config, *other).folder for other in others)}
+    assert len(folders) == 3
+    assert all(folder.startswith("/dev/shm/megatron_rl_store_") for folder in folders)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> StoreSpec:
+    return StoreSpec(
+        name="store-a",
+        node="a",
+        endpoint=ENDPOINT,
+        folder=str(tmp_path / "megatron_rl_store_a"),
+        transfer_seconds=10,
+        peer_seconds=10,
+        shutdown_seconds=10,
+    )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Yield the processes that keepers start: they end at a number, with it as exit status."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "exit(int(input()))"]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        return processes[-1]
+
+    monkeypatch.setattr(store_keeper, "start", start)
+    monkeypatch.setattr(store_keeper, "_EXIT_SECONDS", 0.1)
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def end(process: subprocess.Popen[bytes], status: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"%d\n" % status)
+    process.stdin.flush()
+    process.wait(60)
+
+
+def test_one_generator_of_a_node_has_the_process_and_another_takes_over(spec, started):
+    first, second, third = (StoreKeeper(spec) for _ in range(3))
+    for keeper in (first, second, third):
+        keeper.check()
+    assert len(started) == 1
+    first.close()
+    assert started[0].returncode is not None
+    second.check()
+    third.check()
+    assert len(started) == 2
+    third.close()
+    assert started[1].poll() is None
+    assert Path(spec.folder).exists()
+    second.close()
+    assert started[1].returncode is not None
+    assert not Path(spec.folder).exists(), "the last one removes it"
+
+
+def test_a_killed_process_is_restarted_a_few_times_and_a_failed_one_is_reported(
+    spec, started, monkeypatch, capfd
+):
+    keeper = StoreKeeper(spec)
+    for count in range(1, store_keeper.RESTARTS + 1):
+        started[-1].kill()
+        started[-1].wait(60)
+        keeper.check()
+        keeper.check()
+        assert len(started) == 1 + count
+        assert f"store-a was killed by signal 9; it is started again ({count} of" in (
+            capfd.readouterr().err
+        )
+    started[-1].kill()
+    started[-1].wait(60)
+    with pytest.raises(WeightsError, match=r"store-a ended with exit status -9, 3 restarts"):
+        keeper.check()
+    monkeypatch.setattr(store_keeper, "RESTARTS_WITHIN", 0.0)  # the earlier ends are long ago
+    keeper.check()
+    assert len(started) == 2 + store_keeper.RESTARTS
+    end(started[-1], 3)
+    with pytest.raises(WeightsError, match="store-a ended with exit status 3"):
+        keeper.check()
+    keeper.close()
+
+
+def test_a_process_that_the_orchestrator_stopped_stays_ended(spec, started):
+    keeper = StoreKeeper(spec)
+    end(started[0], 0)
+    keeper.check()
+    keeper.close()
+    assert len(started) == 1
+
+
+def test_a_killed_runs_folder_is_removed_by_the_next_one(spec, started):
+    old = Path(spec.folder).with_name("megatron_rl_store_old")
+    held = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pathlib import Path;"
+         "from megatron_rl.weights.store import hold; hold(Path(sys.argv[1]));"
+         "print('held', flush=True); input()", str(old)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert held.stdout is not None and held.stdin is not None
+    assert held.stdout.readline() == b"held\n"
+    keeper = StoreKeeper(spec)
+    assert old.exists()
+    keeper.close()
+    held.kill()
+    held.communicate()
+    keeper = StoreKeeper(spec)
+    assert not old.exists()
+    keeper.close()
