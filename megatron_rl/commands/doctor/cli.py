@@ -9,18 +9,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from megatron_rl.commands.doctor import Result, node_checks, software_checks
+from megatron_rl.commands.doctor import Result, node_checks, software_checks, weight_checks
+from megatron_rl.weights.store import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from megatron_rl.config import RunConfig
 
 app = typer.Typer()
 
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
 RENDEZVOUS_PORT = 29500
 """torchrun's default."""
+STARTS_PROCESSES = ("Transformer Engine", "all-reduce", "weights between nodes")
+"""Checks that a quick report leaves out."""
 PORT = "Port that must be free; may be repeated [29500]."
 QUICK = "Only checks that start no process (a health check)."
 
@@ -33,7 +39,7 @@ def doctor(
     quick: Annotated[bool, Option("--quick", help=QUICK)] = False,
     as_json: Annotated[bool, Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
-    """Check versions, devices, upstream fixes, ports, memory and transport; print remedies.
+    """Check versions, devices, upstream fixes, ports, memory and weights; print remedies.
 
     Exit status 0: a run can start here. 1: a line failed, and names its remedy. Any key of the
     configuration can follow as a dotted option.
@@ -45,11 +51,10 @@ def doctor(
 
     run = load_config(config, context.args)
     python = generator_python(run) or sys.executable
-    folder = run.weights.directory or node_checks.SHARED_MEMORY
     ports = port or [int(os.environ.get("MASTER_PORT") or RENDEZVOUS_PORT)]
     console = Console(soft_wrap=True, highlight=False)
     checks, failed = [], []
-    for name, result in run_checks(python, folder, ports, run.roles.host_gib, quick):
+    for name, result in run_checks(run, python, ports, quick):
         checks.append({"check": name, **asdict(result)})
         if result.status == "fail":
             failed.append(name)
@@ -69,12 +74,11 @@ def doctor(
 
 
 def run_checks(
-    python: str, folder: Path, ports: list[int], host_gib: float, quick: bool
+    run: RunConfig, python: str, ports: list[int], quick: bool
 ) -> Iterator[tuple[str, Result]]:
     """Yield the lines of the report as soon as they are known, causes before consequences.
 
-    `python` is the generators' interpreter, `folder` that of weights, `host_gib` the memory that a
-    node should have; `quick` starts no process.
+    `python` is the generators' interpreter; `quick` starts no process.
     """
     yield from _lines("python", software_checks.check_python)
     gpus = software_checks.check_gpus()
@@ -86,6 +90,8 @@ def run_checks(
     if not quick:
         answer, line = software_checks.probe_generator(python)
         yield "generator environment", line
+    shared, in_directory = weight_checks.stored_bytes(run)
+    root = weight_checks.store_folder(run)
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
         "versions": partial(software_checks.check_versions, answer, cuda=cuda),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
@@ -93,16 +99,22 @@ def run_checks(
         "vLLM": partial(software_checks.check_features, answer),
         "upstream fixes": partial(software_checks.check_upstream_fixes, answer),
         "NCCL": partial(software_checks.check_nccl, answer, cuda=cuda),
-        "machine": partial(node_checks.check_memory, host_gib, cuda=cuda),
+        "machine": partial(node_checks.check_memory, run.roles.host_gib, cuda=cuda),
         "open files": node_checks.check_open_files,
-        "shared memory": partial(node_checks.check_shared_memory, folder, cuda=cuda),
+        "shared memory": partial(node_checks.check_shared_memory, SHARED_MEMORY, shared, cuda=cuda),
+        "weights.directory": partial(weight_checks.check_directory, root, in_directory),
         "loopback": node_checks.check_loopback,
         **{f"port {port}": partial(node_checks.check_port, port) for port in ports},
         "all-reduce": partial(node_checks.check_all_reduce, cuda=cuda),
-        "weight transfer (disk, loop-back)": partial(node_checks.check_weight_transfer, folder),
+        "weight store": partial(weight_checks.check_store, root, cuda=cuda),
+        "weights between nodes": partial(
+            weight_checks.check_reads, python, needed=weight_checks.needs_reads(run)
+        ),
     }
+    if run.weights.directory is None:
+        del checks["weights.directory"]
     for name, check in checks.items():
-        if not (quick and name in ("Transformer Engine", "all-reduce")):
+        if not (quick and name in STARTS_PROCESSES):
             yield from _lines(name, check)
 
 

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.commands.doctor import Result, software_checks
+from megatron_rl.weights.store import FOLDER_PREFIX, remove_unused
 
-SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 RANKS = 2
 ALL_REDUCE = f"""
@@ -58,18 +58,23 @@ def check_open_files() -> Result:
     )
 
 
-def check_shared_memory(folder: Path, *, cuda: bool) -> Result:
-    """Check for space for weights, NCCL and vLLM's queues; Docker's 64 MB are too little."""
+def check_shared_memory(folder: Path, versions: float, *, cuda: bool) -> Result:
+    """Check for space for two versions of the weights, NCCL and vLLM's queues.
+
+    `versions` are bytes of weights (`weight_checks.stored_bytes`). Docker's 64 MB are too little.
+    """
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Result("fail", f"{folder} is not a writable folder", "mount a tmpfs there")
-    free, needed = shutil.disk_usage(folder).free, (8 if cuda else 0.25) * GIB
+    remove_unused(folder, FOLDER_PREFIX)  # of runs that were killed, as the next run does
+    free, needed = shutil.disk_usage(folder).free, (8 if cuda else 0.25) * GIB + versions
     if free >= needed:
         return Result("ok", f"{folder}: {free / GIB:.1f} GiB free")
     return Result(
         "fail",
-        f"{folder} has {free / GIB:.2f} GiB free; {needed / GIB:g} GiB are needed",
-        "docker run --ipc=host (or --shm-size=16g); in Kubernetes an emptyDir with medium Memory"
-        " on /dev/shm; or set weights.directory to another folder",
+        f"{folder} has {free / GIB:.2f} GiB free; {needed / GIB:.2f} GiB are needed, of them"
+        f" {versions / GIB:.2f} for versions of the weights",
+        "docker run --ipc=host (or --shm-size=); in Kubernetes an emptyDir with medium Memory on"
+        " /dev/shm; on the host mount -o remount,size=; or set weights.directory to another folder",
     )
 
 
@@ -135,29 +140,3 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
             " (lo on one node)"
         )
     return {name: Result("fail", errors[0], remedy)}
-
-
-def check_weight_transfer(root: Path) -> Result:
-    """Check that weights sent by the transport `disk` are received bit for bit."""
-    import torch
-
-    from megatron_rl.weights.manifest import WeightsError
-    from megatron_rl.weights.transports.disk import DiskPublisher, DiskReceiver
-
-    sent = {
-        "model.embed_tokens.weight": torch.arange(4096, dtype=torch.float32).reshape(64, 64),
-        "lm_head.weight": torch.full((64, 64), 1 / 3, dtype=torch.bfloat16),
-    }
-    received: dict[str, torch.Tensor] = {}
-    try:
-        publisher = DiskPublisher(root / f"megatron_rl_doctor_{os.getpid()}")
-        with contextlib.closing(publisher):
-            manifest, receiver = publisher.publish(1, iter(sent.items()), 16384), DiskReceiver()
-            receiver.begin(manifest)
-            receiver.load(manifest, lambda x: received.update((n, t.clone()) for n, t in x))
-    except (OSError, WeightsError) as e:
-        remedy = f"set weights.directory to a folder with free space ({root} has none)"
-        return Result("fail", str(e), remedy)
-    if sent.keys() == received.keys() and all(sent[n].equal(received[n]) for n in sent):
-        return Result("ok", f"{len(sent)} tensors through {root}")
-    return Result("fail", "received other weights", f"check the file system of {root}")

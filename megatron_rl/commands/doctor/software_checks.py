@@ -212,7 +212,7 @@ def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:
 
 
 def check_nccl(answer: dict[str, Any], *, cuda: bool) -> Result:
-    """Check that trainer and generators load the same NCCL."""
+    """Check that trainer and generators load an NCCL, each its own: they share no communicator."""
     if not cuda:
         return Result("note", "no GPU: processes talk over gloo, NCCL is not used")
     sides = {"trainer": generator_probe.attempt(generator_probe.nccl)}
@@ -225,8 +225,4 @@ def check_nccl(answer: dict[str, Any], *, cuda: bool) -> Result:
             return Result("fail", f"{side}: {why}", remedy)
     libraries = {side: state["value"] for side, state in sides.items()}
     text = ", ".join(f"{side} {v['version']} ({v['path']})" for side, v in libraries.items())
-    if len({library["version"] for library in libraries.values()}) == 1:
-        return Result("ok", text)
-    path = libraries["trainer"]["path"]
-    remedy = f"load one library on both sides: VLLM_NCCL_SO_PATH={path} for the generators"
-    return Result("fail", f"two versions: {text}", remedy)
+    return Result("ok", text)

@@ -15,8 +15,15 @@ import torch  # noqa: F401  # its first import starts processes
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.doctor import generator_probe, node_checks, software_checks
+from megatron_rl.commands.doctor import (
+    generator_probe,
+    node_checks,
+    software_checks,
+    weight_checks,
+)
 from megatron_rl.compat import megatron_fixes, vllm_fixes
+from megatron_rl.config import load_config
+from megatron_rl.weights.store import hold
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,18 +74,20 @@ def test_no_check_fails_on_this_machine():
         "loopback",
         "port 0",
         "all-reduce of 2 ranks (gloo)",
-        "weight transfer (disk, loop-back)",
+        "weight store",
+        "weights between nodes",
     }
     assert expected <= lines.keys()
     assert {v["status"] for name, v in lines.items() if name.startswith("vLLM")} == {"ok"}
-    assert lines["all-reduce of 2 ranks (gloo)"]["status"] == "ok"
+    for name in ("all-reduce of 2 ranks (gloo)", "weight store", "weights between nodes"):
+        assert lines[name]["status"] == "ok", lines[name]
 
 
 def test_the_quick_report_starts_no_process_and_passes(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
     status, lines = quick()
     assert status == 0, [x for x in lines.values() if x["status"] == "fail"]
-    assert "weight transfer (disk, loop-back)" in lines
+    assert "weight store" in lines and "weights between nodes" not in lines
 
 
 def test_a_wrong_version_is_named_with_its_range(tmp_path, monkeypatch):
@@ -164,19 +173,14 @@ def test_less_memory_than_the_plan_counts_with_is_named_on_a_gpu_node(monkeypatc
         assert "512 GiB" in enough.detail and not enough.remedy
 
 
-def test_two_nccl_versions_are_told_apart_and_one_passes(monkeypatch):
-    def check(trainer: str, generator: str) -> software_checks.Result:
-        libraries = [
-            {"version": version, "path": f"/lib/{version}/libnccl.so.2"}
-            for version in (trainer, generator)
-        ]
-        monkeypatch.setattr(generator_probe, "nccl", lambda: libraries[0])
-        return software_checks.check_nccl({"nccl": {"value": libraries[1]}}, cuda=True)
-
-    assert check("2.30.4", "2.30.4").status == "ok"
-    other = check("2.30.4", "2.28.9")
-    assert other.status == "fail" and "2.30.4" in other.detail and "2.28.9" in other.detail
-    assert "VLLM_NCCL_SO_PATH=/lib/2.30.4/libnccl.so.2" in other.remedy
+def test_each_side_needs_an_nccl_and_may_have_its_own(monkeypatch):
+    libraries = [{"version": v, "path": f"/lib/{v}/libnccl.so.2"} for v in ("2.30.4", "2.28.9")]
+    monkeypatch.setattr(generator_probe, "nccl", lambda: libraries[0])
+    both = software_checks.check_nccl({"nccl": {"value": libraries[1]}}, cuda=True)
+    assert both.status == "ok" and "2.30.4" in both.detail and "2.28.9" in both.detail
+    none = {"value": {"version": None, "path": None}}
+    missing = software_checks.check_nccl({"nccl": none}, cuda=True)
+    assert missing.status == "fail" and "generator: torch has loaded no" in missing.detail
 
     def broken():
         raise OSError("x")
@@ -207,13 +211,80 @@ def test_a_missing_feature_of_vllm_is_named():
     assert "no attribute 'no'" in line.detail and line.remedy
 
 
-def test_too_little_shared_memory_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        node_checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 * 2**20)
-    )
-    line = node_checks.check_shared_memory(tmp_path, cuda=True)
+def test_shared_memory_must_hold_two_versions_of_the_configured_model(tmp_path, monkeypatch):
+    free = SimpleNamespace(free=30 * 2**30)
+    monkeypatch.setattr(node_checks.shutil, "disk_usage", lambda _: free)
+    example = ROOT / "examples" / "scalerl_8b.yaml"
+    # 8B: a node of generators holds 31.8 GiB, and a quarter of a GiB is for the rest (on CPU).
+    for versions, status in ((31.9, "fail"), (32.1, "ok")):
+        free.free = versions * 2**30
+        status_found = quick("--config", str(example))[1]["shared memory"]
+        assert status_found["status"] == status, status_found
+    free.free = 64 * 2**20
+    line = node_checks.check_shared_memory(tmp_path, 0.0, cuda=True)
     assert line.status == "fail" and "0.06 GiB" in line.detail and "--ipc=host" in line.remedy
-    assert node_checks.check_shared_memory(tmp_path / "none", cuda=False).status == "fail"
+    assert node_checks.check_shared_memory(tmp_path / "none", 0.0, cuda=False).status == "fail"
+
+
+def test_what_killed_runs_left_in_shared_memory_is_removed(tmp_path):
+    live = hold(tmp_path / "megatron_rl_live")
+    for name in ("megatron_rl_killed", "other"):
+        os.close(hold(tmp_path / name))
+    node_checks.check_shared_memory(tmp_path, 0.0, cuda=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["megatron_rl_live", "other"]
+    os.close(live)
+
+
+def test_a_weights_directory_needs_space_for_its_versions(tmp_path, monkeypatch):
+    folder = tmp_path / "weights"
+    options = ("--config", str(ROOT / "examples" / "scalerl_8b.yaml"))
+    options += ("--weights.directory", str(folder))
+    free = SimpleNamespace(free=34e9)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    lines = quick(*options)[1]
+    line = lines["weights.directory"]  # 2.125 x 16.06 GB
+    assert line["status"] == "fail" and "34.1 GB are needed" in line["detail"]
+    assert lines["shared memory"]["status"] == "ok"  # no version is there
+    assert str(folder) in lines["weight store"]["detail"]
+    free.free = 35e9
+    assert quick(*options)[1]["weights.directory"]["status"] == "ok"
+    assert weight_checks.check_directory(Path("/proc/none"), 1.0).status == "fail"
+
+
+def test_a_store_on_a_file_system_that_tears_or_fails_is_named(tmp_path, monkeypatch):
+    assert weight_checks.check_store(tmp_path, cuda=False).status == "ok"
+    missing = weight_checks.check_store(tmp_path / "none", cuda=False)
+    assert missing.status == "fail" and "No such file" in missing.detail
+    monkeypatch.setattr(weight_checks, "checksum", lambda _: "of what was written")
+    torn = weight_checks.check_store(tmp_path, cuda=False)
+    assert torn.status == "fail" and "another checksum than announced" in torn.detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_sided_reads_pass_here_and_a_missing_nixl_is_a_failure_only_if_needed(
+    tmp_path, monkeypatch
+):
+    line = weight_checks.check_reads(sys.executable, needed=True)
+    assert line.status == "ok" and "GB/s" in line.detail
+    (tmp_path / "nixl_cu13").mkdir()
+    (tmp_path / "nixl_cu13" / "__init__.py").write_text("raise OSError('libucp.so: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for needed, status in ((True, "fail"), (False, "note")):
+        line = weight_checks.check_reads(sys.executable, needed=needed)
+        assert line.status == status and "libucp.so: cannot open" in line.detail
+        assert "weights.directory" in line.remedy
+    monkeypatch.undo()
+    line = weight_checks.check_reads(str(tmp_path / "python"), needed=True)
+    assert line.status == "fail" and "No such file" in line.detail
+
+
+def test_reads_are_needed_where_versions_travel_between_nodes():
+    for options, needed in (
+        ([], False),
+        (["--roles.gpus_per_node", "1"], True),
+        (["--roles.gpus_per_node", "1", "--weights.directory", "/shared"], False),
+    ):
+        assert weight_checks.needs_reads(load_config(None, options)) is needed, options
 
 
 def test_a_failing_all_reduce_is_named_with_the_ranks_error(monkeypatch):
@@ -239,7 +310,7 @@ def test_a_check_that_breaks_is_one_line(monkeypatch):
     monkeypatch.setattr(node_checks, "check_loopback", breaks)
     status, lines = quick()
     assert status == 1 and lines["loopback"]["detail"] == "ValueError: odd"
-    assert lines["weight transfer (disk, loop-back)"]["status"] == "ok"
+    assert lines["weight store"]["status"] == "ok"
 
 
 def test_a_broken_torch_is_named_with_its_error(monkeypatch):
