@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron_rl.models import architecture, tiny
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
-from megatron_rl.weights.export import export
+from megatron_rl.trainer.export import ExportPlan, export, export_buckets, plan_of
+from megatron_rl.weights.number_format import WireFormat
 
 WORLD = 4
 
@@ -147,28 +148,96 @@ def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
     return {n: torch.stack(t) if n in fused else t[0] for n, t in parts.items()}
 
 
-def observe(policy: Sharded) -> dict[str, Any]:
-    """Return the faults of the exports, and the ranks that send when they are spread."""
+def exported(
+    policy: Sharded, bucket_bytes: int, dtype: torch.dtype | None, spread: bool
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Return (the tensors that this rank joins, numbers of its buckets)."""
+    if not spread:
+        return dict(export(policy, bucket_bytes, dtype)), []
+    tensors: dict[str, Tensor] = {}
+    numbers = []
+    for number, named in export_buckets(policy, plan_of(policy, bucket_bytes, dtype, spread=True)):
+        numbers.append(number)
+        tensors |= named
+    return tensors, numbers
+
+
+def observe(policy: Sharded, received: list[int]) -> dict[str, Any]:
+    """Return the faults of the exports, and how the spread ones share the work.
+
+    `received` is the list to which each `dist.recv` of this rank appends its bytes.
+    """
     wrong: list[str] = []
-    senders: list[int] = []
+    shares: list[Any] = []
     for version, bucket_bytes, dtype, spread in EXPORTS:
         policy.fill(version)
+        received.clear()
         wanted = expected(policy.architecture, version)
-        own = dict(export(policy, bucket_bytes, dtype, spread=spread))
-        names: list[Any] = [None] * WORLD
+        order = list(policy.architecture.shapes())
+        own, numbers = exported(policy, bucket_bytes, dtype, spread)
+        if spread:
+            wanted = dict(WireFormat(torch.float32).stream(iter(wanted.items())))
         bad = [n for n, t in own.items() if not torch.equal(t, wanted[n].to(t.dtype))]
         bad += [n for n, t in own.items() if t.dtype != (dtype or torch.float32)]
-        dist.all_gather_object(names, (list(own), bad))
+        views: list[Any] = [None] * WORLD
+        dist.all_gather_object(views, (list(own), bad, numbers, list(received)))
         what = f"version {version}, buckets {bucket_bytes}, {dtype}, spread {spread}"
-        sent = [n for stream, _ in names for n in stream]
+        sent = [n for stream, *_ in views for n in stream]
         if sorted(sent) != sorted(wanted):
             wrong.append(f"{what}: names {sorted(set(sent) ^ wanted.keys())[:3]}")
-        if not spread and names[0][0] != list(policy.architecture.shapes()):
+        if not spread and views[0][0] != order:
             wrong.append(f"{what}: order")
-        wrong += [f"{what}: {n}" for _, bad in names for n in bad]
+        wrong += [f"{what}: {n}" for _, bad, *_ in views for n in bad]
         if spread:
-            senders = [r for r, (stream, _) in enumerate(names) if stream]
-    return {"wrong": wrong, "senders": senders, "plans": len(policy.export_plans)}
+            plan = plan_of(policy, bucket_bytes, dtype, spread=True)
+            shares.append([share(policy, plan, view[2], view[3]) for view in views])
+    return {"wrong": wrong, "shares": shares, "plans": len(policy.export_plans)}
+
+
+def share(
+    policy: Sharded, plan: ExportPlan, numbers: list[int], received: list[int]
+) -> dict[str, Any]:
+    """Return what a rank that joined these buckets and received these bytes should have."""
+    buckets = [plan.buckets[number] for number in numbers]
+    rank = buckets[0].destination if buckets else None
+    holder = None if rank is None else Sharded(policy.architecture, policy.layout, rank)
+    joined, foreign, largest, not_held = 0, 0, 0, []
+    for bucket in buckets:
+        own = 0
+        for shard in bucket.shards:
+            weight = plan.weights[shard.weight]
+            joined += shard.num_bytes
+            assert holder is not None
+            if not holder.holds(weight):
+                not_held.append(weight.megatron)
+            elif weight.split.sharded and holder.split_rank(weight)[0] != shard.split_rank:
+                own += shard.num_bytes
+        foreign, largest = foreign + own, max(largest, own)
+    return {
+        "rank": rank,
+        "joined": joined,
+        "not held": not_held,
+        "received": sum(received),
+        "needed": foreign,
+        "largest message": max(received, default=0),
+        "largest bucket": max((sum(s.num_bytes for s in b.shards) for b in buckets), default=0),
+        "weights": sorted(w.megatron for w in plan.weights if holder and holder.holds(w)),
+        "largest unit": max(
+            int(torch.Size(w.shape).numel()) * plan.buckets[0].shards[0].dtype.itemsize
+            for w in plan.weights
+        ),
+    }
+
+
+def counting(received: list[int]) -> None:
+    """Make `dist.recv` append the bytes of each message to a list."""
+    receive = dist.recv
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append(tensor.numel() * tensor.element_size())
+        return receive(tensor, *args, **kwargs)
+
+    dist.recv = counted
 
 
 def work(rank: int, folder: Path) -> None:
@@ -177,13 +246,15 @@ def work(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD
     )
-    found: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+    received: list[int] = []
+    counting(received)
     for case, (name, changes, layouts) in CASES.items():
         kind = architecture({**tiny.CONFIGS[name], **changes})
         for label in layouts:
-            found[f"{case}, {label}"] = observe(Sharded(kind, LAYOUTS[label], rank))
+            seen[f"{case}, {label}"] = observe(Sharded(kind, LAYOUTS[label], rank), received)
     if rank == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(seen, folder / "seen.pt")
     dist.destroy_process_group()
 
 

@@ -1,16 +1,14 @@
-"""Tensors as they travel: number formats, experts, FP8 with block scales; a generator's checks."""
+"""Tensors as they travel: number formats, experts one by one, FP8 with block scales."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.messages import Manifest
+from megatron_rl.config import RunConfig
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import WeightsError, check_tensors
 from megatron_rl.weights.number_format import BLOCK, WireFormat, quantize
-from megatron_rl.weights.transports import check_manifest, refuse_contradictions
 
 L, E, H, F = "model.layers.0", 2, 256, 128
 LLAMA4 = {
@@ -23,6 +21,7 @@ LLAMA4 = {
     f"{L}.feed_forward.shared_expert.up_proj.weight": (F, H),
     "lm_head.weight": (64, H),
 }
+FUSED = ("gate_up_proj", "down_proj")
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -36,11 +35,23 @@ def checkpoint(shapes=LLAMA4) -> dict[str, torch.Tensor]:
     return {n: torch.randn(s, generator=rng) * 0.02 for n, s in shapes.items()}
 
 
+EXPERTS = [
+    f"{L}.feed_forward.experts.{e}.{p}_proj.weight"
+    for e in range(E)
+    for p in ("gate", "up", "down")
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_quantization_names_and_shapes_are_the_checkpoints(dtype):
+def test_names_and_values_are_the_checkpoints_and_experts_travel_one_by_one(dtype):
     wire, tensors = WireFormat(dtype), checkpoint()
     stream = dict(wire.stream(iter(tensors.items())))
-    assert list(stream) == list(LLAMA4)
+    fused = {n: tensors.pop(n) for n in LLAMA4 if n.rpartition(".")[2] in FUSED}
+    gate_up, down = fused.values()
+    for e in range(E):  # [in, out] in the checkpoint's tensors, [out, in] on the wire
+        gate, up = gate_up[e].T.chunk(2)
+        tensors |= zip(EXPERTS[3 * e : 3 * e + 3], (gate, up, down[e].T), strict=True)
+    assert sorted(stream) == sorted(tensors)
     assert all(torch.equal(t, tensors[n].to(dtype)) for n, t in stream.items())
     expected = wire.expected(LLAMA4)
     infos = tuple(tensor_info(n, t) for n, t in stream.items())
@@ -60,13 +71,8 @@ def test_the_format_of_a_run():
 
 def test_fp8_expects_one_matrix_per_expert_and_one_scale_per_block():
     expected = WireFormat(torch.bfloat16, fp8=True).expected(LLAMA4)
-    experts = [
-        f"{L}.feed_forward.experts.{e}.{p}_proj.weight"
-        for e in range(E)
-        for p in ("gate", "up", "down")
-    ]
     quantized = {
-        *experts,
+        *EXPERTS,
         f"{L}.self_attn.q_proj.weight",
         f"{L}.feed_forward.shared_expert.up_proj.weight",
     }
@@ -74,9 +80,9 @@ def test_fp8_expects_one_matrix_per_expert_and_one_scale_per_block():
     assert {n for n, i in expected.items() if i.dtype == "float32"} == {
         n + "_scale_inv" for n in quantized
     }
-    assert expected[experts[0]].shape == (F, H)  # gate [out, in]
-    assert expected[experts[2]].shape == (H, F)  # down
-    assert expected[experts[2] + "_scale_inv"].shape == (2, 1)
+    assert expected[EXPERTS[0]].shape == (F, H)  # gate [out, in]
+    assert expected[EXPERTS[2]].shape == (H, F)  # down
+    assert expected[EXPERTS[2] + "_scale_inv"].shape == (2, 1)
     whole = {n for n in expected if "layers" not in n or "norm" in n or "router" in n}
     assert {expected[n].dtype for n in whole} == {"bfloat16"}
 
@@ -86,40 +92,13 @@ def test_sizes_that_are_no_multiples_of_the_block_are_refused_with_the_name():
         WireFormat(torch.bfloat16, fp8=True).expected({f"{L}.mlp.up_proj.weight": (96, 128)})
 
 
-def test_nccl_without_cuda_is_refused_with_the_key():
-    config = RunConfig(weights={"transport": "nccl"})
-    with pytest.raises(ConfigError, match="weights.transport is 'nccl': .* no CUDA"):
-        refuse_contradictions(config, cuda=False)
-    refuse_contradictions(config, cuda=True)
-    refuse_contradictions(RunConfig(weights={"transport": "gloo"}), cuda=False)
-
-
-@pytest.mark.parametrize(
-    ("tree", "text"),
-    [
-        (
-            {"weights": {"transport": "gloo", "directory": "/dev/shm"}},
-            "weights.directory is '/dev/shm': weights.transport = 'gloo' writes no files",
-        ),
-        (
-            {"weights": {"quantization": "fp8"}, "precision": {"params": "fp32"}},
-            "weights.quantization is 'fp8': precision.params = 'fp32'.*weights.dtype = 'bf16'",
-        ),
-    ],
-)
-def test_contradictions_of_a_configuration_name_both_keys(tree, text):
+def test_fp8_of_fp32_weights_is_refused_and_names_both_keys():
+    tree = {"weights": {"quantization": "fp8"}, "precision": {"params": "fp32"}}
+    text = "weights.quantization is 'fp8': precision.params = 'fp32'.*weights.dtype = 'bf16'"
     with pytest.raises(ValueError, match=text):
         RunConfig.model_validate(tree)
-    tree = {k: v | {"dtype": "bf16"} if k == "weights" else v for k, v in tree.items()}
-    if "precision" in tree:
-        assert WireFormat.of(RunConfig.model_validate(tree)).fp8
-
-
-def test_a_version_of_another_transport_is_refused():
-    manifest = Manifest(version=3, path="", buckets=(), checksums=(), tensors=(), num_bytes=0,
-                        transport="gloo")  # fmt: skip
-    with pytest.raises(WeightsError, match="version 3 came by 'gloo', and this generator has"):
-        check_manifest(RunConfig(), manifest)
+    tree["weights"]["dtype"] = "bf16"
+    assert WireFormat.of(RunConfig.model_validate(tree)).fp8
 
 
 def test_dequantize_is_the_inverse_of_the_stored_form():
