@@ -31,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("engines")
     for name, (tiny, changes) in MODELS.items():
         write_model(folder / name, tiny, **changes)
-    run_ranks("tests.trainer.te_worker", 2, folder, 280)
+    run_ranks("tests.trainer.te_worker", 2, folder, 280, preloaded=())
     return [torch.load(folder / f"seen{rank}.pt") for rank in (0, 1)]
 
 

@@ -1,14 +1,13 @@
 """One of two gloo processes that load converted checkpoints into parallel layouts, and save them.
 
-`test_layouts.py` runs it as `python -m tests.commands.convert.layout_worker RANK FOLDER`. FOLDER
-contains the models (`<name>`), models of the same shapes with other weights (`<name>.other`), and
-the converted ones (`<name>.megatron`). Rank 0 writes `results.pt`: for each layout, whether the
-loaded weights equal the model's, and the path of the checkpoint that this layout saved.
+Started by `test_layouts.py` in a folder that contains the models (`<name>`), models of the same
+shapes with other weights (`<name>.other`), and the converted ones (`<name>.megatron`). Rank 0
+writes `results.pt`: for each layout, whether the loaded weights equal the model's, and the path of
+the checkpoint that this layout saved.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ def load_and_save(config: Any, folder: Path, name: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from megatron_rl.trainer import checkpoint
-    from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.export import export
+    from megatron_rl.trainer.model import Policy
 
     policy = Policy(config, folder / f"{name}.other")
     checkpoint.load_weights(policy, folder / f"{name}.megatron" / "release")
@@ -72,7 +71,3 @@ def main(rank: int, folder: Path) -> None:
         destroy_world()
     if rank == 0:
         torch.save(results, folder / "results.pt")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from megatron_rl.commands.convert import to_huggingface, to_megatron
 from megatron_rl.commands.convert.resumable import Output
 from tests.commands.convert.layout_worker import LAYOUTS
 from tests.trainer.cases import write_model
+from tests.workers import run_ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -39,29 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bf16(folder / f"{name}.other", folder / f"{name}_bf16.other")
     for name in {name for name, _ in LAYOUTS.values()}:
         to_megatron.convert(folder / name, Output(folder / f"{name}.megatron", 10**5))
-    command = [sys.executable, "-m", "tests.commands.convert.layout_worker"]
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            worker = subprocess.Popen(
-                [*command, str(rank), str(folder)],
-                cwd=Path(__file__).parents[3],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        workers.append(worker)
-    try:
-        until = time.monotonic() + 280
-        while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
-            assert time.monotonic() < until, [log.read_text()[-2000:] for log in logs]
-            time.sleep(0.2)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for worker, log in zip(workers, logs, strict=True):
-        assert worker.returncode in (0, -9), log.read_text()[-6000:]
+    run_ranks("tests.commands.convert.layout_worker", 2, folder, seconds=280)
     return folder
 
 
