@@ -63,6 +63,8 @@ class Peer:
     pause: float = _FIRST_LOOK
     alive_at: float = field(default_factory=time.monotonic)
     """Time of the last sign of life."""
+    lost: bool = False
+    """The connection broke."""
 
 
 class Peers:
@@ -71,6 +73,7 @@ class Peers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._known: dict[bytes, list[Peer]] = {}
+        self._late: list[tuple[Any, Bytes]] = []
 
     def of(self, source: Source, manifest: Manifest) -> list[Peer]:
         """Return the regions of a source, for versions like this one.
@@ -78,7 +81,8 @@ class Peers:
         Raises:
             SourceFailedError: no connection to it.
         """
-        if source.agent not in self._known:
+        self._late = [late for late in self._late if not self._ended(late[0])]
+        if source.agent not in self._known or any(p.lost for p in self._known[source.agent]):
             self.forget(source.name)
             try:
                 name = self._agent.connect(source.agent)
@@ -105,8 +109,21 @@ class Peers:
         """Close the connection to a source."""
         for agent, peers in list(self._known.items()):
             if peers[0].source == source:
+                for peer in peers:
+                    if peer.looking is not None:
+                        self.give_up(peer.looking, peer.copy)
                 self._agent.forget(peers[0].agent)
                 del self._known[agent]
+
+    def give_up(self, handle: Any, buffer: Bytes) -> None:
+        """Keep the memory of a read that is not waited for: a stalled peer may write it yet."""
+        self._late.append((handle, buffer))
+
+    def _ended(self, handle: Any) -> bool:
+        try:
+            return self._agent.done(handle)
+        except PeerLostError:
+            return True
 
 
 @dataclass(slots=True)
@@ -328,11 +345,11 @@ class Pull:
 
     def drop(self, source: str) -> None:
         """Stop using a source; what it still sends goes into buffers that are used no more."""
-        self._known.forget(source)
         self._peers = [peer for peer in self._peers if peer.source != source]
         for read in self._reads:
             if read.peer.source == source and read.checking is None:
                 self._wanted_N[read.bucket] = True
+                self._known.give_up(read.handle, read.buffer)
                 fresh = np.zeros_like(read.buffer)
                 self._agent.register([fresh])
                 self._buffers.append(fresh)
@@ -347,6 +364,7 @@ def _blaming(pull: Pull, peer: Peer) -> Iterator[None]:
     try:
         yield
     except PeerLostError as e:
+        peer.lost = True
         pull.drop(peer.source)
         raise SourceFailedError(peer.source, f"it is gone ({e})") from e
     except SourceFailedError as e:
