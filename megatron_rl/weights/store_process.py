@@ -55,6 +55,8 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     serves_trainer: bool = False
     bytes_per_second: float = 0.0
     """Limit of what is read; 0: none."""
+    parent: int = 0
+    """Id of the process with which it ends; 0: that which is its parent when it has started."""
 
 
 class StoreProcess:
@@ -74,7 +76,7 @@ class StoreProcess:
 
     def run(self) -> None:
         """Serve until the orchestrator says Stop, or is gone."""
-        parent, pause = os.getppid(), 0.0
+        parent, pause = self._spec.parent or os.getppid(), 0.0
         while os.getppid() == parent:
             if self._socket.poll(int(1000 * pause)):
                 message = m.decode(self._socket.recv())
@@ -174,7 +176,7 @@ def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
     folder = Path(spec.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}.json"
-    path.write_bytes(msgspec.json.encode(spec))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(spec, parent=os.getpid())))
     # Ctrl-C and torchrun's signals, which reach process groups, do not end it.
     command = [sys.executable, "-m", __spec__.name, str(path)]
     return subprocess.Popen(command, process_group=0)

@@ -158,7 +158,7 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
         (updated,) = orchestrator.wait_for(WeightsUpdated)
         assert updated.version == 8
         assert 1 <= updated.requests_in_flight <= 6
-        assert 0 < updated.transfer_seconds < updated.pause_seconds < 5
+        assert 0 < updated.transfer_seconds < updated.pause_seconds
         assert sorted((s.group, s.index) for s in samples) == [
             (g, i) for g in range(4) for i in range(4)
         ]

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
 from megatron_rl.config import RunConfig
@@ -135,6 +137,28 @@ def test_a_process_that_the_orchestrator_stopped_stays_ended(spec, started):
     keeper.check()
     keeper.close()
     assert len(started) == 1
+
+
+KEEPS = """
+import sys, time, msgspec
+from megatron_rl.generator.store_keeper import StoreKeeper
+from megatron_rl.weights.store_process import StoreSpec
+keeper = StoreKeeper(msgspec.json.decode(sys.argv[1], type=StoreSpec))
+print(keeper._process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_process_ends_with_a_generator_that_is_killed_even_while_it_starts(spec):
+    keeping = subprocess.Popen(
+        [sys.executable, "-c", KEEPS, msgspec.json.encode(spec).decode()], stdout=subprocess.PIPE
+    )
+    assert keeping.stdout is not None
+    store = psutil.Process(int(keeping.stdout.readline()))
+    keeping.kill()
+    keeping.communicate()
+    psutil.wait_procs([store], timeout=60)
+    assert not store.is_running()
 
 
 def test_a_killed_runs_folder_is_removed_by_the_next_one(spec, started):
