@@ -154,14 +154,14 @@ def _print_memory(memory: LayoutMemory, reserve_gib: float) -> None:
 
 def _print_update(update: UpdateTime, changed_share: float) -> None:
     whole, changed = update.num_bytes / 1e9, update.difference_bytes / 1e9
-    travel = "the engines read the trainer's stores"
+    travel = f"the engines read the trainer's stores, checksums {update.check:.2f} s"
     if update.stores:
         travel = (
             f"travel to {update.stores} nodes {update.travel_whole:.1f} s whole,"
             f" {update.travel_differences:.1f} s as differences ({LINK / 1e9:g} GB/s per node)"
         )
     elif update.travel_whole:
-        travel = f"all nodes read it in {update.travel_whole:.1f} s"
+        travel = f"all nodes read it in {update.travel_whole:.1f} s, checksums {update.check:.2f} s"
     copy, pause = (
         " or ".join(f"{seconds:.2f} s ({link})" for link, seconds in by_link.items())
         for by_link in (update.copy_by_link, update.pause_by_link)
@@ -170,8 +170,7 @@ def _print_update(update: UpdateTime, changed_share: float) -> None:
         f"weight update: {whole:.1f} GB whole, {changed:.2f} GB as differences of"
         f" {changed_share:.2%} of the values\n"
         f"  the trainer waits {copy}\n"
-        f"  while it trains and engines decode: differences {update.complete:.1f} s; {travel};"
-        f" checksums {update.check:.1f} s\n"
+        f"  while it trains and engines decode: differences {update.complete:.1f} s; {travel}\n"
         f"  engines pause {pause}"
     )
 
