@@ -182,12 +182,12 @@ class Hello(Message):
     """The first message of a peer."""
 
     role: str
-    """`trainer`, `generator` or `store`."""
+    """`trainer`, `generator`, `store` or `trainer-store`."""
     rank: int
     version: int
     """Weight version that the peer holds."""
     node: str = ""
-    """Node of the peer, the same for all that share its memory (`weights.node`)."""
+    """Node of the peer, the same for all that share its memory (`launch.node_name`)."""
     folder: str = ""
     """Of a store that takes versions for the generators of its node."""
     protocol: int = PROTOCOL
@@ -304,8 +304,6 @@ class Batch(Message):
     """All steps are trained; the batch is empty."""
     save: bool = False
     """Save a checkpoint before this step."""
-    versions_needed_from: int = 0
-    """Oldest weight version that a generator may still read."""
 
 
 class StepDone(Message):

@@ -186,10 +186,6 @@ def test_a_bad_value_is_named_with_what_would_be_right(key: str, value: str, rig
             ["--roles.one_gpu"],
             ("roles.one_gpu is true", "roles.trainer_ranks = 2, roles.generator_ranks = 1"),
         ),
-        (
-            ["--roles.one_gpu", "--roles.trainer_ranks=1", "--weights.transport=nccl"],
-            ("roles.one_gpu is true", "weights.transport = 'nccl'", "'disk' or 'gloo'"),
-        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_named_together(

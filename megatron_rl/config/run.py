@@ -167,16 +167,6 @@ class RunConfig(Section):
 
     def _weights_fit(self) -> None:
         w = self.weights
-        if self.roles.one_gpu and w.transport == "nccl":
-            raise ValueError(
-                "roles.one_gpu is true: weights.transport = 'nccl' needs a GPU of its own for each"
-                " rank; use 'disk' or 'gloo', or set it false"
-            )
-        if w.directory is not None and w.transport != "disk":
-            raise ValueError(
-                f"weights.directory is {str(w.directory)!r}: weights.transport = {w.transport!r}"
-                " writes no files; leave it out, or use weights.transport = 'disk'"
-            )
         if w.quantization == "fp8" and self.generator_dtype != "bf16":
             raise ValueError(
                 "weights.quantization is 'fp8': precision.params = 'fp32' lets the generators"

@@ -213,12 +213,10 @@ class FitSettings(Section):
 class Weights(Section):
     """Transfer of new weights to the generators."""
 
-    transport: Literal["disk", "gloo", "nccl"] = "disk"
-    """`disk`: files that all nodes see. `gloo`: host memory over TCP. `nccl`: from GPU to GPU."""
     directory: Path | None = None
-    """Shared folder of the disk transport; default: shared memory of this node."""
-    bucket_bytes: PositiveInt = 256 * 2**20
-    """Bytes that are gathered and sent at a time."""
+    """Folder that all nodes see, for versions; default: shared memory of each node."""
+    bucket_bytes: PositiveInt = 64 * 2**20
+    """Bytes that are gathered, taken and compared at a time."""
     dtype: Literal["params", "bf16"] = "params"
     """Number format of the transferred weights and of the generators: that of `precision.params`,
     or bf16."""
@@ -257,6 +255,8 @@ class Timeouts(Section):
     """Wait of the trainer for a batch."""
     transfer_seconds: PositiveFloat = 300.0
     """One weight update."""
+    peer_seconds: PositiveFloat = 10.0
+    """Silence after which a store takes a version from another peer."""
     evaluation_seconds: PositiveFloat = 3600.0
     """One evaluation."""
     shutdown_seconds: PositiveFloat = 25.0

@@ -84,6 +84,8 @@ METRICS: dict[str, str] = {
     "step_seconds": "time from the end of the previous step to the end of this one [s]",
     "train_seconds": "forward, backward and optimizer step [s]",
     "publish_seconds": "export of the weights by the trainer [s]",
+    "stores_seconds": "time from a version's announcement until the last store has it [s]",
+    "stores_trainer_bytes": "weights that stores took from the trainer's, since the last row [B]",
     "pause_seconds": "time without decoding during a weight update, mean over generators [s]",
     "transfer_seconds": "reading, checking and loading the weights, part of the pause [s]",
     "trainer_wait_fraction": "share of the step in which the trainer waited [fraction]",

@@ -11,6 +11,7 @@ from typing import Self
 import zmq.asyncio
 
 from megatron_rl import messages as m
+from megatron_rl.orchestrator import RunError
 
 Event = Callable[[], None]
 
@@ -49,10 +50,17 @@ class Connection:
         self._outbox.append((to, message))
 
     async def flush(self) -> None:
-        """Send the messages of the outbox."""
+        """Send the messages of the outbox.
+
+        Raises:
+            RunError: the receiver is gone.
+        """
         outbox, self._outbox = self._outbox, []
         for to, message in outbox:
-            await self._socket.send_multipart([to.encode(), m.encode(message)])
+            try:
+                await self._socket.send_multipart([to.encode(), m.encode(message)])
+            except zmq.ZMQError as e:
+                raise RunError(f"{to} is gone ({e}): see its log") from e
 
     async def _read(self) -> None:
         while True:

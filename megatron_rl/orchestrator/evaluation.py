@@ -152,8 +152,8 @@ class Evaluations:
         """Steps whose evaluation is not complete."""
         return list(self._running)
 
-    def published(self, version: int) -> None:
-        """Open the evaluation of a version, if one is planned."""
+    def reach(self, version: int) -> None:
+        """Open the evaluation of a version, if one is planned, when its steps are trained."""
         if version in self.steps:
             self._running[version] = EvaluationRun(
                 version,

@@ -6,7 +6,8 @@ One step of a run, in the order of its calls:
     _receive_sample     Sample <- generator; `_verify` and `_record_verdict` complete its group
     _answer_batch       Batch -> trainer, once the groups of the requested step are complete
     _record_step        StepDone <- trainer; a row of metrics.jsonl
-    _publish_version    Published <- trainer; `_advance` sends UpdateWeights -> generators
+    _publish_version    Published <- trainer
+    _move_weights       TakeVersion -> stores, UpdateWeights -> generators (`stores`)
     _finish_update      WeightsUpdated <- generator; an evaluation of this version starts
 
 Groups are trained in dispatch order, regardless of which finishes first. With v the next step, c
@@ -16,13 +17,18 @@ of version s only if the schedule lets version s sample for that step: `v + (i -
 for PipelineRL-k. No token can then be older than k steps when it is trained: generators wait when
 they are k steps ahead, and the trainer waits for its groups.
 
+The trainer's stores have two versions: that of step s + 1 replaces that of step s - 1. The batch of
+step s is given once no peer reads a version before s any more (`_is_free`).
+
 Verdicts of the verifier pool are events like messages. Dispatch waits while the pool is behind.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import zmq.asyncio
@@ -42,6 +48,7 @@ from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, restored_groups, save_state, saved_groups
 from megatron_rl.orchestrator.steps import StepBuilder
+from megatron_rl.orchestrator.stores import Stores
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Verdict
 
@@ -71,7 +78,10 @@ class Orchestrator:
         self.groups = GroupQueue(
             config.schedule.prompts_per_step, lambda group: a.refill and is_dropped(group, a)
         )
-        self.generators = Generators(config)
+        self.generators, self.stores = Generators(config), Stores(config)
+        self._early: m.Published | None = None
+        self._weights_can_move = True
+        self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
         self.requested_step: int | None = None
         self.trainer_done: m.TrainerDone | None = None
@@ -80,7 +90,7 @@ class Orchestrator:
             self.steps = StepBuilder(config, prompts)
         if state is not None:
             self._restore(state)
-        first_step = self.groups.trained_steps
+        self._first_step = first_step = self.groups.trained_steps
         self.evaluations = Evaluations(config, prompts.heldout, metrics, first_step, evaluate_only)
 
     # ------------------------------------------------------------ event loop
@@ -92,9 +102,9 @@ class Orchestrator:
             RunError: a role failed or fell silent, or the parent process is gone.
             VerifierError: a verifier failed.
         """
-        parent = os.getppid()
+        parent, next_check = os.getppid(), 0.0
+        self.evaluations.reach(self._first_step)
         if self._evaluate_only:
-            self.evaluations.published(0)
             self._end_training(m.TrainerDone(step=0, interrupted=False))
         async with self.connection:
             for group in self.groups.waiting:  # a resumed run: verdicts that were missing
@@ -105,19 +115,24 @@ class Orchestrator:
                 event = await self.connection.next_event(TICK_SECONDS)
                 if event is not None:
                     event()
-                    self._advance()
-                    await self.connection.flush()
-                if os.getppid() != parent:
-                    raise RunError("trainer rank 0 is gone; its log has the cause")
-                self.generators.check(time.monotonic())
+                if (now := time.monotonic()) >= next_check:
+                    next_check = now + TICK_SECONDS
+                    if os.getppid() != parent:
+                        raise RunError("trainer rank 0 is gone; its log has the cause")
+                    self.generators.check(now)
+                    self.stores.check(now, self.generators.nodes)
+                    self._weights_can_move = True
+                self._advance()
+                await self.connection.flush()
         assert self.trainer_done is not None
         return self.trainer_done
 
-    async def stop_generators(self) -> None:
-        """Tell every generator to stop; the process that started them waits for them."""
-        for generator in self.generators:
-            self.connection.send(generator.name, m.Stop())
-        await self.connection.flush()
+    async def stop_peers(self) -> None:
+        """Tell every generator and store to stop; whoever started them waits for them."""
+        for peer in *self.generators, *self.stores:
+            with suppress(RunError):  # it has ended already
+                self.connection.send(peer.name, m.Stop())
+                await self.connection.flush()
 
     def _is_over(self) -> bool:
         done, limit = self.trainer_done, self.config.timeouts.evaluation_seconds
@@ -135,11 +150,19 @@ class Orchestrator:
 
     def _handle(self, sender: str, message: m.Message) -> None:
         self.generators.message_from(sender)
+        if not isinstance(message, m.Sample | m.GeneratorStats):
+            self._weights_can_move = True
         match message:
             case m.Hello():
                 self._add_peer(sender, message)
             case m.Published():
                 self._publish_version(message)
+            case m.StoreMemory():
+                self.stores.mapped(sender, message.source)
+            case m.VersionTaken():
+                self.metrics.version_taken(*self.stores.taken(sender, message))
+            case m.SourceFailed():
+                print(f"warning: {self.stores.failed(sender, message)}", file=sys.stderr)
             case m.WeightsUpdated():
                 self._finish_update(sender, message)
             case m.Sample():
@@ -163,10 +186,9 @@ class Orchestrator:
 
     def _advance(self) -> None:
         """Do all that an event may have made possible: updates, dispatch, the next batch."""
-        for generator in self.generators:
-            update = generator.next_update()
-            if update is not None:
-                self.connection.send(generator.name, m.UpdateWeights(manifest=update))
+        if self._weights_can_move:
+            self._weights_can_move = False
+            self._move_weights()
         self._dispatch()
         self._answer_batch()
 
@@ -181,7 +203,10 @@ class Orchestrator:
         if hello.role == TRAINER:
             self.metrics.active_parameters = hello.active_parameters
             return
-        generator = self.generators.add(sender, hello.capacity, self.evaluations.steps)
+        if hello.role in ("store", "trainer-store"):
+            self.stores.add(sender, hello)
+            return
+        generator = self.generators.add(sender, hello.node, hello.capacity)
         if self.generators.all_up:
             self.metrics.start_clock()
         if self._evaluate_only:
@@ -189,13 +214,32 @@ class Orchestrator:
             self._start_evaluation(generator)
 
     def _publish_version(self, published: m.Published) -> None:
+        manifest = published.manifest
+        if manifest.version > self.groups.trained_steps:
+            self._early = published  # it was faster than StepDone, on another socket
+            return
         self.metrics.published(published)
-        self.evaluations.published(published.manifest.version)
-        self.generators.publish(published.manifest, self.evaluations.steps)
+        self.stores.publish(manifest)
+        self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
+
+    def _move_weights(self) -> None:
+        keep = self.evaluations.steps
+        for name, update in self.generators.updates(keep, self.stores.folder):
+            self.connection.send(name, update)
+        for name, request in self.stores.requests(self.generators, keep):
+            self.connection.send(name, request)
+        read = self.generators.oldest_read(keep), self.stores.oldest_taken()
+        self._oldest_read = min((v for v in read if v is not None), default=None)
+
+    def _is_free(self, step: int) -> bool:
+        """Return True if the weights before `step` may be overwritten."""
+        if step > self._first_step and self.stores.newest < step - 1:
+            return False  # its readers are not known yet
+        return self._oldest_read is None or self._oldest_read >= step
 
     def _finish_update(self, sender: str, updated: m.WeightsUpdated) -> None:
         generator = self.generators[sender]
-        if generator.updating is None or generator.updating.version != updated.version:
+        if generator.updating != updated.version:
             raise RunError(f"{sender} acknowledged version {updated.version}, which was not sent")
         generator.updating, generator.version = None, updated.version
         self.metrics.updated(updated)
@@ -244,6 +288,7 @@ class Orchestrator:
             self.groups[sample.group].samples[sample.index] = sample
         else:
             self.evaluations.arrived(generator, sample)
+            self._weights_can_move = True
         self._verify(sample)
 
     def _verify(self, sample: m.Sample) -> None:
@@ -270,13 +315,15 @@ class Orchestrator:
         step = self.requested_step
         if step is None:
             return
-        needed = self.generators.oldest_needed()
         if step >= self.config.schedule.steps:
-            batch = m.Batch(step=step, stop=True, versions_needed_from=needed)
+            batch = m.Batch(step=step, stop=True)
         else:
-            built = self.steps.build(step, self.groups, needed)
+            if not self._is_free(step):
+                return
+            built = self.steps.build(step, self.groups)
             if built is None:
                 return
+            self.stores.batch_given(step)
             self._score_requests[step] = built.probe
             self.metrics.batch(step, built.metrics)
             batch = built.batch
@@ -290,10 +337,14 @@ class Orchestrator:
         self.metrics.verifiers(self.verification)
         self.metrics.step(done)
         request = self._score_requests.pop(done.step)
-        holders = [g.name for g in self.generators if g.version == done.step and not g.updating]
+        holders = [g.name for g in self.generators if g.version == done.step and g.updating is None]
         if request.prompts and holders:
             self.metrics.score_requested(done)
             self.connection.send(holders[0], request)
+        self.evaluations.reach(self.groups.trained_steps)
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._publish_version(early)
 
     def _end_training(self, done: m.TrainerDone) -> None:
         self.trainer_done, self._done_at = done, time.monotonic()

@@ -1,14 +1,13 @@
-"""The orchestrator's view of the generators: versions held, work in flight, pending updates."""
+"""The orchestrator's view of the generators: versions held, work in flight, the next update."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from megatron_rl.config import RunConfig
-from megatron_rl.messages import Manifest
+from megatron_rl.messages import Manifest, UpdateWeights
 from megatron_rl.orchestrator import RunError
 
 NO_VERSION = -1
@@ -21,14 +20,15 @@ class GeneratorState:
 
     name: str
     """`generator-<number>`."""
+    node: str
+    """Node whose files it sees."""
     capacity: int
     """Concurrent completions."""
     version: int = NO_VERSION
     in_flight: int = 0
     """Completions dispatched and not returned."""
-    updating: Manifest | None = None
+    updating: int | None = None
     """Version that was sent and is not acknowledged."""
-    pending: deque[Manifest] = field(default_factory=deque)
     evaluations_left: int = 0
     """Evaluation completions not returned; until then updates wait."""
     last_message: float = field(default_factory=time.monotonic)
@@ -38,26 +38,15 @@ class GeneratorState:
         """The generator's number, from 0."""
         return int(self.name.rpartition("-")[2])
 
-    def offer(self, manifest: Manifest, keep: set[int]) -> None:
-        """Queue a version; drop older pending ones unless they are in `keep`."""
-        self.pending = deque(m for m in self.pending if m.version in keep)
-        self.pending.append(manifest)
-
-    def next_update(self) -> Manifest | None:
-        """Start the next update and return its version, or None."""
-        if self.updating is not None or self.evaluations_left or not self.pending:
-            return None
-        self.updating = self.pending.popleft()
-        return self.updating
-
 
 class Generators:
-    """The generators that have said hello, and the weight versions that are kept for them."""
+    """The generators that have said hello, and the weight versions that they may still load."""
 
     def __init__(self, config: RunConfig) -> None:
         self._expected, self._timeouts = config.roles.engines, config.timeouts
         self._states: dict[str, GeneratorState] = {}
-        self._manifests: dict[int, Manifest] = {}
+        self._by_node: dict[str, list[GeneratorState]] = {}
+        self._manifests: dict[int, Manifest] = {}  # in the order of their versions
         self._started = time.monotonic()
 
     def __iter__(self) -> Iterator[GeneratorState]:
@@ -71,27 +60,65 @@ class Generators:
         """True once every generator of the run has said hello."""
         return len(self._states) == self._expected
 
-    def add(self, name: str, capacity: int, keep: set[int]) -> GeneratorState:
-        """Add a generator and offer it the versions published so far."""
-        generator = self._states[name] = GeneratorState(name, capacity)
-        for manifest in self._manifests.values():  # in the order of their versions
-            generator.offer(manifest, keep)
+    @property
+    def nodes(self) -> set[str]:
+        """Nodes of the generators."""
+        return set(self._by_node)
+
+    def add(self, name: str, node: str, capacity: int) -> GeneratorState:
+        """Add a generator."""
+        generator = self._states[name] = GeneratorState(name, node, capacity)
+        self._by_node.setdefault(node, []).append(generator)
         return generator
 
     def publish(self, manifest: Manifest, keep: set[int]) -> None:
-        """Offer a version to all generators; forget older ones unless they are in `keep`."""
+        """Add a version; forget older ones unless they are in `keep`."""
         self._manifests = {v: x for v, x in self._manifests.items() if v in keep}
         self._manifests[manifest.version] = manifest
-        for generator in self:
-            generator.offer(manifest, keep)
 
-    def oldest_needed(self) -> int:
-        """Return the oldest version whose bytes a generator may still read."""
-        unread = [m for g in self for m in (g.updating, *g.pending) if m is not None]
-        needed = [m.version for m in unread]
+    def updates(
+        self, keep: set[int], folder: Callable[[Manifest, str], str | None]
+    ) -> Iterator[tuple[str, UpdateWeights]]:
+        """Start the updates that are possible now, and yield them with the generators' names.
+
+        A generator gets the newest version that can be loaded on its node.
+
+        Args:
+            keep: versions that no generator skips.
+            folder: `Stores.folder`.
+        """
+        newest = max(self._manifests, default=NO_VERSION)
+        for g in self:
+            if g.updating is not None or g.evaluations_left or g.version >= newest:
+                continue
+            ahead = [v for v in self._manifests if v > g.version]
+            kept = next((i for i, v in enumerate(ahead) if v in keep), len(ahead))
+            for version in reversed(ahead[: kept + 1]):
+                manifest = self._manifests[version]
+                if (path := folder(manifest, g.node)) is not None:
+                    g.updating = version
+                    yield g.name, UpdateWeights(manifest=manifest, folder=path)
+                    break
+
+    def unread(self, node: str, keep: set[int]) -> list[Manifest]:
+        """Return the versions of `keep` that generators of a node have yet to load."""
+        here = self._by_node.get(node, [])
+        oldest = min((g.version for g in here), default=NO_VERSION) if self.all_up else NO_VERSION
+        if self.all_up and not here:
+            return []
+        return [x for v, x in self._manifests.items() if v in keep and v > oldest]
+
+    def loading(self, node: str) -> set[int]:
+        """Return the versions that generators of a node load now."""
+        return {g.updating for g in self._by_node.get(node, []) if g.updating is not None}
+
+    def oldest_read(self, keep: set[int]) -> int | None:
+        """Return the oldest version that a generator loads, or of `keep` that one has to load."""
+        loading = {g.updating for g in self if g.updating is not None}
+        unread = {x.version for node in self._by_node for x in self.unread(node, keep)}
         if not self.all_up:
-            needed.extend(self._manifests)
-        return min(needed, default=max(self._manifests, default=0))
+            unread |= keep & self._manifests.keys()
+        return min(loading | unread, default=None)
 
     def free(self, oldest_version: int) -> GeneratorState | None:
         """Return the least busy generator that may sample, or None if all are full or too old."""

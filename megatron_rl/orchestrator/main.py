@@ -66,7 +66,7 @@ def run_orchestrator(spec: Spec) -> None:
             try:
                 return await orchestrator.run()
             finally:
-                await orchestrator.stop_generators()
+                await orchestrator.stop_peers()
 
     try:
         done = asyncio.run(serve())

@@ -41,6 +41,7 @@ class RunMetrics:
         self._batches: dict[int, dict[str, Any]] = {}
         self._updates: list[m.WeightsUpdated] = []
         self._publish_seconds = 0.0
+        self._stores: dict[str, float] = {}
         self._stats: list[m.GeneratorStats] = []
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
@@ -101,6 +102,12 @@ class RunMetrics:
     def published(self, published: m.Published) -> None:
         """Record an export of weights by the trainer."""
         self._publish_seconds = published.seconds
+
+    def version_taken(self, seconds: float, num_bytes: int) -> None:
+        """Record a version in a store, by what `Stores.taken` returns."""
+        row = self._stores
+        row["stores_seconds"] = max(row.get("stores_seconds", 0.0), seconds)
+        row["stores_trainer_bytes"] = row.get("stores_trainer_bytes", 0) + num_bytes
 
     def updated(self, updated: m.WeightsUpdated) -> None:
         """Record a weight update of a generator."""
@@ -196,7 +203,7 @@ class RunMetrics:
 
     def _generators(self) -> dict[str, float]:
         """Return the means over generators since the last row."""
-        row: dict[str, float] = {}
+        row, self._stores = self._stores, {}
         if self._updates:
             for name in ("pause_seconds", "transfer_seconds", "requests_in_flight"):
                 row[name] = float(np.mean([getattr(u, name) for u in self._updates]))

@@ -39,7 +39,7 @@ class StepBuilder:
         self.first_step = 0
         """Steps trained before this start of the run."""
 
-    def build(self, step: int, groups: GroupQueue, versions_needed_from: int) -> BuiltBatch | None:
+    def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.
 
         Raises:
@@ -57,7 +57,6 @@ class StepBuilder:
             c.algorithm,
             probe=PROBE_SEQUENCES if self._is_probed(step) else 0,
             save=step % c.checkpoint.every_steps == 0 and step > self.first_step,
-            versions_needed_from=versions_needed_from,
         )
         stream, metrics = self.stream, built.metrics
         lag = metrics["lag_max"]

@@ -48,8 +48,6 @@ class TrainerClient:
         self._versions = self._connected(endpoint, PUBLISHER)
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
-        self.versions_needed_from = 0
-        """Oldest weight version whose bytes a generator may still read."""
         self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
 
     def next_batch(self, step: int) -> m.Batch:
@@ -61,8 +59,7 @@ class TrainerClient:
         self.send(m.BatchRequest(step=step))
         batch = self._wait(m.Batch, "batch_seconds", step, interruptible=True)
         if batch is None:
-            return m.Batch(step=step, stop=True, versions_needed_from=self.versions_needed_from)
-        self.versions_needed_from = batch.versions_needed_from
+            return m.Batch(step=step, stop=True)
         return batch
 
     def step_done(self, done: m.StepDone, wait_seconds: float) -> None:

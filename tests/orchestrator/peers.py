@@ -121,27 +121,50 @@ class Late(AtOnce):
         return task
 
 
-class Generator:
+class Peer:
+    """A socket of this name, and the weight version that it reads now.
+
+    `reading` comes from the trainer's stores, at once or through other stores; `loading` comes from
+    the store of the node, which has a copy. `torn` are versions that were overwritten meanwhile.
+    """
+
+    reading = loading = None
+
+    def __init__(self, endpoint, name, linger=0):
+        self.name, self.socket = name, zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, name.encode())
+        self.socket.setsockopt(zmq.LINGER, linger)
+        self.socket.connect(endpoint)
+
+    async def send(self, message):
+        await self.socket.send(m.encode(message))
+
+
+class Generator(Peer):
     """Returns each completion after a random time; a swap takes effect between two tokens."""
 
-    def __init__(self, endpoint, index, seed, slowness=0.002, fail_after=None, late=0.0):
-        self.index, self.version, self.rng = index, -1, random.Random(seed)
-        self.socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, f"generator-{index}".encode())
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint)
+    def __init__(
+        self, endpoint, index, seed, slowness=0.002, fail_after=None, late=0.0, node="generators"
+    ):
+        super().__init__(endpoint, f"generator-{index}")
+        self.index, self.version, self.rng, self.node = index, -1, random.Random(seed), node
         self.slowness, self.fail_after, self.late = slowness, fail_after, late
-        self.versions, self.temperature, self.tasks = [], None, set()
+        self.versions, self.folders, self.temperature, self.tasks = [], [], None, set()
 
     async def run(self):
         await asyncio.sleep(self.late)
-        await self.send(m.Hello(role="generator", rank=2 + self.index, version=0, capacity=24))
+        rank, node = 2 + self.index, self.node
+        await self.send(m.Hello(role="generator", rank=rank, version=0, node=node, capacity=24))
         while True:
             message = m.decode(await self.socket.recv())
             if isinstance(message, m.Stop):
                 break
             if isinstance(message, m.UpdateWeights):
-                self.version = message.manifest.version
+                version = message.manifest.version
+                self.reading, self.loading = (None, version) if message.folder else (version, None)
+                self.folders.append(message.folder)
+                await asyncio.sleep(self.slowness * self.rng.random())
+                self.version, self.reading, self.loading = version, None, None
                 self.versions.append(self.version)
                 await self.send(
                     m.WeightsUpdated(
@@ -184,21 +207,69 @@ class Generator:
             )
         )  # fmt: skip
 
-    async def send(self, message):
-        await self.socket.send(m.encode(message))
+
+class Store(Peer):
+    """Takes a version once its source has it, later by up to `slowness` seconds.
+
+    `stores` are all of a run by name. Its first sources, as many as `fails`, are of no use.
+    """
+
+    def __init__(self, endpoint, name, node, stores, slowness=0.0, fails=0):
+        super().__init__(endpoint, name)
+        self.node, self.stores, self.slowness, self.fails = node, stores, slowness, fails
+        self.takes, self.has, self.sources, self.rng = name.startswith("store"), [], [], None
+        self.generators, self.torn = [], []
+
+    async def run(self):
+        role, self.rng = "store" if self.takes else "trainer-store", random.Random(self.name)
+        folder = f"/{self.name}"
+        await self.send(m.Hello(role=role, rank=-1, version=-1, node=self.node, folder=folder))
+        while not isinstance(message := m.decode(await self.socket.recv()), m.Stop):
+            if self.reading is None and not self.has and not message.sources:
+                await asyncio.sleep(self.slowness * self.rng.random())
+                await self.send(m.StoreMemory(source=m.Source(self.name, b"", ())))
+            if self.takes:
+                self.reading = version = message.manifest.version
+                loading = {g.loading for g in self.generators}
+                self.torn += [(version, v) for v in self.has[:-1] if v in loading]
+                self.has = self.has[-1:]
+            else:
+                self.has = [message.manifest.version]
+            if message.sources:
+                await self.take(version, message.sources)
+        self.socket.close()
+
+    async def take(self, version, sources):
+        self.sources.append((version, [source.name for source in sources]))
+        if len(self.sources) <= self.fails:
+            failed = m.SourceFailed(version=version, source=sources[0].name, reason="torn")
+            await self.send(failed)
+            return
+        for source in sources:
+            while self.stores[source.name].takes and version not in self.stores[source.name].has:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(self.slowness * self.rng.random())
+        self.has, self.reading = sorted([*self.has, version]), None
+        num_bytes = {source.name: 10 for source in sources}
+        await self.send(m.VersionTaken(version=version, seconds=0.1, num_bytes=num_bytes))
 
 
-class Trainer:
-    """Takes a batch, waits a little, publishes the next version."""
+class Trainer(Peer):
+    """Takes a batch, waits a little, publishes the next version.
 
-    def __init__(self, endpoint, start=0, stop_before=None, save_before=None, directory=None):
-        self.socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, m.TRAINER.encode())
-        self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.connect(endpoint)
+    A version is announced up to `announce_after` seconds after the next batch was requested.
+    """
+
+    def __init__(
+        self, endpoint, readers, nodes, start=0, stop_before=None, save_before=None,
+        directory=None, announce_after=0.0,
+    ):  # fmt: skip
+        super().__init__(endpoint, m.TRAINER, 1000)
+        self.publisher = Peer(endpoint, m.PUBLISHER, 1000)
+        self.readers, self.nodes, self.announce_after = readers, nodes, announce_after
         self.step, self.stop_before = start, stop_before
         self.save_before, self.directory = save_before, directory
-        self.needed = []
+        self.rng, self.announced, self.torn = random.Random(start), None, []
 
     async def run(self):
         await self.send(m.Hello(role="trainer", rank=0, version=0, active_parameters=100))
@@ -213,7 +284,6 @@ class Trainer:
                 break
             await self.send(m.BatchRequest(step=self.step))
             batch = m.decode(await self.socket.recv())
-            self.needed.append(batch.versions_needed_from)
             if batch.stop:
                 await self.send(m.TrainerDone(step=self.step, interrupted=False))
                 break
@@ -235,16 +305,22 @@ class Trainer:
             )  # fmt: skip
             self.step += 1
             await self.publish()
-        self.socket.close()
+        await self.announced
+        for peer in self, self.publisher:
+            peer.socket.close()
 
     async def publish(self):
-        manifest = m.Manifest(
-            version=self.step, path="", buckets=(), checksums=(), tensors=(), num_bytes=0
-        )
-        await self.send(m.Published(manifest=manifest, seconds=0.0))
+        if self.announced is not None:
+            await self.announced
+        for peer in self.readers:  # this version replaces the one before the last
+            if peer.reading is not None and peer.reading < self.step - 1:
+                self.torn.append((self.step, peer.name, peer.reading))
+        self.announced = asyncio.create_task(self.announce(self.step))
 
-    async def send(self, message):
-        await self.socket.send(m.encode(message))
+    async def announce(self, version):
+        await asyncio.sleep(self.announce_after * self.rng.random())
+        manifest = m.Manifest(version=version, buckets=(), root="/root", nodes=self.nodes)
+        await self.publisher.send(m.Published(manifest=manifest, seconds=0.0))
 
 
 @dataclass
@@ -253,6 +329,7 @@ class Finished:
     generators: list[Generator]
     trainer: Trainer
     orchestrator: Orchestrator
+    stores: dict[str, Store]
 
 
 def run(
@@ -269,12 +346,16 @@ def run(
     evaluated=None,
     late=0.0,
     evaluate_only=None,
+    nodes=(),
+    stores=None,
     **trainer,
 ):
     """Run to the end and return the rows and the peers.
 
     `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
+    `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
+    generators have none and are on the trainer's node.
     """
     verification = verification or AtOnce(verify)
 
@@ -297,12 +378,22 @@ def run(
             state,
             evaluate_only,
         )
+        by_name = {}
+        for node in nodes if stores else ():
+            name = f"trainer-store-{node}"
+            by_name[name] = Store(endpoint, name, node, by_name)
+        for i, settings in enumerate(stores or ()):
+            by_name[f"store-{i}"] = Store(endpoint, f"store-{i}", str(i), by_name, **settings)
+        places = [str(i) if f"store-{i}" in by_name else "t" for i in range(config.roles.engines)]
         generators = [
-            Generator(endpoint, i, 10 * seed + i, slowness, fail_after, late * i)
-            for i in range(config.roles.engines)
+            Generator(endpoint, i, 10 * seed + i, slowness, fail_after, late * i, node)
+            for i, node in enumerate(places)
         ]
-        peer = Trainer(endpoint, start=state.step if state else 0, directory=directory, **trainer)
-        peers = [*generators, peer]
+        for store in by_name.values():
+            store.generators = [g for g in generators if g.node == store.node]
+        readers, start = [*generators, *by_name.values()], state.step if state else 0
+        peer = Trainer(endpoint, readers, nodes, start=start, directory=directory, **trainer)
+        peers = [*generators, *by_name.values(), peer]
         if evaluate_only:
             peers = generators
             for generator in generators:
@@ -314,13 +405,14 @@ def run(
                     tasks.append(asyncio.create_task(concurrent(verification)))
                 await asyncio.wait_for(orchestrator.run(), 60)
         finally:
-            await orchestrator.stop_generators()
+            await orchestrator.stop_peers()
             await asyncio.wait(tasks, timeout=2)
             for task in tasks:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
             socket.close()
-        return Finished(rows, generators, peer, orchestrator)
+        assert [peer.torn, *(store.torn for store in by_name.values())] == [[]] * (len(by_name) + 1)
+        return Finished(rows, generators, peer, orchestrator, by_name)
 
     return asyncio.run(go())

@@ -1,0 +1,323 @@
+"""The orchestrator's view of the stores: who takes which weight version from whom.
+
+Each node of generators without a view of the trainer's stores has a store of its own. The healthy
+ones form a tree in the order in which they joined: the first two take from the trainer's stores,
+store `i` from store `(i - 2) // 2`. A store works on one version at a time and then takes the
+newest, so slow ones skip versions.
+
+A source that a store reports is suspect: no store takes from it until it completes a later version
+or joins again. The reporter gets another source: a store that has the version complete, else one
+that takes it and does not wait for the reporter, else the trainer's stores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_rl.config import RunConfig
+from megatron_rl.messages import Hello, Manifest, Source, SourceFailed, TakeVersion, VersionTaken
+from megatron_rl.orchestrator import RunError
+from megatron_rl.orchestrator.generators import NO_VERSION, Generators
+
+GRACE_SECONDS = 30.0
+"""Wait for a store's own error after `timeouts.transfer_seconds`."""
+RETRY_SECONDS = 1.0
+"""Pause before the trainer's stores are used again by a store for which they failed."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreState:
+    """A store that has said hello; another hello makes it a new one."""
+
+    name: str
+    node: str
+    folder: str
+    memory: Source | None = None
+    """Set once its memory is mapped; only then is it a source."""
+    complete: list[int] = field(default_factory=list)
+    """Versions that it holds, at most two, in ascending order."""
+    taking: Manifest | None = None
+    """Version that was named and is not complete; of a trainer's store, the last one named."""
+    named_at: float = 0.0
+    sources: tuple[Source, ...] = ()
+    sources_at: float | None = None
+    """Time of the first sources of this version."""
+    failed: dict[str, float] = field(default_factory=dict)
+    """Time at which each source failed, for this store and version."""
+    suspect: int | None = None
+    """Version for which another store reported it; None: healthy."""
+
+
+class Stores:
+    """The stores of a run, the trainer's included; a run on one node has none."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._timeouts = config.timeouts
+        self._stores: dict[str, StoreState] = {}  # in the order in which they joined
+        self._trainer: dict[str, StoreState] = {}  # by node
+        self._by_node: dict[str, StoreState] = {}
+        self._manifest: Manifest | None = None
+        self._published_at: dict[int, float] = {}
+        self._first_at: float | None = None
+        self._readable_from = 0
+
+    # ------------------------------------------------------------ what others see
+
+    def __iter__(self) -> Iterator[StoreState]:
+        yield from self._trainer.values()
+        yield from self._stores.values()
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was announced."""
+        return NO_VERSION if self._manifest is None else self._manifest.version
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions that generators' stores hold or take."""
+        taken = {store.taking.version for store in self._stores.values() if store.taking}
+        return taken.union(*(store.complete for store in self._stores.values()))
+
+    def oldest_taken(self) -> int | None:
+        """Return the oldest version that a store still takes."""
+        taken = (store.taking.version for store in self._stores.values() if store.taking)
+        return min(taken, default=None)
+
+    def folder(self, manifest: Manifest, node: str) -> str | None:
+        """Return the folder from which generators of a node can load a version now.
+
+        It is empty for the trainer's own stores. None: the version is not there (any more).
+        """
+        if _is_direct(manifest, node):
+            return "" if manifest.version >= self._readable_from else None
+        store = self._by_node.get(node)
+        return store.folder if store and manifest.version in store.complete else None
+
+    # ------------------------------------------------------------ events
+
+    def add(self, name: str, hello: Hello) -> None:
+        """Add a store, without memory or versions; one that joins again is the newest."""
+        store = StoreState(name, hello.node, hello.folder)
+        if hello.role == "trainer-store":
+            self._trainer[hello.node] = store
+        else:
+            self._stores.pop(name, None)
+            self._stores[name] = self._by_node[hello.node] = store
+        for other in self._stores.values():
+            other.failed.pop(name, None)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Note the newest version, which is complete in the trainer's stores."""
+        held, now = self.versions, time.monotonic()
+        self._published_at = {v: t for v, t in self._published_at.items() if v in held}
+        self._published_at[manifest.version] = now
+        self._first_at = self._first_at or now
+        self._manifest = manifest
+
+    def batch_given(self, step: int) -> None:
+        """Note that versions before `step` are not in the trainer's stores for much longer."""
+        self._readable_from = step
+
+    def mapped(self, name: str, source: Source) -> None:
+        """Note the memory of a store.
+
+        Raises:
+            RunError: the store has not said hello.
+        """
+        self._known(name).memory = source
+
+    def taken(self, name: str, message: VersionTaken) -> tuple[float, int]:
+        """Note a complete version.
+
+        Returns:
+            Seconds since its announcement, and bytes that came from the trainer's stores.
+
+        Raises:
+            RunError: the version was not sent.
+        """
+        store, version = self._known(name), message.version
+        if _takes(store, version):
+            store.complete = sorted([*store.complete, version])
+            store.taking, store.sources = None, ()
+        elif version not in store.complete:
+            raise RunError(f"{name} took weights version {version}, which was not sent")
+        if store.suspect is not None and version > store.suspect:
+            store.suspect = None
+        trainers = {s.name for s in self._trainer.values()}
+        num_bytes = sum(n for source, n in message.num_bytes.items() if source in trainers)
+        return time.monotonic() - self._published_at.get(version, time.monotonic()), num_bytes
+
+    def failed(self, name: str, message: SourceFailed) -> str:
+        """Put a source out of the tree and return a line that names it and the reason."""
+        store = self._known(name)
+        given = next((s for s in store.sources if s.name == message.source), None)
+        source = self._stores.get(message.source)
+        if given is not None:
+            store.sources = ()
+            if source is None:
+                store.failed[message.source] = time.monotonic()
+            elif source.memory == given:  # else it has joined again since
+                store.failed[message.source] = time.monotonic()
+                source.suspect = max(message.version, source.suspect or 0)
+        return (
+            f"{name} cannot take weights version {message.version} from {message.source}:"
+            f" {message.reason}; it takes them from another store"
+        )
+
+    def _known(self, name: str) -> StoreState:
+        for store in self._stores.get(name), *self._trainer.values():
+            if store is not None and store.name == name:
+                return store
+        raise RunError(f"{name} is no store that has said hello")
+
+    # ------------------------------------------------------------ requests
+
+    def requests(self, generators: Generators, keep: set[int]) -> Iterator[tuple[str, TakeVersion]]:
+        """Yield what can be sent now, with the names of the receivers.
+
+        Args:
+            generators: of the run.
+            keep: versions that no generator skips.
+        """
+        manifest, now = self._manifest, time.monotonic()
+        if manifest is None or not manifest.nodes:
+            return
+        for store in self._trainer.values():
+            if store.taking is not manifest:
+                store.named_at = store.named_at or now
+                store.taking = manifest
+                yield store.name, TakeVersion(manifest=manifest)
+        healthy = [store for store in self._stores.values() if store.suspect is None]
+        suspects = [store for store in self._stores.values() if store.suspect is not None]
+        for index, store in enumerate([*healthy, *suspects]):
+            index = min(index, len(healthy))
+            parent = healthy[(index - 2) // 2] if index >= 2 else None
+            if store.taking is None:
+                store.taking = self._next_version(store, generators, keep)
+                if store.taking is None:
+                    continue
+                store.complete = store.complete[-1:]  # the other slot is overwritten
+                store.named_at, store.sources_at = now, None
+                store.failed.clear()
+                if store.memory is None:
+                    yield store.name, TakeVersion(manifest=store.taking)
+            if store.memory is not None and not store.sources:
+                store.sources = self._sources(store, store.taking, parent, now)
+                if store.sources:
+                    store.sources_at = store.sources_at or now
+                    yield store.name, TakeVersion(manifest=store.taking, sources=store.sources)
+
+    def _next_version(
+        self, store: StoreState, generators: Generators, keep: set[int]
+    ) -> Manifest | None:
+        assert self._manifest is not None
+        if _is_direct(self._manifest, store.node):
+            return None
+        kept = generators.unread(store.node, keep)
+        if generators.loading(store.node) & set(store.complete[:-1]):
+            return None  # from the slot that would be overwritten
+        return next(
+            (
+                manifest
+                for manifest in (*kept, self._manifest)
+                if manifest.version not in store.complete
+                and manifest.version >= self._readable_from
+            ),
+            None,
+        )
+
+    def _sources(
+        self, store: StoreState, manifest: Manifest, parent: StoreState | None, now: float
+    ) -> tuple[Source, ...]:
+        """Return the sources of a store with this parent in the tree; empty if it has to wait."""
+        version = manifest.version
+        others = [
+            other
+            for other in self._stores.values()
+            if other is not store and other.suspect is None and other.name not in store.failed
+        ]
+        pool = [other for other in others if version in other.complete]
+        if not pool and (parent is not None or store.failed):
+            pool = [
+                other
+                for other in others
+                if _takes(other, version) and not self._waits_for(other, store, version)
+            ]
+        if not pool:
+            return self._trainer_sources(store, manifest, now)
+        children = Counter(s.name for other in self._stores.values() for s in other.sources)
+        best = min(pool, key=lambda other: (other is not parent, children[other.name]))
+        return () if best.memory is None else (best.memory,)
+
+    def _waits_for(self, store: StoreState, other: StoreState, version: int) -> bool:
+        """Return True if a store takes a version through another one."""
+        source: StoreState | None = store
+        while source is not None and _takes(source, version) and source.sources:
+            if source.sources[0].name == other.name:
+                return True
+            source = self._stores.get(source.sources[0].name)
+        return False
+
+    def _trainer_sources(
+        self, store: StoreState, manifest: Manifest, now: float
+    ) -> tuple[Source, ...]:
+        states = [self._trainer.get(node) for node in manifest.nodes]
+        memories = [state.memory for state in states if state is not None and state.memory]
+        if len(memories) < len(states):
+            return ()
+        failed_at = max((store.failed.get(s.name, -RETRY_SECONDS) for s in memories), default=0.0)
+        return tuple(memories) if now >= failed_at + RETRY_SECONDS else ()
+
+    # ------------------------------------------------------------ limits
+
+    def check(self, now: float, nodes: set[str]) -> None:
+        """Raise RunError that names a store that is late, or missing on one of the `nodes`."""
+        startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
+        within = f"within timeouts.startup_seconds = {startup:g}"
+        for store in self:
+            late = store.memory is None and store.taking is not None
+            if late and now - store.named_at > startup:
+                raise RunError(f"{store.name} has not mapped its memory {within}: see its log")
+        for store in self._stores.values():
+            if store.taking is None:
+                continue
+            version = store.taking.version
+            if store.sources_at is None:
+                if now - store.named_at > startup:
+                    raise RunError(
+                        f"{store.name} has no source of weights version {version} {within}:"
+                        f" {self._missing(store.taking)}"
+                    )
+            elif now - store.sources_at > transfer + GRACE_SECONDS:
+                sources = ", ".join(s.name for s in store.sources) or "none"
+                raise RunError(
+                    f"{store.name} has not taken weights version {version} within"
+                    f" timeouts.transfer_seconds = {transfer:g}; its sources are {sources}: see"
+                    " their logs, or raise the limit"
+                )
+        if self._manifest is None or self._first_at is None or now - self._first_at <= startup:
+            return
+        for node in sorted(nodes - self._by_node.keys()):
+            if not _is_direct(self._manifest, node):
+                raise RunError(
+                    f"no store has come up on node {node}, which has generators, {within}: see the"
+                    " logs of its ranks"
+                )
+
+    def _missing(self, manifest: Manifest) -> str:
+        nodes = [node for node in manifest.nodes if node not in self._trainer]
+        if nodes:
+            return f"the trainer's nodes {', '.join(nodes)} have no store process; see their logs"
+        return "no other store can serve it"
+
+
+def _takes(store: StoreState, version: int) -> bool:
+    return store.taking is not None and store.taking.version == version
+
+
+def _is_direct(manifest: Manifest, node: str) -> bool:
+    """Return True if generators of a node read the trainer's own stores."""
+    return manifest.nodes in ((), (node,))
