@@ -1,0 +1,186 @@
+"""Real store processes take versions from each other over NIXL, while some of them fail."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.weights.fleet import TRAINER, Fleet
+
+STORES = [f"store-{i}" for i in range(8)]
+"""The first two take from the trainer; store-0 is the source of 2 and 3, store-2 of 6 and 7."""
+SIZE = 2 * 2**20
+SLOW = SIZE
+"""Bytes a second of all stores but the first two: a whole version takes them a second."""
+RATES = {"store-0": 0.0, "store-1": 0.0}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def random_version(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = SIZE // 32 // 2
+    return {f"t{i}": torch.randn(shape, generator=generator).bfloat16() for i in range(32)}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+    try:
+        fleet.start_all({TRAINER: 0} | {name: RATES.get(name, SLOW) for name in STORES})
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def publish_random(fleet: Fleet) -> int:
+    """Publish a version in which everything is new; return it."""
+    version = 1 if fleet.manifest is None else fleet.manifest.version + 1
+    fleet.failed.clear()
+    fleet.publish(version, random_version(version))
+    return version
+
+
+def until_midway(fleet: Fleet) -> None:
+    """Serve until store-2 has some buckets; those that take them from it have no more."""
+    fleet.until(lambda: fleet.progress("store-2") > 0.2)
+    assert fleet.progress("store-0") == 1
+    assert max(fleet.progress(name) for name in STORES[2:]) < 0.8
+
+
+def culprits(fleet: Fleet) -> set[tuple[str, str]]:
+    """Return (reporter, source) of all reports."""
+    return {(name, message.source) for name, message in fleet.failed}
+
+
+def test_a_version_reaches_all_stores_and_leaves_the_trainer_twice(fleet):
+    publish_random(fleet)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    parents = [TRAINER, TRAINER, *(f"store-{(i - 2) // 2}" for i in range(2, len(STORES)))]
+    for name, parent in zip(STORES, parents, strict=True):
+        assert fleet.bytes_of(name) == {parent: fleet.manifest.num_bytes}, name
+    assert fleet.failed == []
+
+
+def test_50_versions_of_differences_of_which_some_stores_skip_every_tenth(fleet):
+    first = publish_random(fleet)
+    fleet.until_taken(STORES)
+    tensors = random_version(first)
+    generator = torch.Generator().manual_seed(3)
+    skipping = {"store-1", "store-5"}  # one of them is a source of others
+    late = []
+    for version in range(first + 1, first + 52):
+        for tensor in tensors.values():  # a thousandth of the values
+            places = torch.randint(tensor.numel(), (32,), generator=generator)
+            tensor[places] = torch.randn(32, generator=generator).bfloat16()
+        if version % 10 == 9:  # for the orchestrator they take it still when the next one is there
+            for name in skipping:
+                fleet.withhold(name)
+        manifest = fleet.publish(version, tensors)
+        if version % 10 == 1:
+            fleet.release()
+        takers = [n for n in STORES if version % 10 or n not in skipping]
+        fleet.until_taken(takers)
+        assert fleet.differs(takers) == []
+        sent: Counter[str] = Counter()
+        for name in takers:
+            sent.update(fleet.bytes_of(name))
+        most = max(sum(fleet.bytes_of(name).values()) for name in takers)
+        assert most * 50 < manifest.num_bytes, version
+        assert sent[TRAINER] <= 2 * most, version
+        late += [name for name in skipping if (name, version) not in fleet.taken]
+    assert Counter(late) == {"store-1": 5, "store-5": 5}
+    assert fleet.failed == []
+
+
+def test_a_newcomer_is_fed_by_others_and_one_that_starts_again_keeps_what_it_has(fleet):
+    version = publish_random(fleet)
+    fleet.until_taken(STORES)
+    fleet.start("store-8")
+    fleet.until_taken(["store-8"])
+    assert fleet.differs(["store-8"]) == []
+    assert sum(fleet.bytes_of("store-8").values()) == fleet.manifest.num_bytes
+    assert set(fleet.bytes_of("store-8")) < set(STORES)
+    fleet.signal("store-8", signal.SIGKILL)
+    del fleet.taken["store-8", version]
+    fleet.start("store-8")
+    fleet.until_taken(["store-8"])
+    assert sum(fleet.bytes_of("store-8").values()) == 0
+    assert fleet.differs(["store-8"]) == []
+    assert fleet.failed == []
+    fleet.signal("store-8", signal.SIGKILL)  # a leaf, which nobody misses
+    publish_random(fleet)
+    fleet.until_taken(STORES)
+    assert fleet.failed == []
+
+
+def test_a_wrong_byte_is_refused_and_its_source_named_and_replaced(fleet):
+    publish_random(fleet)
+    until_midway(fleet)
+    last = len(fleet.manifest.buckets) - 1
+    fleet.spoil("store-0", last)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES[1:]) == []
+    assert culprits(fleet) == {("store-2", "store-0"), ("store-3", "store-0")}
+    for _, message in fleet.failed:
+        assert f"bucket {last} of weights version {message.version}" in message.reason
+        assert "another checksum than the trainer's" in message.reason
+    # It applies a difference to its spoiled bytes, sees it, and takes the bucket whole.
+    tensors = random_version(fleet.manifest.version)
+    tensors["t3"][7] = 1.0
+    fleet.failed.clear()
+    fleet.publish(fleet.manifest.version + 1, tensors)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert fleet.failed == []
+    largest = max(bucket.num_bytes for bucket in fleet.manifest.buckets)
+    assert largest <= sum(fleet.bytes_of("store-0").values()) < 2 * largest
+    publish_random(fleet)  # and is a source again
+    fleet.until_taken(STORES)
+    assert "store-0" in {source for name in STORES for source in fleet.bytes_of(name)}
+    assert fleet.failed == []
+
+
+def test_a_store_that_stalls_is_replaced_and_those_that_wait_for_it_are_not_blamed(fleet):
+    publish_random(fleet)
+    until_midway(fleet)
+    fleet.signal("store-0", signal.SIGSTOP)
+    try:
+        fleet.until_taken([name for name in STORES if name != "store-0"])
+    finally:
+        fleet.signal("store-0", signal.SIGCONT)
+    assert fleet.differs(STORES) == []
+    assert culprits(fleet) == {("store-2", "store-0"), ("store-3", "store-0")}
+    assert {message.reason for _, message in fleet.failed} == {
+        "no sign of life for 3 s (timeouts.peer_seconds)"
+    }
+    publish_random(fleet)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert fleet.failed == []
+
+
+def test_stores_that_die_are_replaced_and_join_again(fleet):
+    publish_random(fleet)
+    until_midway(fleet)
+    for name in ("store-0", "store-2"):
+        fleet.signal(name, signal.SIGKILL)
+    left = [name for name in STORES if name not in ("store-0", "store-2")]
+    fleet.until_taken(left)
+    assert fleet.differs(left) == []
+    assert culprits(fleet) == {
+        ("store-3", "store-0"),
+        ("store-6", "store-2"),
+        ("store-7", "store-2"),
+    }
+    fleet.start_all({"store-0": 0, "store-2": 0})
+    fleet.until_taken(STORES)
+    publish_random(fleet)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert fleet.failed == []
