@@ -94,7 +94,7 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
     from megatron_rl.compat.quiet import show_own_notices
     from megatron_rl.models import start_checkpoint
     from megatron_rl.trainer import world
-    from megatron_rl.trainer.sft import make_start_checkpoint
+    from megatron_rl.trainer.sft import run_stage
 
     interrupted = watch_signals()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -105,10 +105,15 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
     phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
     phases["imports"] = time.time() - psutil.Process().create_time()
     directory = start_checkpoint.start_directory(config)
-    if start_checkpoint.needs_supervised_stage(config):
+    makes_own = start_checkpoint.makes_own_start(config)
+    if start_checkpoint.needs_supervised_stage(config) or not (reinforce or makes_own):
         started = time.monotonic()
-        make_start_checkpoint(config, rank)
+        # A run with its generators ends in its own loop.
+        finished = run_stage(config, rank, (lambda: False) if reinforce else interrupted)
         phases["supervised"] = time.monotonic() - started
+        if not reinforce and rank == 0:
+            result = directory if makes_own else config.output_dir / "final"
+            print(f"supervised stage: {result}" if finished else "supervised stage: interrupted")
     elif not reinforce and rank == 0:
         print(f"{directory} exists already, made with the same settings")
     if reinforce:

@@ -184,11 +184,11 @@ class RunConfig(Section):
             )
         for name, task in self.tasks.items():
             makes_own = self.model in TINY_MODELS and self.start_checkpoint is None
-            if makes_own and not isinstance(task, ArithmeticTask):
+            if makes_own and self.sft.source is None and not isinstance(task, ArithmeticTask):
                 raise ValueError(
                     f"{self.task_key(name)}.kind is {task.kind!r}: model = {self.model!r} makes its"
                     " start from demonstrations, and only 'arithmetic' has them; give a"
-                    " start_checkpoint, or another model"
+                    " start_checkpoint, rows as sft.source, or another model"
                 )
             if getattr(task, "verifier", "") == "custom" and self.verifier.custom is None:
                 raise ValueError(

@@ -172,18 +172,41 @@ class OptimizerConfig(Section):
 
 
 class SupervisedStage(Section):
-    """Short supervised stage that makes the start checkpoint of a tiny model."""
+    """Supervised stage before the run (`megatron-rl sft`); a tiny model's makes its own start."""
 
+    source: str | None = None
+    """Rows of prompt and response, or of `messages`: a file (jsonl, parquet, csv, json, arrow), a
+    folder of such files or of `save_to_disk`, or a name on the hub. Without it, a tiny model learns
+    from noisy demonstrations of the tasks."""
+    split: str = "train"
+    """Split of the source; in a folder, the files whose names begin with it."""
+    subset: str | None = None
+    """Configuration name on the hub, or subfolder of a folder."""
+    revision: str | None = None
+    """Commit on the hub; pin it, or the data may change under a run."""
+    prompt_field: str = ""
+    """Field of the prompt, a text or turns; empty: one of the usual names."""
+    response_field: str = ""
+    """Field of the response, a text or a turn; empty: one of the usual names."""
+    against: tuple[str, ...] = ()
+    """Evaluation sets that no row may overlap with, as in `data prepare --against`; the held-out
+    questions of the tasks are added to them."""
+    shuffle_rows: PositiveInt = 16384
+    """Rows in memory, of which the next one is drawn; a smaller source is shuffled as a whole."""
+    max_sequence_tokens: PositiveInt = 12288
+    """Longest prompt and response together; longer rows are dropped and counted."""
     prompts: PositiveInt = 8000
     """Prompts with demonstrations; none of them is held out."""
     demonstrations_per_prompt: PositiveInt = 2
     """Noisy demonstrations of each prompt."""
     steps: PositiveInt = 1600
     """Optimizer steps."""
-    sequences_per_step: PositiveInt = 32
-    """Demonstrations of one optimizer step."""
+    tokens_per_step: PositiveInt = 800
+    """Largest batch of an optimizer step, prompts included."""
     learning_rate: PositiveFloat = 3e-3
-    """Peak learning rate, followed by a cosine to a tenth of it."""
+    """Peak learning rate, followed by a cosine."""
+    final_rate_fraction: Fraction = 0.1
+    """Part of the peak at which the cosine ends; 1 keeps the rate constant after warm-up."""
     warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
     beta2: Fraction = 0.98

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.question import DataError
+
+Turn = dict[str, Any]
+"""A turn of a conversation: `role`, `content`, and what else a chat template knows."""
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIAL = (PAD, BOS, EOS, "<think>", "</think>")
 TOKENS = (*SPECIAL, "\\boxed{", "}", *"0123456789+-*=;?()")
@@ -31,14 +35,34 @@ class PromptFormat:
     """Marker that ends a completion."""
     think_start: str = "<think>"
     """Marker that opens thinking, unless the chat template has opened it; may be empty."""
-    chat: Callable[[str], str] | None = None
-    """Formats a question as the user's turn and opens the assistant's."""
+    chat: Callable[[list[Turn]], str] | None = None
+    """Formats the turns before the assistant's, and opens it."""
 
-    def __call__(self, question: str) -> str:
-        """Return the text of a prompt."""
-        text = self.bos + question if self.chat is None else self.chat(question)
+    def __call__(self, question: str | list[Turn]) -> str:
+        """Return the text of a prompt: of a question, or of the turns before a response.
+
+        Raises `DataError` for several turns without a chat template.
+        """
+        turns = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        if self.chat is not None:
+            text = self.chat(turns)
+        elif [turn["role"] for turn in turns] == ["user"]:
+            text = self.bos + turns[0]["content"]
+        else:
+            raise DataError("several turns before the response: the model has no chat template")
         opened = text.rstrip().endswith(self.think_start)
         return text if opened else text + self.think_start
+
+    def completion(self, prompt: str, response: str) -> str:
+        """Return what follows the prompt's text: the response to its end.
+
+        The marker that opens thinking is not repeated.
+        """
+        marked = response.lstrip()
+        if self.think_start and marked.startswith(self.think_start):
+            space = prompt[len(prompt.rstrip()) :]
+            response = marked.removeprefix(self.think_start).removeprefix(space)
+        return response if response.endswith(self.eos) else response + self.eos
 
 
 TINY = PromptFormat()
@@ -64,14 +88,13 @@ def _token(value: Any) -> str:
     return str(value["content"]) if isinstance(value, dict) else str(value or "")
 
 
-def _chat(directory: Path) -> Callable[[str], str]:
+def _chat(directory: Path) -> Callable[[list[Turn]], str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
 
-    def chat(question: str) -> str:
-        turn = [{"role": "user", "content": question}]
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    def chat(turns: list[Turn]) -> str:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     return chat
 

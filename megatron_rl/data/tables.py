@@ -1,4 +1,4 @@
-"""Rows of tables, and the questions in them.
+"""Rows of tables, and the questions or conversations in them.
 
 JSON Lines and CSV are streamed line by line with the standard library; CSV values stay text, so an
 answer `007` is not read as a number. Everything else (JSON, Parquet, Arrow, folders of
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.prompt_format import Turn
 from megatron_rl.data.question import DataError, Question, apply_template
 
 LOADERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -26,6 +27,7 @@ USUAL_NAMES = {
     "difficulty": ("difficulty", "level"),
     "id": ("id", "unique_id", "question_id", "problem_id"),
     "starter": ("starter_code",),
+    "response": ("response", "completion", "output"),
 }
 
 
@@ -39,6 +41,8 @@ class Fields:
     id: str = ""
     starter: str = ""
     """Code that the solution of a programming problem must begin with."""
+    response: str = ""
+    """Text that the supervised stage trains on."""
     meta: tuple[str, ...] = ()
     """Fields that go into `Question.meta` under their own names."""
 
@@ -152,6 +156,41 @@ def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> 
         meta={**meta, **{name: values[name] for name in fields.meta if name in values}},
         difficulty=str(_get(values, fields, "difficulty") or ""),
     )
+
+
+def make_conversation(row: TableRow, fields: Fields) -> tuple[list[Turn], str]:
+    """Convert a row to the turns before a response, and the text of the response.
+
+    A row has a prompt and a response, each a text or turns, or else turns as `messages`. The last
+    turn is the response, and the assistant's.
+
+    Raises `DataError`, without the location, for a broken row or one without prompt or response.
+    """
+    if row.problem:
+        raise DataError(row.problem)
+    turns = row.values.get("messages")
+    if turns is None or fields.prompt or fields.response:
+        prompt, response = (_require(row.values, fields, part) for part in ("prompt", "response"))
+        turns = [*_turns(prompt, "user"), *_turns(response, "assistant")]
+    if not isinstance(turns, list):
+        raise DataError(f"messages are a {type(turns).__name__}, expected a list of turns")
+    for turn in turns:
+        if not isinstance(turn, dict) or not all(
+            isinstance(turn.get(key), str) and turn[key] for key in ("role", "content")
+        ):
+            raise DataError(f"a turn has no role or no text: {str(turn)[:80]}")
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        roles = ", ".join(turn["role"] for turn in turns) or "none"
+        raise DataError(
+            f"no response: the last of two or more turns is the assistant's, not {roles}"
+        )
+    # Tables of a fixed type give every turn the keys of all.
+    turns = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+    return turns[:-1], turns[-1]["content"]
+
+
+def _turns(value: Any, role: str) -> list[Turn]:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _prompt_text(prompt: Any) -> str:

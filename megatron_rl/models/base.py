@@ -150,6 +150,14 @@ class Architecture(ABC):
         """Return the names of a checkpoint that are not trained and are exported unchanged."""
         return [name for name in names if name.startswith(self.untrained)]
 
+    def leftovers(self, names: Iterable[str]) -> list[str]:
+        """Return the names that tools for fine-tuning write and the model does not have.
+
+        They are buffers of rotary embeddings, and the head of tied embeddings.
+        """
+        head = f"{self.prefix}lm_head.weight" if self.tied else None
+        return [n for n in names if n == head or n.endswith("rotary_emb.inv_freq")]
+
     def parameters(self) -> int:
         """Return the number of trained parameters; tied embeddings count once."""
         return sum(w.elements for w in self.weights() if w.exported)

@@ -20,7 +20,7 @@ def start_directory(config: RunConfig) -> Path:
     """
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
-    elif config.model in TINY_MODELS:
+    elif makes_own_start(config):
         return config.output_dir / "start" / config.model
     elif config.model in NAMED_MODELS:
         raise ConfigError(
@@ -53,9 +53,14 @@ def _mark(config: RunConfig) -> dict[str, str]:
     return {"fingerprint": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
+def makes_own_start(config: RunConfig) -> bool:
+    """Return True for a tiny model without a given checkpoint."""
+    return config.start_checkpoint is None and config.model in TINY_MODELS
+
+
 def needs_supervised_stage(config: RunConfig) -> bool:
     """Return True for a tiny model without a checkpoint of the same fingerprint."""
-    if config.start_checkpoint is not None or config.model not in TINY_MODELS:
+    if not makes_own_start(config):
         return False
     mark = start_directory(config) / MADE_BY
     return not mark.exists() or json.loads(mark.read_text()) != _mark(config)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
 from megatron_rl.trainer import hf_checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 def by_weight(
@@ -62,12 +67,15 @@ def load(
         directory: a Hugging Face model.
 
     Raises:
-        ValueError: names or shapes that differ from the architecture's.
+        ValueError: names or shapes that differ from the architecture's, or a second copy of tied
+            embeddings that is another matrix.
     """
     weights = architecture.weights()
     expected = {name for w in weights for name in w.hf}
     with hf_checkpoint.TensorReader(directory) as reader, torch.no_grad():
         names = reader.names() - set(architecture.passthrough(reader.names()))
+        leftovers = architecture.leftovers(names - expected)
+        names.difference_update(leftovers)
         if names != expected:
             missing, extra = sorted(expected - names), sorted(names - expected)
             raise ValueError(
@@ -75,6 +83,7 @@ def load(
                 f" {missing[:5]}, unknown {extra[:5]}"
             )
         own = [w for w in weights if w.megatron in parameters]
+        _ignore(leftovers, reader, own)
         # In file order, so that each file is mapped once.
         for weight in sorted(own, key=lambda w: max(map(reader.file, w.hf))):
             param = parameters[weight.megatron]
@@ -92,3 +101,20 @@ def load(
                     f" {' + '.join(weight.hf)} in {directory} gives {tuple(shard.shape)}"
                 )
             param.copy_(shard)
+
+
+def _ignore(leftovers: list[str], reader: hf_checkpoint.TensorReader, own: list[Weight]) -> None:
+    """Log tensors that are not read, once; the head of tied embeddings must be equal to them."""
+    tied = {w.hf[0] for w in own if w.hf[0].endswith("embed_tokens.weight")}
+    heads = [name for name in leftovers if name.endswith("lm_head.weight")]
+    for name, embedding in itertools.product(heads, tied):
+        if not reader.get(name).equal(reader.get(embedding)):
+            raise ValueError(
+                f"{reader.directory} has another {name} than {embedding}, and its config.json ties"
+                f" them: set tie_word_embeddings to false there to train both, or remove {name}"
+            )
+    if leftovers and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log.warning(
+            f"{reader.directory} has {len(leftovers)} tensors that the model does not have, left by"
+            f" the tool that wrote it ({', '.join(sorted(leftovers)[:3])}): they are ignored"
+        )

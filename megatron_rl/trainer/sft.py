@@ -1,140 +1,239 @@
-"""The supervised stage: token-mean cross-entropy on completions, through the RL path.
+"""The supervised stage: token-mean cross-entropy on responses, through the RL path.
 
-The loss is the sum of weighted token terms of `reinforce` with advantage 1 and the weight
-`1 / completion tokens of the step`: the log-likelihood.
+Rank 0 reads the examples and all ranks get its batch, as in a run (`step.next_batch`). The loss is
+the sum of weighted token terms of `reinforce` with advantage 1 and the weight `1 / response tokens
+of the step`: the log-likelihood.
+
+A stage from a given model leaves in `output_dir`:
+
+    final/        the Hugging Face directory, a run's `start_checkpoint`
+    checkpoints/  as a run's, with `supervised.json`, the position in the data
+    sft.jsonl     one line per step: step, loss, grad_norm, learning_rate, tokens, seconds ...
 """
 
 from __future__ import annotations
 
+import json
 import math
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
-from torch import Tensor
 
+from megatron_rl import messages
 from megatron_rl.algorithm.losses.reinforce import Reinforce
 from megatron_rl.algorithm.settings import Algorithm
-from megatron_rl.config import RunConfig
+from megatron_rl.config import ConfigError, RunConfig, save_config
+from megatron_rl.data.examples import Example, Examples, Position
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
-from megatron_rl.data.prompts import demonstrations
+from megatron_rl.data.question import DataError
+from megatron_rl.files import replace_file
 from megatron_rl.models import start_checkpoint, tiny
-from megatron_rl.trainer import world
+from megatron_rl.trainer import checkpoint, world
 from megatron_rl.trainer.batch import batch_of_examples, micro_batches_of
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
+from megatron_rl.trainer.step import next_batch
 
-Example = tuple[list[int], list[int]]
-"""(prompt, completion) as token ids."""
 CROSS_ENTROPY = Objective(Algorithm(loss=Reinforce()))
 """On `batch_of_examples`, whose advantages are 1, REINFORCE is the log-likelihood."""
-FINAL_RATE = 0.1
-"""The cosine ends at this fraction of the peak learning rate."""
-REPORT_EVERY = 20
-"""Steps between calls of `on_step`, which need a reduction over the ranks."""
+STATE, LOG = "supervised.json", "sft.jsonl"
+PRINT_SECONDS = 5.0
+"""Between lines on the terminal."""
+
+
+class ExampleFeed:
+    """Batches of rank 0, each made in a thread while the one before is trained.
+
+    Args:
+        config: `sft.steps` and `checkpoint.every_steps` count.
+        steps: examples of each step, and the position after them.
+        start: position before the first of them.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        steps: Iterator[tuple[list[Example], Position]],
+        start: Position,
+    ) -> None:
+        self._config, self._steps, self._thread = config, steps, ThreadPoolExecutor(1)
+        self.position = self._after = start
+        """Before the newest batch."""
+        self._pending = self._thread.submit(next, steps)
+
+    def next_batch(self, step: int) -> messages.Batch:
+        """Return the batch of a step, which says when to save and when to stop."""
+        self.position = self._after
+        if step >= self._config.sft.steps:
+            return messages.Batch(step=step, stop=True)
+        examples, self._after = self._pending.result()
+        self._pending = self._thread.submit(next, self._steps)
+        weight = 1.0 / sum(len(completion) for _, completion in examples)
+        save = step > 0 and step % self._config.checkpoint.every_steps == 0
+        return msgspec.structs.replace(batch_of_examples(examples, weight), step=step, save=save)
+
+    def save_state(self, step: int, directory: str) -> None:
+        """Write the position into a checkpoint's folder."""
+        (Path(directory) / STATE).write_text(json.dumps(asdict(self.position)) + "\n")
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Return the rate: a linear warm-up times a cosine to a tenth of the peak."""
+    """Return the rate: a linear warm-up times a cosine to `sft.final_rate_fraction` of the peak."""
     s = config.sft
     warm = min(1.0, (step + 1) / max(1, s.warmup_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * step / s.steps))
-    return s.learning_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+    return s.learning_rate * warm * (s.final_rate_fraction + (1 - s.final_rate_fraction) * cosine)
 
 
 def run_supervised(
     config: RunConfig,
     policy: Policy,
-    examples_by_step: Iterator[list[Example]],
-    on_step: Callable[[int, float], None] | None = None,
-) -> None:
-    """Train on demonstrations until the iterator ends; collective over the trainer ranks.
+    feed: ExampleFeed | None,
+    on_step: Callable[[dict[str, Any]], None],
+    stop_requested: Callable[[], bool] = lambda: False,
+    start_step: int = 0,
+    checkpoints: bool = False,
+) -> bool:
+    """Train until the feed stops or any rank is interrupted; collective over the trainer ranks.
 
-    It yields the demonstrations of a whole step, the same on every rank. AdamW has betas
-    (`optimizer.beta1`, `sft.beta2`) and eps 1e-8 here; the optimizer is left with the constants of
-    `config.optimizer` and the moments of this stage. `on_step` is called on every rank with (steps
-    done, mean loss of the last one), every `REPORT_EVERY` steps and after the last.
+    Rank 0 has the feed, others have None. AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps
+    1e-8 here; the optimizer is left with the constants of `config.optimizer` and the moments of
+    this stage. `on_step` is called on every rank with the row of each step in `sft.jsonl`.
+
+    Returns False if the stage was interrupted.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        DataError: the rows cannot be used.
+        FloatingPointError: loss or gradient norm is not finite.
     """
-    o = config.optimizer
+    o, step = config.optimizer, start_step
     policy.set_adam(o.beta1, config.sft.beta2, 1e-8)
-    step, loss = 0, torch.zeros((), dtype=torch.float64)
-    for step, examples in enumerate(examples_by_step, start=1):
-        loss = _train(config, policy, examples, step - 1)
-        if step % REPORT_EVERY == 0:
-            _report(policy, step, loss, on_step)
-    if step % REPORT_EVERY:
-        _report(policy, step, loss, on_step)
+    while True:
+        batch, interrupted = next_batch(feed, step, stop_requested)
+        if checkpoints and (batch.save or batch.stop or interrupted):
+            checkpoint.save(config, policy, step, None if feed is None else feed.save_state)
+        if batch.stop or interrupted:
+            break
+        on_step(_train(config, policy, batch))
+        step += 1
     policy.set_adam(o.beta1, o.beta2, o.eps)
+    return not interrupted
 
 
-def _train(config: RunConfig, policy: Policy, examples: list[Example], step: int) -> Tensor:
-    weight = 1.0 / sum(len(completion) for _, completion in examples)
-    micro_batches = micro_batches_of(batch_of_examples(examples, weight), policy)
+def _train(config: RunConfig, policy: Policy, batch: messages.Batch) -> dict[str, Any]:
+    """Take one optimizer step; return its row, with the loss before the step."""
+    started, rate = time.perf_counter(), learning_rate(config, batch.step)
+    micro_batches = micro_batches_of(batch, policy)
     policy.forward_backward(micro_batches, CROSS_ENTROPY, temperature=1.0)
-    policy.apply(learning_rate(config, step))
-    losses = [-weight * m.logprobs_T.sum() for m in micro_batches if m.logprobs_T is not None]
-    return torch.stack(losses).sum().double() if losses else torch.zeros((), dtype=torch.float64)
+    norm = policy.apply(rate)
+    loss = torch.zeros((), dtype=torch.float64)
+    if policy.reports:
+        for micro in micro_batches:
+            if micro.logprobs_T is not None:
+                loss -= (micro.loss_weights_T * micro.logprobs_T).sum().cpu()
+    dist.all_reduce(loss, group=world.control_group())
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise FloatingPointError(
+            f"supervised step {batch.step}: loss {float(loss)} and gradient norm {norm}; lower"
+            " sft.learning_rate"
+        )
+    tokens, prompts = len(batch.token_ids) // 4, messages.ints(batch.prompt_lengths)
+    return {
+        "step": batch.step,
+        "loss": float(loss),
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "sequences": len(prompts),
+        "tokens": tokens,
+        "response_tokens": tokens - int(prompts.sum()),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) -> bool:
+    """Run the supervised stage of a configuration; collective over the trainer ranks.
+
+    A tiny model without a given checkpoint begins with random weights and makes its start
+    directory, without checkpoints on the way. Any other model ends as `output_dir/final`, and
+    continues from a checkpoint with `resume`. Returns False if the stage was interrupted.
+
+    Raises:
+        ConfigError: the rows cannot be used, or there is no checkpoint to resume from.
+    """
+    directory = start_checkpoint.start_directory(config)
+    makes_start = start_checkpoint.makes_own_start(config)
+    initial, final = directory, config.output_dir / "final"
+    if makes_start:
+        initial, final = directory.with_name(directory.name + "_initial"), directory
+        if rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
+    path = None if makes_start else checkpoint.resume_from(config, rank)
+    feed = _feed(config, initial, path) if rank == 0 else None
+    dist.barrier(group=world.control_group())
+    policy = Policy(config, initial)
+    start_step = checkpoint.load(config, policy, path) if path else 0
+    on_step = _no_report if feed is None else _report(config, feed, start_step)
+    finished = run_supervised(
+        config, policy, feed, on_step, stop_requested, start_step, checkpoints=not makes_start
+    )
+    if finished:
+        save_huggingface(policy, final, source=initial)
+        if rank == 0 and makes_start:
+            start_checkpoint.mark_made(config, directory)
+            shutil.rmtree(initial)
+    dist.barrier(group=world.control_group())
+    return finished
+
+
+def _feed(config: RunConfig, initial: Path, path: Path | None) -> ExampleFeed:
+    """Return rank 0's feed, from the position of the checkpoint `path` on."""
+    save_config(config)
+    start = Position()
+    try:
+        examples = Examples(config, initial)
+        if path is not None:
+            start = Position(**json.loads((path / STATE).read_text()))
+        elif config.sft.source is not None:
+            print(f"supervised stage: {examples.check()}", flush=True)
+    except FileNotFoundError as e:
+        raise ConfigError(f"{e.filename} does not exist: {path} is of another stage") from e
+    except DataError as e:
+        raise ConfigError(f"sft: {e}") from e
+    return ExampleFeed(config, examples.steps(start), start)
+
+
+def _no_report(row: dict[str, Any]) -> None:
+    """Leave the report to rank 0."""
 
 
 def _report(
-    policy: Policy, step: int, loss: Tensor, on_step: Callable[[int, float], None] | None
-) -> None:
-    total = loss.cpu() if policy.reports else torch.zeros((), dtype=torch.float64)
-    dist.all_reduce(total, group=world.control_group())
-    if not math.isfinite(float(total)):
-        raise FloatingPointError(
-            f"supervised step {step}: the loss is {float(total)}; lower sft.learning_rate"
-        )
-    if on_step is not None:
-        on_step(step, float(total))
+    config: RunConfig, feed: ExampleFeed, start_step: int
+) -> Callable[[dict[str, Any]], None]:
+    """Return the function that writes the row of a step into `sft.jsonl` and to the terminal."""
+    log, printed = config.output_dir / LOG, time.monotonic()
+    rows = log.read_text().splitlines(keepends=True) if start_step and log.exists() else []
+    # A resumed stage repeats the steps after its checkpoint.
+    replace_file(log, "".join(row for row in rows if json.loads(row)["step"] < start_step))
 
-
-def make_start_checkpoint(config: RunConfig, rank: int) -> None:
-    """Train the tiny model on demonstrations and write the start checkpoint."""
-    directory = start_checkpoint.start_directory(config)
-    initial = directory.with_name(directory.name + "_initial")
-    if rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
-    torch.distributed.barrier()
-    tokenizer = Tokenizer.from_file(str(initial / "tokenizer.json"))
-    policy = Policy(config, initial)
-    printed = time.monotonic()
-
-    def on_step(step: int, loss: float) -> None:
+    def report(row: dict[str, Any]) -> None:
         nonlocal printed
-        if rank == 0 and config.metrics.terminal != "off" and time.monotonic() - printed > 5:
+        position, step = feed.position, row["step"] + 1
+        with log.open("a") as file:
+            row |= {"epoch": position.epoch, "dropped": position.dropped}
+            file.write(json.dumps(row) + "\n")
+        if config.metrics.terminal != "off" and time.monotonic() - printed > PRINT_SECONDS:
             printed = time.monotonic()
-            print(
-                f"supervised stage: step {step + 1}/{config.sft.steps}, loss {loss:.3f}", flush=True
-            )
+            line = f"supervised stage: step {step}/{config.sft.steps}, loss {row['loss']:.3f}"
+            print(line, flush=True)
 
-    run_supervised(config, policy, examples_by_step(config, tokenizer), on_step)
-    save_huggingface(policy, directory, source=initial)
-    if rank == 0:
-        start_checkpoint.mark_made(config, directory)
-        shutil.rmtree(initial)
-    torch.distributed.barrier()
-
-
-def examples_by_step(config: RunConfig, tokenizer: Tokenizer) -> Iterator[list[Example]]:
-    """Yield `sft.sequences_per_step` demonstrations per step, in shuffled epochs."""
-    s = config.sft
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    pool = [(encode(prompt), encode(completion)) for prompt, completion in demonstrations(config)]
-    random.Random(f"supervised order {config.seed}").shuffle(pool)
-    stream = cycle(pool)
-    for _ in range(s.steps):
-        yield list(islice(stream, s.sequences_per_step))
+    return report

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,15 +24,21 @@ from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
-from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import FixedPolicies, old_is_current
 from megatron_rl.trainer.step_metrics import report
 
 
+class BatchSource(Protocol):
+    """Where rank 0 gets its batches."""
+
+    def next_batch(self, step: int) -> messages.Batch:
+        """Return the batch of a step."""
+
+
 def next_batch(
-    client: TrainerClient | None, step: int, stop_requested: Callable[[], bool]
+    client: BatchSource | None, step: int, stop_requested: Callable[[], bool]
 ) -> tuple[messages.Batch, bool]:
     """Return (the batch, True if any rank was interrupted), the same on every rank; collective."""
     group = world.control_group()

@@ -160,12 +160,17 @@ def test_what_one_task_holds_out_no_other_trains_on(tokenizer: Tokenizer) -> Non
 
 
 def test_a_prompt_ends_with_the_marker_that_opens_thinking() -> None:
+    def chat(opening: str) -> Any:
+        return lambda turns: (
+            "".join(f"<{t['role']}>{t['content']}" for t in turns) + (f"<assistant>{opening}")
+        )
+
     assert PromptFormat()("1+1=?") == "<bos>1+1=?<think>"
-    opened = PromptFormat(chat=lambda q: f"<user>{q}<assistant>\n<think>\n")
+    opened = PromptFormat(chat=chat("\n<think>\n"))
     assert opened("1+1=?") == "<user>1+1=?<assistant>\n<think>\n"  # as the model knows it
-    closed = PromptFormat(chat=lambda q: f"<user>{q}<assistant>\n")
+    closed = PromptFormat(chat=chat("\n"))
     assert closed("1+1=?") == "<user>1+1=?<assistant>\n<think>"
-    thoughtless = PromptFormat(think_start="", chat=lambda q: f"<user>{q}<assistant>\n\n")
+    thoughtless = PromptFormat(think_start="", chat=chat("\n\n"))
     assert thoughtless("1+1=?") == "<user>1+1=?<assistant>\n\n"
 
 

@@ -4,11 +4,10 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.models import start_checkpoint as start
 from megatron_rl.models import tiny
-from megatron_rl.trainer.sft import examples_by_step
 
 
 def config(tmp_path, **changes) -> RunConfig:
-    values = {"output_dir": tmp_path, "sft": {"steps": 5, "sequences_per_step": 4, "prompts": 6}}
+    values = {"output_dir": tmp_path, "sft": {"steps": 5, "prompts": 6}}
     return RunConfig(**values | changes)
 
 
@@ -41,16 +40,3 @@ def test_a_given_start_checkpoint_must_be_a_model_directory(tmp_path):
     assert not start.needs_supervised_stage(c)
     with pytest.raises(ConfigError, match=r"start_checkpoint: .*nowhere has no config\.json"):
         start.start_directory(c)
-
-
-def test_examples_are_the_same_each_time_in_steps_of_the_right_size(tmp_path):
-    from tokenizers import Tokenizer
-
-    save_tiny_tokenizer(tmp_path)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    c = config(tmp_path)
-    steps = list(examples_by_step(c, tokenizer))
-    assert [len(s) for s in steps] == [4] * 5
-    assert steps == list(examples_by_step(c, tokenizer))
-    eos = tokenizer.token_to_id("<eos>")
-    assert all(completion[-1] == eos for s in steps for _, completion in s)

@@ -110,10 +110,11 @@ def routing(model: str) -> dict[str, str]:
 
 def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     """Trains a few steps; what is compared between layouts, complete on rank 0."""
+    from megatron_rl.data.examples import Position
     from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.export import export
     from megatron_rl.trainer.model import Policy
-    from megatron_rl.trainer.sft import run_supervised
+    from megatron_rl.trainer.sft import ExampleFeed, run_supervised
     from megatron_rl.trainer.step import Trainer
 
     policy = Policy(config, directory)
@@ -140,9 +141,10 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         # Buckets of a few kilobytes: fused experts must stay together all the same.
         seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
     seen["supervised"] = []
-    run_supervised(
-        config, policy, iter([EXAMPLES] * 2), lambda step, loss: seen["supervised"].append(loss)
-    )
+    short = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 2})})
+    steps = iter([(EXAMPLES, Position())] * 3)
+    feed = ExampleFeed(short, steps, Position()) if dist.get_rank() == 0 else None
+    run_supervised(short, policy, feed, lambda row: seen["supervised"].append(row["loss"]))
     if check_resume:
         seen["resumed"] = _resumes_exactly(config, directory, policy)
     return seen

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config import RunConfig
+from megatron_rl.data.examples import Position
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.model import Policy
-from megatron_rl.trainer.sft import learning_rate, run_supervised
+from megatron_rl.trainer.sft import ExampleFeed, learning_rate, run_supervised
 from tests.trainer.cases import run_config, world_of_one, write_model
 
 EXAMPLES = [([1, 5, 6], [7, 2]), ([1, 9], [3, 4, 5, 2]), ([1, 8, 8, 8], [2])]
+
+
+def feed(config: RunConfig) -> ExampleFeed:
+    return ExampleFeed(
+        config, ((EXAMPLES, Position(rows=3 * i)) for i in itertools.count(1)), Position()
+    )
 
 
 def test_the_first_step_is_adamw_on_the_token_mean(tmp_path: Path) -> None:
@@ -24,7 +32,7 @@ def test_the_first_step_is_adamw_on_the_token_mean(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "hf", "tiny_scout")
     config = run_config(
         directory,
-        sft__steps=4,
+        sft__steps=1,
         sft__warmup_steps=0,
         sft__learning_rate=1e-2,
         optimizer__eps=1e-15,
@@ -32,8 +40,8 @@ def test_the_first_step_is_adamw_on_the_token_mean(tmp_path: Path) -> None:
     )
     with world_of_one(config):
         policy = Policy(config, directory)
-        seen: list[tuple[int, float]] = []
-        run_supervised(config, policy, iter([EXAMPLES]), lambda *x: seen.append(x))
+        seen: list[dict[str, Any]] = []
+        run_supervised(config, policy, feed(config), seen.append)
         save_huggingface(policy, tmp_path / "out", directory)
         constants = [(g["betas"], g["eps"]) for g in policy.optimizer.param_groups]
     assert all(c == ((0.9, 0.95), 1e-15) for c in constants)
@@ -59,7 +67,8 @@ def test_the_first_step_is_adamw_on_the_token_mean(tmp_path: Path) -> None:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    assert seen == [(1, pytest.approx(loss.item(), abs=1e-5))]
+    assert [(row["step"], row["tokens"], row["response_tokens"]) for row in seen] == [(0, 16, 7)]
+    assert seen[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for (name, want), (_, found) in zip(
         model.named_parameters(), after.named_parameters(), strict=True
@@ -72,16 +81,11 @@ def test_the_first_step_is_adamw_on_the_token_mean(tmp_path: Path) -> None:
 def test_a_few_steps_learn_to_copy_and_the_loss_is_reported(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "hf", "tiny_dense")
     config = run_config(directory, sft__steps=45, sft__learning_rate=3e-3, sft__warmup_steps=5)
-    seen: list[tuple[int, float]] = []
+    seen: list[dict[str, Any]] = []
     with world_of_one(config):
-        run_supervised(
-            config,
-            Policy(config, directory),
-            iter([EXAMPLES] * 45),
-            lambda step, loss: seen.append((step, loss)),
-        )
-    assert [step for step, _ in seen] == [20, 40, 45]
-    assert seen[-1][1] < 0.5 * seen[0][1]
+        assert run_supervised(config, Policy(config, directory), feed(config), seen.append)
+    assert [row["step"] for row in seen] == list(range(45))
+    assert seen[-1]["loss"] < 0.5 * seen[0]["loss"]
 
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth(tmp_path: Path) -> None:
@@ -92,6 +96,8 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth(tmp_path: Path) -> None:
     assert max(rates) == rates[9] <= 1.0
     assert rates[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
+    constant = run_config("tiny_dense", sft__warmup_steps=10, sft__final_rate_fraction=1.0)
+    assert {learning_rate(constant, step) for step in (9, 500, 1599)} == {peak}
 
 
 def test_a_saved_directory_is_whole_and_replaces_the_old_one(tmp_path: Path) -> None:

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.convert.resumable import file_sum
-from megatron_rl.commands.prepare.overlap import Overlap, words
 from megatron_rl.commands.prepare.prepare_settings import PrepareSettings, make_check
-from megatron_rl.data.published import load_benchmark
+from megatron_rl.data.overlap import Overlap, words
 from megatron_rl.data.question import DataError, Question, apply_template
 from megatron_rl.data.tables import Source, make_question, read_rows
 
@@ -140,9 +139,7 @@ def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
     """Drop repeated and overlapping questions; return the ids of the held-out ones."""
     _drop_repeated(entries)
     benchmarks = Overlap(settings.ngram_words, settings.overlap)
-    for name, _, local in (a.partition("=") for a in settings.against):
-        for question in load_benchmark(name, local or None, plain=True):
-            benchmarks.add(f"{name}/{question.id}", question.prompt)
+    benchmarks.add_benchmarks(settings.against)
     _drop_overlapping(entries, benchmarks, "contaminated")
     kept = [e for e in entries if not e.reason]
     if settings.heldout >= len(kept):

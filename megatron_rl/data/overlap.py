@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from megatron_rl.data.published import load_benchmark
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -28,7 +31,7 @@ class Overlap:
     Two questions overlap from a `share` of the n-grams of the shorter one on.
     """
 
-    def __init__(self, size: int, share: float) -> None:
+    def __init__(self, size: int = 8, share: float = 0.5) -> None:
         self.size, self.share = size, share
         self._questions: list[tuple[str, int]] = []  # (name, number of n-grams)
         self._holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -39,6 +42,15 @@ class Overlap:
         for gram in grams:
             self._holders[gram].append(len(self._questions))
         self._questions.append((name, len(grams)))
+
+    def add_benchmarks(self, against: Iterable[str]) -> None:
+        """Add evaluation sets: `NAME`, `NAME=PATH` of a local copy, or a .jsonl.
+
+        Raises `DataError`, with the remedy, if one is unknown or cannot be loaded.
+        """
+        for name, _, local in (entry.partition("=") for entry in against):
+            for question in load_benchmark(name, local or None, plain=True):
+                self.add(f"{name}/{question.id}", question.prompt)
 
     def find(self, text: str) -> str | None:
         """Return the name of the question with the largest overlap, or None."""
