@@ -5,6 +5,7 @@ that take seconds run here. Of all others the subcommand, the options and the co
 are checked; the tests of each command run them.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -13,9 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from glob import glob
 from pathlib import Path
 
 import typer
+from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.config import RunConfig, describe
@@ -141,19 +144,37 @@ def write_inputs(folder: Path) -> None:
                 file.write(json.dumps({**row, "pass_rate": rate + gain * (c > 0)}) + "\n")
 
 
+def failure(command: str, folder: Path) -> str | None:
+    """Run a command in a folder; return the output of one that failed.
+
+    `megatron-rl` runs in this process, which has imported it; all others are bash's.
+    """
+    if command.startswith("megatron-rl "):
+        with contextlib.chdir(folder):
+            words = [glob(word) or [word] for word in shlex.split(command)[1:]]
+            result = CliRunner().invoke(app, [part for parts in words for part in parts])
+        return f"{result.output}{result.exception!r}" if result.exit_code else None
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], cwd=folder, timeout=250, text=True,
+        capture_output=True, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    return done.stdout + done.stderr if done.returncode else None
+
+
+def test_the_installed_command_runs() -> None:
+    done = subprocess.run([Path(sys.executable).with_name("megatron-rl"), "recipes"], timeout=120)
+    assert done.returncode == 0
+
+
 def test_commands_run_or_name_what_exists(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     shown = {command: path.name for path in [*PAGES, *EXAMPLES] for command in commands(path)}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     problems = []
     for command, file in shown.items():
         problem = missing_part(command)
         if problem is None and RUN.match(command):
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command], cwd=tmp_path, timeout=250, text=True,
-                capture_output=True, env={**os.environ, "PATH": path},
-            )  # fmt: skip
-            problem = done.stdout + done.stderr if done.returncode else None
+            problem = failure(command, tmp_path)
         if problem:
             problems.append(f"{file}: {command}: {problem[-3000:]}")
     assert not problems, "\n".join(problems)
