@@ -97,7 +97,7 @@ class Fleet:
         for name, rate in rates.items():
             self.start(name, rate)
         hellos: dict[str, m.Message] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30 + 5 * len(rates)
         while len(hellos) < len(rates):
             assert time.monotonic() < deadline, f"of {list(rates)}, {list(hellos)} have started"
             if self._socket.poll(100):
