@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from megatron_rl.commands.ablate.cli import app as ablate_app
 from megatron_rl.commands.convert.cli import app as convert_app
 from megatron_rl.commands.doctor.cli import app as doctor_app
 from megatron_rl.commands.evaluate.cli import app as evaluate_app
 from megatron_rl.commands.plan.cli import app as plan_app
 from megatron_rl.commands.prepare.cli import app as data_app
 from megatron_rl.commands.recipes import app as recipes_app
+from megatron_rl.commands.study.cli import app as study_app
 from megatron_rl.commands.verify import app as verify_app
 from megatron_rl.compat.quiet import silence_notices
 from megatron_rl.scaling.cli import app as scaling_app
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning of large language models at scale on Megatron-Core.",
 )
-for sub in (scaling_app, verify_app, ablate_app, convert_app, plan_app, doctor_app, evaluate_app):
+for sub in (scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app):
     app.add_typer(sub)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")

@@ -47,7 +47,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 # Importing a module of these reaches nothing heavy, not even through others.
 LIGHT = """
 files section config messages algorithm recipes rewards scaling data metrics orchestrator launch
-train cli commands.ablate commands.doctor commands.plan commands.recipes commands.verify
+train cli commands.doctor commands.plan commands.recipes commands.study commands.verify
 weights.store_process generator.store_keeper
 """
 

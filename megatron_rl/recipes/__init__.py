@@ -8,7 +8,8 @@
     variants:                             derived recipes, named <file>-<variant>
       loo-fp32: {summary: ..., values: {...}}
 
-`recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base.
+`recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base; so
+does the path of another file in this format, without variants: `--recipe my_recipe.yaml`.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """Load the recipe of this name.
+    """Load the recipe of this name, or of this file (`.yaml`).
 
     Raises:
         ConfigError: no such recipe, or a malformed file.
     """
     entries = _entries()
+    if name.endswith(".yaml") and Path(name).is_file():
+        entries = {**entries, name: _read(Path(name), KEYS - {"variants"})}
     if name not in entries:
         raise ConfigError(f"recipe is {name!r}: no such recipe; there are {', '.join(entries)}")
     entry = entries[name]
@@ -94,13 +97,17 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _entries() -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for path in sorted(FOLDER.glob("*.yaml"), key=lambda p: (p.stem != "scalerl", p.stem)):
-        entry = yaml.safe_load(path.read_text())
-        _check(path.name, entry, KEYS, {"summary", "source", "values"})
-        entries[path.stem] = entry
+        entries[path.stem] = entry = _read(path, KEYS)
         for variant, derived in (entry.get("variants") or {}).items():
             _check(f"{path.name}, variant {variant}", derived, VARIANT_KEYS, {"summary", "values"})
             entries[f"{path.stem}-{variant}"] = {**derived, "base": path.stem}
     return entries
+
+
+def _read(path: Path, allowed: set[str]) -> dict[str, Any]:
+    entry: dict[str, Any] = yaml.safe_load(path.read_text())
+    _check(path.name, entry, allowed, {"summary", "source", "values"})
+    return entry
 
 
 def _check(name: str, entry: Any, allowed: set[str], required: set[str]) -> None:

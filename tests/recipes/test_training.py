@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import recipes
-from megatron_rl.commands.ablate.runs import TINY
+from megatron_rl.commands.study.study_file import FOLDER
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.metrics import METRICS
 from megatron_rl.orchestrator.batching import build_batch
@@ -53,7 +53,7 @@ def tiny(name: str, model: Path, output: Path) -> RunConfig:
         *("--schedule.steps", str(STEPS), "--optimizer.learning_rate", "1e-3"),
         *("--schedule.micro_batch_tokens", "600"),
     ]
-    config = load_config(TINY, overrides)
+    config = load_config(FOLDER / "tiny.yaml", overrides)
     if config.algorithm.kl_reset_steps is not None:  # so that 20 steps see resets
         config.algorithm.kl_reset_steps = 7
     return config

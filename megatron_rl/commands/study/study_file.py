@@ -1,0 +1,153 @@
+"""From a study's file (docs/study.md) to the checked configurations of its runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.commands.study.runs import BUDGETS, Run
+from megatron_rl.config import TINY_MODELS, ConfigError, load_config
+from megatron_rl.scaling.paper_points import published_series
+
+FOLDER = Path(__file__).parent
+BASES = ("tiny", "8b", "scout")
+PRESETS = tuple(sorted({path.stem for path in FOLDER.glob("*.yaml")} - {*BASES}))
+OF_ENTRIES = ("config", "seeds", "repeats", "gpu_hours_per_completion")
+"""Keys that a study gives to all of its entries; an entry can have its own."""
+OF_STUDIES = ("summary", "source", "values", "budget", "shared_a", "runs", *OF_ENTRIES)
+NOT_OF_RUNS = {"name", "paper", "published", *OF_ENTRIES}
+"""Keys of entries that are not of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A file, and the options of the command above it."""
+
+    name: str
+    values: dict[str, Any]
+    """Contents of the file."""
+    folder: Path
+    """Of the file: its paths are relative to it."""
+    output: Path
+    configs: tuple[Path, ...] = ()
+    """The first instead of the file's `config`, others instead of an entry's of the same model."""
+    start_checkpoint: Path | None = None
+    overrides: tuple[str, ...] = ()
+    """Dotted options for all runs."""
+
+    def runs(self) -> list[Run]:
+        """Return all runs, seed by seed.
+
+        Raises:
+            ConfigError: a run that its recipe or a value does not allow, or two of one name.
+        """
+        shared = {key: self.values[key] for key in OF_ENTRIES if key in self.values}
+        shared |= self.values.get("values") or {}
+        runs = [
+            run
+            for entry in self.values["runs"]
+            for name, point in _expand(shared | entry)
+            for run in self._of_seeds(name, point)
+        ]
+        names = [run.name for run in runs]
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"study {self.name}: several runs are {sorted(doubled)}: name them")
+        return sorted(runs, key=lambda run: run.turn)
+
+    def _of_seeds(self, name: str, entry: dict[str, Any]) -> Iterator[Run]:
+        """Yield a run for every repeat and seed.
+
+        The problems and their split are those of the configuration's seed in all runs, so that none
+        is evaluated on prompts that the start checkpoint has seen.
+        """
+        file = self._base(entry.get("config"))
+        given = ["--start_checkpoint", str(self.start_checkpoint)] if self.start_checkpoint else []
+        shared = [*self._options(entry), *self.overrides]
+        try:
+            base = load_config(file, [*shared, *given])
+        except ConfigError as e:
+            raise ConfigError(f"study {self.name}, run {name}: {e}") from None
+        supervised: list[str] = []
+        if base.start_checkpoint is None and base.model in TINY_MODELS:
+            start = str(self.output / "start" / file.stem)
+            supervised = ["sft", "--config", str(file), *self.overrides, "--output_dir", start]
+            given = ["--start_checkpoint", f"{start}/start/{base.model}"]
+        split = [f"--tasks.{task}.seed={base.seed_of(task)}" for task in base.tasks]
+        seeds = entry.get("seeds", 1)
+        seeds = range(1, seeds + 1) if isinstance(seeds, int) else seeds
+        for turn, (repeat, seed) in enumerate(product(range(entry.get("repeats", 1)), seeds)):
+            folder = self.output / name / (f"seed-{seed}" + f"-repeat-{repeat + 1}" * (repeat > 0))
+            own = [*shared, *given, *split, "--seed", str(seed), "--output_dir", str(folder)]
+            arguments = ["train", "--config", str(file), *own]
+            budget = self.values.get("budget") or {}
+            yield Run(name, turn, load_config(file, own), arguments, supervised, budget, entry)
+
+    def _base(self, config: str | None) -> Path:
+        """Return the file of an entry's base configuration."""
+        if self.configs and config == self.values.get("config"):
+            return self.configs[0]
+        if config is None:
+            raise ConfigError(f"study {self.name}: config is missing: name a base configuration")
+        file = FOLDER / f"{config}.yaml" if config in BASES else self.folder / config
+        others = {load_config(path).model: path for path in self.configs[1:]}
+        return others.get(load_config(file).model, file)
+
+    def _options(self, entry: dict[str, Any]) -> list[str]:
+        """Return the command-line options of an entry's recipe and keys."""
+        values = {key: value for key, value in entry.items() if key not in NOT_OF_RUNS}
+        if (file := self.folder / str(values.get("recipe"))).is_file():
+            values["recipe"] = str(file.resolve())
+        return [word for key, value in values.items() for word in (f"--{key}", _text(value))]
+
+
+def load(study: str, changes: dict[str, Any], output: Path | None = None, *rest: Any) -> Study:
+    """Load a preset or a file; `changes` replace keys of it, `rest` are further fields of `Study`.
+
+    Raises:
+        ConfigError: no such study, or keys that it cannot have.
+    """
+    path = FOLDER / f"{study}.yaml" if study in PRESETS else Path(study)
+    if not path.is_file():
+        raise ConfigError(f"study {study}: neither a file nor one of {', '.join(PRESETS)}")
+    values = yaml.safe_load(path.read_text())
+    values = values | changes if isinstance(values, dict) else {}
+    if unknown := sorted({*values} - {*OF_STUDIES}):
+        raise ConfigError(f"{path}: unknown keys {unknown}; a study has {', '.join(OF_STUDIES)}")
+    entries = values.get("runs")
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        raise ConfigError(f"{path}: runs is {entries!r}, not a list of mappings")
+    if unknown := sorted({*(values.get("budget") or {})} - {*BUDGETS}):
+        raise ConfigError(f"{path}: budget has {unknown}; it can have {', '.join(BUDGETS)}")
+    names = {entry["published"] for entry in entries if entry.get("published")}
+    if unknown := sorted(names - {*published_series()}) if names else []:
+        raise ConfigError(f"{path}: published has {unknown}: no series of published points")
+    return Study(path.stem, values, path.parent, output or Path("runs") / path.stem, *rest)
+
+
+def _expand(entry: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, entry with one value per key) for every point of an entry's grid."""
+    grid = {
+        key: value if isinstance(value, list) else [value]
+        for key, value in entry.items()
+        if key not in NOT_OF_RUNS
+    }
+    for point in product(*grid.values()):
+        chosen = dict(zip(grid, point, strict=True))
+        parts = [entry["name"]] if "name" in entry else []
+        if "recipe" in chosen and (not parts or len(grid["recipe"]) > 1):
+            parts.append(Path(chosen["recipe"]).stem)
+        for key in (key for key in grid if len(grid[key]) > 1 and key != "recipe"):
+            value = re.sub(r"[^\w.]+", "-", _text(chosen[key])).strip("-")
+            parts.append(f"{key.rpartition('.')[2]}={value}")
+        yield "-".join(parts) or Path(str(entry.get("config"))).stem, {**entry, **chosen}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
