@@ -74,7 +74,11 @@ def train(
 
 @app.command(context_settings=OVERRIDES)
 def sft(context: typer.Context, config: Config = None) -> None:
-    """Run the supervised stage that makes the start checkpoint of a tiny model."""
+    """Fine-tune on rows of prompt and response: `megatron-rl sft --config examples/sft_8b.yaml`.
+
+    The result, `output_dir/final`, is a run's `start_checkpoint`. Without `sft.source`, a tiny
+    model makes its own start checkpoint from demonstrations. `--resume` continues.
+    """
     from megatron_rl.train import run
 
     run("sft", config, context.args)
