@@ -137,7 +137,7 @@ torch.cuda.is_available, torch.version.cuda = lambda: True, "13.0"
 from megatron_rl.config import RunConfig
 from megatron_rl.train import run_trainer_rank
 try:
-    run_trainer_rank(RunConfig(), 0, None, None, reinforce=False)
+    run_trainer_rank(RunConfig(), 0, None, reinforce=False)
 except RuntimeError as error:
     print("megatron" in sys.modules, error)
 """
