@@ -220,9 +220,10 @@ class Engine:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_begun.wait(), FIRST_TOKEN_SECONDS)
         in_flight = self.in_flight
-        start = time.perf_counter()
-        # `pause_generation` is this call and 20 ms of sleep for tidier ordering.
+        # `pause_generation` is this call and 20 ms of sleep for tidier ordering. It returns when
+        # the step in progress has its tokens.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        start = time.perf_counter()
         if self._not_begun:
             # They have sampled nothing, so nothing is lost: `_request` submits them again.
             self._withdrawn |= self._not_begun

@@ -87,7 +87,7 @@ METRICS: dict[str, str] = {
     "stores_seconds": "time from a version's announcement until the last store has it [s]",
     "stores_trainer_bytes": "weights that stores took from the trainer's, since the last row [B]",
     "pause_seconds": "time without decoding during a weight update, mean over generators [s]",
-    "transfer_seconds": "reading, checking and loading the weights, part of the pause [s]",
+    "transfer_seconds": "loading the weights, part of the pause [s]",
     "trainer_wait_fraction": "share of the step in which the trainer waited [fraction]",
     "generator_wait_fraction": "share of time without a request to decode on generators [fraction]",
     "generator_tokens_per_second": "tokens sampled by all generators [tokens/s]",

@@ -32,7 +32,7 @@ from megatron_rl.weights import difference, store_process
 from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.number_format import WireFormat
-from megatron_rl.weights.pinned import pin, unpin
+from megatron_rl.weights.pinned import pin
 from megatron_rl.weights.store import (
     FOLDER_PREFIX,
     NONE,
@@ -208,7 +208,6 @@ class Publisher:
             self._server.terminate()
             self._server.wait()
         self._thread.shutdown(wait=True)
-        unpin(self._store.regions())
         os.close(self._user)
         shutil.rmtree(self._store.folder, ignore_errors=True)
         remove_unused(self.root.parent, self.root.name)

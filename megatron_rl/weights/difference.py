@@ -38,10 +38,10 @@ def encode(old: Tensor, new: Tensor, most_bytes: int) -> Tensor | None:
     import torch
 
     words = new.view(torch.int16)
-    positions = torch.nonzero(old.view(torch.int16) != words).view(-1)
-    if _COUNT_BYTES + 4 * positions.numel() > most_bytes:
+    changed = old.view(torch.int16) != words
+    if _COUNT_BYTES + 4 * int(changed.sum()) > most_bytes:  # before their positions take memory
         return None
-    positions = _bridged(positions)
+    positions = _bridged(torch.nonzero(changed).view(-1))
     count = positions.numel()
     if _COUNT_BYTES + 4 * count > most_bytes:
         return None

@@ -16,21 +16,16 @@ import torch
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.buckets import views
 from megatron_rl.weights.manifest import WeightsError, checksum
-from megatron_rl.weights.pinned import pin
-from megatron_rl.weights.store import Bytes, Store
+from megatron_rl.weights.pinned import as_tensor, pin
+from megatron_rl.weights.store import Store
 
 CHECKS = 4
 """Threads that compare checksums."""
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""Puts named tensors into the model; `load_weights` of a vLLM model."""
 
 
 class NodeStores:
-    """The stores of this node that have all buckets of a version.
-
-    Args:
-        pinned: register their memory with CUDA.
-    """
+    """The stores of this node that have all buckets of a version; `pinned` with CUDA."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -95,15 +90,12 @@ class NodeStores:
 
     def tensors(self, manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a checked version in the order of their names, as views."""
-        buckets: dict[int, Bytes] = {}
+        named: list[tuple[str, torch.Tensor]] = []
         for store, numbers in self.map(manifest, folder):
             slot = _slot(store, manifest)
-            buckets |= {number: store.bucket(slot, i) for i, number in enumerate(numbers)}
-        named = (
-            pair
-            for number, bucket in enumerate(manifest.buckets)
-            for pair in views(bucket.tensors, torch.from_numpy(buckets[number]))
-        )
+            for local, number in enumerate(numbers):
+                flat = as_tensor(store.bucket(slot, local))
+                named += views(manifest.buckets[number].tensors, flat)
         yield from sorted(named, key=lambda pair: pair[0])
 
     def load(self, manifest: Manifest, folder: str, load_weights: LoadWeights) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.weights.store import Bytes
 
-_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 
 
 class PeerLostError(ConnectionError):

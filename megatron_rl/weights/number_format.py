@@ -130,7 +130,5 @@ def single_expert(name: str, expert: int, matrix: Tensor) -> Iterator[Named]:
 
 def _experts_one_by_one(name: str, tensor: Tensor) -> Iterator[Named]:
     if _FUSED_EXPERTS.fullmatch(name) is None:
-        yield name, tensor
-        return
-    for i, one in enumerate(tensor):
-        yield from single_expert(name, i, one)
+        return iter([(name, tensor)])
+    return (named for i, one in enumerate(tensor) for named in single_expert(name, i, one))

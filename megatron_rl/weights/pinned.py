@@ -1,8 +1,9 @@
-"""Page-lock mapped memory for copies to and from a GPU; does nothing without CUDA."""
+"""Memory that a GPU reads and writes itself: registered with CUDA, where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
@@ -11,14 +12,12 @@ from megatron_rl.weights.store import Bytes
 
 
 def pin(regions: Sequence[Bytes]) -> None:
-    """Register memory with CUDA.
+    """Register memory with CUDA, until this process ends.
 
     Raises:
         WeightsError: CUDA refuses (its own message is in the error).
     """
-    if not torch.cuda.is_available():
-        return
-    for region in regions:
+    for region in regions if torch.cuda.is_available() else ():
         if region.size:
             result = torch.cuda.cudart().cudaHostRegister(region.ctypes.data, region.size, 0)
             if int(result) != 0:
@@ -28,9 +27,12 @@ def pin(regions: Sequence[Bytes]) -> None:
                 )
 
 
-def unpin(regions: Sequence[Bytes]) -> None:
-    """Undo `pin`."""
-    if torch.cuda.is_available():
-        for region in regions:
-            if region.size:
-                torch.cuda.cudart().cudaHostUnregister(region.ctypes.data)
+def as_tensor(data: Bytes) -> torch.Tensor:
+    """Return memory as a tensor, after `pin` one on the GPU.
+
+    A copy of a slice, strided ones too, then moves the bytes of the slice alone, by the GPU.
+    """
+    if not torch.cuda.is_available():
+        return torch.from_numpy(data)
+    place = {"data": (data.ctypes.data, False), "shape": data.shape, "typestr": "|u1", "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device="cuda")

@@ -90,15 +90,11 @@ class Peers:
                 raise SourceFailedError(source.name, f"no connection: {e}") from e
             peers = []
             for region in source.regions:
-                owned = [
-                    (i, bucket.num_bytes)
-                    for i, bucket in enumerate(manifest.buckets)
-                    if region.owner in (-1, bucket.owner)
-                ]
-                places = Places([size for _, size in owned])
+                all_ = enumerate(manifest.buckets)
+                buckets = [i for i, bucket in all_ if region.owner in (-1, bucket.owner)]
+                places = Places([manifest.buckets[i].num_bytes for i in buckets])
                 copy = np.zeros(places.header_bytes, dtype=np.uint8)
                 self._agent.register([copy])
-                buckets = [i for i, _ in owned]
                 peers.append(Peer(source.name, name, region, buckets, places, copy))
             self._known[source.agent] = peers
         for peer in self._known[source.agent]:
@@ -172,29 +168,21 @@ class Pull:
         self._peers: list[Peer] = []
         self._reads: list[_Read] = []
         self._mistakes: Counter[tuple[str, int]] = Counter()
-        self._started = self._allowed_at = time.monotonic()
+        self._started: float | None = None
+        self._allowed_at = 0.0
         self.num_bytes: Counter[str] = Counter()
         """Bytes read from each source."""
         self.slot = store.slot_for(manifest.version)
         missing_N = store.header.versions_2N[self.slot] != manifest.version
-        self._left = int(missing_N.sum())
+        self.left = int(missing_N.sum())
+        """Buckets that are not in the store."""
         self._wanted_N = missing_N
         """Buckets that are neither here nor on their way."""
 
     @property
-    def complete(self) -> bool:
-        """True once every bucket is in the store."""
-        return self._left == 0
-
-    @property
     def seconds(self) -> float:
-        """Seconds since the pull was made."""
-        return time.monotonic() - self._started
-
-    @property
-    def sources(self) -> list[str]:
-        """Names of the sources in use."""
-        return sorted({peer.source for peer in self._peers})
+        """Seconds since the first sources were named."""
+        return 0.0 if self._started is None else time.monotonic() - self._started
 
     def use(self, sources: Sequence[Source]) -> None:
         """Take what is missing from these sources from now on.
@@ -202,6 +190,7 @@ class Pull:
         Raises:
             SourceFailedError: one that cannot be connected.
         """
+        self._started = self._started or time.monotonic()
         self._peers = [p for source in sources for p in self._known.of(source, self.manifest)]
 
     def advance(self) -> float:
@@ -219,13 +208,10 @@ class Pull:
         for peer in self._peers:
             with _blaming(self, peer):
                 self._start_reads(peer)
-        if any(read.checking is None for read in self._reads):
-            return 0.0
-        if self._reads:
-            return 0.001
+        if self._reads or any(peer.looking for peer in self._peers):
+            return _FIRST_LOOK
         now = time.monotonic()
-        nexts = [peer.look_at for peer in self._peers if peer.looking is None]
-        return max(0.0, min([*nexts, now + _LONGEST_LOOK]) - now)
+        return max(0.0, min([*(peer.look_at for peer in self._peers), now + _LONGEST_LOOK]) - now)
 
     # ------------------------------------------------------------ headers
 
@@ -241,7 +227,7 @@ class Pull:
                 new = before is None or (before.versions_2N != peer.header.versions_2N).any()
                 peer.pause = _FIRST_LOOK if new else min(2 * peer.pause, _LONGEST_LOOK)
                 peer.look_at = now + peer.pause
-        elif now >= peer.look_at and self._left:
+        elif now >= peer.look_at and self.left:
             peer.looking = self._agent.read(peer.agent, [(peer.region.addresses[0], peer.copy)])
         if now - peer.alive_at > self._peer_seconds:
             raise SourceFailedError(
@@ -268,21 +254,19 @@ class Pull:
         buffer, places = self._buffers.pop(), peer.places
         differences: list[tuple[int, int, int]] = []
         spans: list[tuple[int, Bytes]] = []
-        if chain:
-            end = 0
-            for d in chain:
-                size = int(header.sizes_2N[d, local])
-                address = peer.region.addresses[3 + d] + places.differences[local]
-                spans.append((address, buffer[end : end + size]))
-                base, target = int(header.bases_2N[d, local]), int(header.targets_2N[d, local])
-                differences.append((base, target, size))
-                end += size
-        else:
-            size, slot = self.manifest.buckets[bucket].num_bytes, 0
-            if header.versions_2N[0, local] != self.manifest.version:
-                slot = 1
+        end = 0
+        for d in chain or ():
+            size = int(header.sizes_2N[d, local])
+            address = peer.region.addresses[3 + d] + places.differences[local]
+            spans.append((address, buffer[end : end + size]))
+            base, target = int(header.bases_2N[d, local]), int(header.targets_2N[d, local])
+            differences.append((base, target, size))
+            end += size
+        if not chain:
+            slot = header.slot_of(local, self.manifest.version)
+            assert slot is not None
             address = peer.region.addresses[1 + slot] + places.offsets[local]
-            spans.append((address, buffer[:size]))
+            spans.append((address, buffer[: self.manifest.buckets[bucket].num_bytes]))
         read = _Read(bucket, peer, buffer, differences, None, sum(s.size for _, s in spans))
         self._reads.append(read)
         self._wanted_N[bucket] = False
@@ -301,17 +285,14 @@ class Pull:
             self._reads.remove(read)
             self._buffers.append(read.buffer)
             if read.checking.result():
-                self._left -= 1
+                self.left -= 1
                 return
             self._wanted_N[read.bucket] = True
-            read.peer.look_at = 0.0
-            self._mistakes[read.peer.source, read.bucket] += 1
-            if self._mistakes[read.peer.source, read.bucket] >= _MISTAKES:
-                raise SourceFailedError(
-                    read.peer.source,
-                    f"bucket {read.bucket} of weights version {self.manifest.version} has another"
-                    f" checksum than the trainer's, {_MISTAKES} times",
-                )
+            read.peer.look_at, mistake = 0.0, (read.peer.source, read.bucket)
+            self._mistakes[mistake] += 1
+            if self._mistakes[mistake] >= _MISTAKES:
+                reason = f"{_MISTAKES} times another checksum than the trainer's, of bucket"
+                raise SourceFailedError(read.peer.source, f"{reason} {read.bucket}")
 
     def _accept(self, read: _Read) -> bool:
         """Put a bucket into the store; return False if it is not what the manifest says."""
@@ -332,13 +313,13 @@ class Pull:
                 target[:] = store.bucket(holder, bucket)
             parts = np.split(read.buffer, np.cumsum([size for _, _, size in read.differences]))
             try:
-                for part, _ in zip(parts, read.differences, strict=False):
+                for part in parts[:-1]:
                     difference.apply(target, part)
             except ValueError:
                 return False
             if checksum(target) != expected.checksum:
                 return False
-            for part, (base, made, _) in zip(parts, read.differences, strict=False):
+            for part, (base, made, _) in zip(parts[:-1], read.differences, strict=True):
                 store.put_difference(bucket, base, made, part)
         versions[self.slot, bucket] = version
         return True

@@ -47,13 +47,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Header:
-    """What of a store is complete: a view of its header file, or of a copy from a peer.
-
-    Shape legend: N buckets.
-
-    Args:
-        words: int64 [1 + 8 N].
-    """
+    """The complete parts of a store of N buckets: int64 [1 + 8 N], its own or a peer's copy."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         self.words = words

@@ -118,7 +118,10 @@ class StoreProcess:
                 f" {self._pull.manifest.version} is on its way: one at a time"
             )
         if message.sources:
-            self._reporting(lambda pull: pull.use(message.sources), self._pull)
+            try:
+                self._pull.use(message.sources)
+            except SourceFailedError as e:
+                self._report(e, self._pull)
 
     def _map(self, manifest: m.Manifest) -> None:
         """Map and register the memory of versions like this one."""
@@ -143,29 +146,27 @@ class StoreProcess:
         self._send(m.StoreMemory(source=source))
 
     def _advance(self, pull: Pull) -> float:
-        pause = self._reporting(Pull.advance, pull)
-        if pull.complete:
+        pause = 0.0
+        try:
+            pause = pull.advance()
+        except SourceFailedError as e:
+            self._report(e, pull)
+        if not pull.left:
             self._pull = None
             self._lock.close()
             self._busy_until = time.monotonic() + _BUSY_AFTER
-            taken = dict(pull.num_bytes)
-            version = pull.manifest.version
+            version, taken = pull.manifest.version, dict(pull.num_bytes)
             self._send(m.VersionTaken(version=version, seconds=pull.seconds, num_bytes=taken))
         elif pull.seconds > self._spec.transfer_seconds:
             raise WeightsError(
                 f"weights version {pull.manifest.version} was not complete within"
-                f" timeouts.transfer_seconds = {self._spec.transfer_seconds:g}; its sources are"
-                f" {', '.join(pull.sources) or 'none'}: raise it, or look at their logs"
+                f" timeouts.transfer_seconds = {self._spec.transfer_seconds:g} of its first sources"
             )
-        return pause or 0.0
+        return pause
 
-    def _reporting(self, action, pull: Pull):  # type: ignore[no-untyped-def]
-        try:
-            return action(pull)
-        except SourceFailedError as e:
-            version = pull.manifest.version
-            self._send(m.SourceFailed(version=version, source=e.source, reason=e.reason))
-            return None
+    def _report(self, error: SourceFailedError, pull: Pull) -> None:
+        version = pull.manifest.version
+        self._send(m.SourceFailed(version=version, source=error.source, reason=error.reason))
 
     def _send(self, message: m.Message) -> None:
         self._socket.send(m.encode(message))

@@ -45,9 +45,8 @@ CHANGED_SHARE = 0.003
 """Share of bf16 values that an AdamW step at 5e-7 changes; measured: 0.25 to 0.33%."""
 EXPORT_COPIES = 3
 """Copies of a bucket while it is joined: as received, shards, joined tensors."""
-DIFFERENCE_COPIES = 6.5
-"""GPU memory of a difference, in buckets: both versions, one byte per 16-bit word, and, before it
-is known to be too large, eight bytes per word that changed."""
+DIFFERENCE_COPIES = 3
+"""GPU memory of a difference, in buckets: both versions, a byte per 16-bit word, the changes."""
 RELOAD_COPIES = 2
 """Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
 
