@@ -9,10 +9,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.scaling import Series, log_sigmoid, read  # noqa: E402
+from megatron_rl.scaling import Series, log_sigmoid  # noqa: E402
 from megatron_rl.scaling.noise import covariance  # noqa: E402
+from megatron_rl.scaling.paper_points import published_series  # noqa: E402
 
-POINTS = ROOT / "tests/scaling/data/scalerl_points.csv"
 DATE = "2026-11-29"
 SIGMA = 0.0045
 """Noise of the published evaluations (median of their fits)."""
@@ -20,16 +20,7 @@ SIGMA = 0.0045
 
 def published() -> dict[str, Series]:
     """Return the published series by name; `X+` joins a series with its extrapolation markers."""
-    series = {s.name: s for s in read(POINTS)}
-    for name in [n for n in series if n.endswith("_ext")]:
-        base, ext = series[name.removesuffix("_ext")], series.pop(name)
-        series[base.name + "+"] = Series.clean(
-            np.concatenate([base.compute, ext.compute]),
-            np.concatenate([base.reward, ext.reward]),
-            name=base.name + "+",
-            unit=base.unit,
-        )
-    return series
+    return {n: s for n, s in published_series().items() if not n.endswith("_ext")}
 
 
 def synthetic(

@@ -9,13 +9,15 @@ import numpy as np
 from common import DATE, SIGMA, synthetic, table
 
 from megatron_rl.scaling import fit
+from megatron_rl.scaling.options import FitOptions
 
 NOISES = {
     "independent": (0.0, 2.0),
     "correlated, as published (share 0.9, length 2)": (0.9, 2.0),
     "correlated, half of the variance": (0.5, 2.0),
 }
-MODELS = {"default": 0.5, "independent only": 0.0, "correlated only": 1.0}
+DEFAULT = FitOptions().correlated
+MODELS = {"default": DEFAULT, "independent only": 0.0, "correlated only": 1.0}
 
 
 def main(draws: int) -> None:
@@ -29,7 +31,7 @@ def main(draws: int) -> None:
     rows = []
     for noise, (share, length) in NOISES.items():
         settings = [(label, {"correlated": p, "skip": 0.0}) for label, p in MODELS.items()]
-        settings.append(("default, automatic skip", {"correlated": 0.5, "skip": None}))
+        settings.append(("default, automatic skip", {"correlated": DEFAULT, "skip": None}))
         for label, options in settings:
             hits, widths = [], []
             for truth, c, y in synthetic(11, draws, share, length):

@@ -21,7 +21,7 @@ METHODS = {
 def main() -> None:
     print(f"# Seven-point table of five methods ({DATE})\n")
     print("Ranked by A; where A agrees within 0.02, by B at the shared A.\n")
-    for r0 in (0.0, 0.1, "first", "fit"):
+    for r0 in (0.0, 0.1, "fit"):
         fits = [
             fit(Series.clean(HOURS, y, name=name, unit="GPU-hours"), r0=r0)
             for name, y in METHODS.items()

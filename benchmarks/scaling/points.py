@@ -53,8 +53,8 @@ def main() -> None:
     table(head, rows)
 
     print("## Prediction of held-out points\n")
-    print("`rmse` is of the expected curve (`Fit.predict`), `least squares` of the fitted one.\n")
-    head = ["series", "fit until", "R0", "skip", "held out", "rmse", "least squares", "in band"]
+    print("`rmse` is of the expected curve (`Fit.predict`), `curve` of the estimates.\n")
+    head = ["series", "fit until", "R0", "skip", "held out", "rmse", "curve", "in band"]
     rows = []
     limits = {"scalerl_8b_bs768_14k+": 8e3, "scalerl_bs512+": 8e3, "scalerl_bs2048+": 5e4}
     for name, limit in limits.items():

@@ -1,4 +1,4 @@
-"""Forecasts beyond the data: the least-squares curve and the expected curve.
+"""Forecasts beyond the data: the curve of the estimates and the expected curve.
 
 python benchmarks/scaling/prediction.py > benchmarks/results/scaling_prediction.md
 """
@@ -17,7 +17,8 @@ def main(draws: int) -> None:
     print(
         f"{draws} synthetic runs of 22 evaluations per row (A .45-.75, B 1-5, R0 .1-.4, noise "
         f"{SIGMA}, correlated as published); root mean square error of the noiseless curve at 1.5, "
-        "2 and 4 times the compute of the fit, and coverage of the 95% band of the curve.\n"
+        "2 and 4 times the compute of the fit (`curve`: of the estimates, `expected`: the average "
+        "of the plausible curves), and coverage of the 95% band of the curve.\n"
     )
     rows = []
     for end in (0.7, 1.0, 1.5, 2.0, 3.0):
@@ -39,7 +40,7 @@ def main(draws: int) -> None:
         rmse = np.sqrt(np.mean(errors, axis=(0, 2)))
         row = [f"{end:g} Cmid", f"{rmse[0]:.4f}", f"{rmse[1]:.4f}", f"{np.mean(inside):.1%}"]
         rows.append([*row, f"{ill / draws:.0%}"])
-    head = ["data end at", "least squares", "expected", "in band", "reported ill-conditioned"]
+    head = ["data end at", "curve", "expected", "in band", "reported ill-conditioned"]
     table(head, rows)
 
 

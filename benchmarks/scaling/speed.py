@@ -33,7 +33,7 @@ def measure(s: Series) -> list[str]:
     p = make_problem(s.take(window.used), options, window.r0)
     fast, one = timed(lambda: solve(p), 5)
     complete, _ = timed(lambda: fit(s, r0=R0, skip=SKIP), 3)
-    slow, two = timed(lambda: solve_paper(p), 1)
+    slow, two = timed(lambda: solve_paper(p, options), 1)
     no_larger = one.s <= two.s
     return [
         s.name, str(len(p.y)), f"{slow:.2f} s", f"{fast * 1e3:.1f} ms", f"{slow / fast:.0f}",

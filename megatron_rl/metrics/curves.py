@@ -66,7 +66,6 @@ def fit_curve(
             [row[axis] for row in used],
             [row["pass_rate"] for row in used],
             stderr=_stderrs(used),
-            r0="first",
             unit=UNITS.get(fit_compute, fit_compute),
             name=name,
         )

@@ -18,6 +18,7 @@ from .options import FitOptions, ReadOptions
 
 if TYPE_CHECKING:
     from .fit_result import Fit
+    from .paper_points import Published
 
 Command = Callable[..., dict[str, Any]]
 BAD_INPUT, ILL_CONDITIONED = 2, 3
@@ -29,6 +30,10 @@ Files = Annotated[
     typer.Argument(help="metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files; run directories"),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-': standard output)")]
+Overlay = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Draw these published points as well, for example scalerl"),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if ill-conditioned")]
 
 
@@ -50,7 +55,8 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
             reading = {f.name: given.pop(f.name) for f in fields(ReadOptions)}
             fitting = {f.name: given.pop(f.name) for f in fields(FitOptions) if f.name in given}
             try:
-                options = FitOptions(**fitting | {"r0": _parse_r0(fitting["r0"])})
+                fitting["r0"] = _number_or("--r0", "fit", fitting["r0"])
+                options = FitOptions(**fitting)
                 fits, failed = _read_and_fit(files, ReadOptions(**reading), options)
                 quiet = str(json_path) == "-"
                 data = function(fits, open_console(quiet=quiet), **given)
@@ -87,7 +93,7 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(options, include_extras=True)
     for f in fields(options):
         kind, text = get_args(hints[f.name])
-        if f.name == "r0":  # a number or a word: `_parse_r0`
+        if f.name == "r0":  # a number or a word: `_number_or`
             kind = str
         names = ["--percent/--fraction"] if f.name == "percent" else []
         annotation: Any = Annotated[kind, typer.Option(*names, help=text)]
@@ -96,11 +102,23 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
         )
 
 
-def _parse_r0(text: str) -> float | str:
+def _overlay(console: Any, names: list[str] | None, unit: str) -> list["Published"]:
+    """Return the published runs of these names, and print them."""
+    if not names:
+        return []
+    from .paper_points import published
+
+    runs = [published(name, unit) for name in names]
+    for run in runs:
+        console.print(f"published: {run}, GPU-hours")
+    return runs
+
+
+def _number_or(option: str, word: str, text: str) -> Any:
     try:
-        return text if text in ("first", "fit") else float(text)
+        return text if text == word else float(text)
     except ValueError:
-        raise PointsError(f"--r0 is '{text}'", "Give a number, 'first' or 'fit'") from None
+        raise PointsError(f"{option} is '{text}'", f"Give a number, or '{word}'") from None
 
 
 def _read_and_fit(
@@ -130,25 +148,24 @@ def fit_command(
     *,
     plot: Annotated[Path | None, typer.Option(help="Draw .png, .svg or .pdf per series")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one interactive HTML file")] = None,
-    bootstrap: Annotated[int, typer.Option(help="Resamples of a block bootstrap; 0: none")] = 0,
+    published: Overlay = None,
 ) -> dict[str, Any]:
     """Fit pass rate against compute: A, B, Cmid with intervals, and predict the rest."""
-    from . import bootstrap as bootstraps
     from . import report
 
-    resampled = [bootstraps.bootstrap(f, bootstrap) for f in fits] if bootstrap else []
-    report.print_fits(console, fits, resampled)
+    report.print_fits(console, fits)
+    overlay = _overlay(console, published, fits[0].unit)
     if plot is not None:
         from .plot import save_plot
 
         for i, f in enumerate(fits):
             numbered = plot if len(fits) == 1 else plot.with_stem(f"{plot.stem}_{i + 1}")
-            save_plot(f, numbered)
+            save_plot(f, numbered, overlay)
     if html is not None:
         from .html import save_html
 
-        save_html(fits, html)
-    return report.fits_to_dict(fits, resampled)
+        save_html(fits, html, overlay)
+    return report.fits_to_dict(fits)
 
 
 @_fits_command("compare", "fix_a", "run_margin")
@@ -157,19 +174,24 @@ def compare_command(
     console: Any,
     *,
     margin: Annotated[float, typer.Option(help="Differences of A up to this are none")] = 0.02,
-    shared_a: Annotated[float | None, typer.Option(help="Refit all at this A, rank by B")] = None,
+    shared_a: Annotated[
+        str | None, typer.Option(help="Refit all at this A, or at their 'mean'; rank by B")
+    ] = None,
+    published: Overlay = None,
     plot: Annotated[Path | None, typer.Option(help="Draw curves and transform")] = None,
 ) -> dict[str, Any]:
     """Rank runs by A, and by B where A agrees within the margin."""
     from . import report
     from .comparison import compare
 
-    result = compare(fits, margin, shared_a)
+    shared = None if shared_a is None else _number_or("--shared-a", "mean", shared_a)
+    result = compare(fits, margin, shared)
     report.print_comparison(console, result)
+    overlay = _overlay(console, published, result.entries[0].fit.unit)
     if plot is not None:
         from .plot import save_comparison
 
-        save_comparison(result, plot)
+        save_comparison(result, plot, overlay)
     return report.comparison_to_dict(result)
 
 

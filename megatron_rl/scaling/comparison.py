@@ -9,6 +9,7 @@ of slope B in log F against log C.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -60,16 +61,17 @@ class Comparison:
     pairs: tuple[Pair, ...]
     margin: float
     shared_a: float | None
-    """The argument `shared_a` of `compare`."""
+    """A at which all runs were refitted."""
 
 
 def compare(
-    fits: Sequence[Fit], margin: float = MARGIN, shared_a: float | None = None
+    fits: Sequence[Fit], margin: float = MARGIN, shared_a: float | Literal["mean"] | None = None
 ) -> Comparison:
     """Rank at least two fits of one sigmoid form in one unit of compute.
 
-    Differences of A up to `margin` count as none. With `shared_a` every run is refitted at this A
-    and ranked by B (leave-one-out tables).
+    Differences of A up to `margin` count as none. With `shared_a` every run is refitted at this A,
+    or at the mean A of all, and ranked by B (leave-one-out tables). Device-hours of a run count as
+    GPU-hours if another's are GPU-hours, which its repairs state.
 
     Raises:
         PointsError: fewer than two fits, or units or forms that differ.
@@ -77,24 +79,32 @@ def compare(
     if len(fits) < 2:
         raise PointsError(f"{len(fits)} series to compare", "Give at least two files or series")
     units, forms = {f.unit for f in fits}, {f.options.form for f in fits}
-    if len(units) > 1:
-        remedy = "Choose one with --compute-column or --compute-unit"
+    if units == {"device-hours", "GPU-hours"}:
+        fits = [_in_gpu_hours(f) for f in fits]
+    elif len(units) > 1:
+        remedy = "Choose one with --compute-column or --compute-unit; --devices N makes GPU-hours "
+        remedy += "of the hours of a clock"
         raise PointsError(f"units of compute differ: {', '.join(sorted(units))}", remedy)
     if len(forms) > 1 or "power-law" in forms:
         raise PointsError("the runs are not fitted by one sigmoid form", "Use one sigmoid --form")
+    if shared_a == "mean":
+        shared_a = float(np.mean([f.A.value for f in fits]))
     ranked = _rank(fits, margin) if shared_a is None else _rank_by_b(fits, shared_a)
     entries = [Entry(i, f, shared) for i, (f, shared) in enumerate(ranked, start=1)]
     pairs = [_compare_pair(a.fit, b.fit, margin) for a, b in pairwise(entries)]
     return Comparison(tuple(entries), tuple(pairs), margin, shared_a)
 
 
+def _in_gpu_hours(f: Fit) -> Fit:
+    note = "device-hours count as GPU-hours: a device is a GPU"
+    repairs = f.series.repairs if f.unit == "GPU-hours" else (*f.series.repairs, note)
+    return replace(f, series=replace(f.series, unit="GPU-hours", repairs=repairs))
+
+
 def refit(f: Fit, fix_a: float) -> Fit:
     """Fit the same points with A held."""
-    w = f.window
-    # The evaluation that R0 was read from is not fitted.
-    points = f.series if w.r0_at is None else f.series.take(slice(1, None))
-    fixed = replace(f.options, r0="fit" if w.r0 is None else w.r0, skip=w.skip, fix_a=fix_a)
-    return fit_series(points, replace(fixed, method="fast", run_margin=0.0, correlated=0.5))
+    fixed = replace(f.options, skip=f.window.skip, skip_epochs=None, fix_a=fix_a, method="fast")
+    return fit_series(f.series, replace(fixed, run_margin=0.0))
 
 
 def transform(f: Fit) -> tuple[Array, Array]:

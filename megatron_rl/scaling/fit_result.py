@@ -84,7 +84,7 @@ class Prediction:
     rmse: float
     """Root mean square error of `Fit.predict`."""
     rmse_curve: float
-    """Root mean square error of the least-squares curve."""
+    """Root mean square error of `Fit.curve`."""
     bias: float
     """Mean of prediction minus measurement."""
     coverage: float
@@ -98,8 +98,11 @@ class Prediction:
 class Fit:
     """A fitted curve; compute is in `unit`, rewards are fractions of 1.
 
-    A, B, Cmid, R0 (and D for the power law) are least-squares estimates with profile-likelihood
-    intervals at `options.level`. Cmid and R0 are None for the power law, D for the sigmoids.
+    A, B, Cmid, R0 (and D for the power law) are those of the least-squares curve, with
+    profile-likelihood intervals at `options.level`. If the fit is ill-conditioned, A is the median
+    of the plausible curves and the others are of the least-squares curve with that A: half of the
+    error (`benchmarks/results/scaling_defaults.md`). Cmid and R0 are None for the power law, D for
+    the sigmoids.
     """
 
     A: Interval
@@ -118,6 +121,8 @@ class Fit:
     options: FitOptions
     problem: FitProblem = field(repr=False)
     point: Point = field(repr=False)
+    """The curve of A, B, Cmid and R0."""
+    least_squares: Point = field(repr=False)
     models: ModelAverage = field(repr=False)
     warnings: tuple[FitWarning, ...] = ()
     prediction: Prediction | None = None
@@ -142,8 +147,13 @@ class Fit:
         """True if no warning is serious: the data determine the curve."""
         return not any(w.serious for w in self.warnings)
 
+    @property
+    def estimate(self) -> str:
+        """Name of the estimate that A is."""
+        return "least squares" if self.point is self.least_squares else "median"
+
     def curve(self, compute: ArrayLike) -> Array:
-        """Return the least-squares curve at `compute`."""
+        """Return the curve of A, B, Cmid and R0 at `compute`."""
         shape, q = self.problem.shape, self.point
         g = shape.g(shape.x(np.asarray(compute, dtype=float)), q.u, q.v)
         return q.r0 + (q.a - q.r0) * g

@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import ndtri
 
 from .condition import find_warnings
 from .curve import Array
 from .errors import PointsError
 from .fit_result import Fit, Interval, Prediction
-from .intervals import average_models
+from .intervals import ModelAverage, average_models
 from .options import FitOptions
 from .paper import solve_paper
 from .series import Series
-from .solve import solve
-from .window import Window, choose_window, make_problem
+from .solve import FitProblem, Point, solve
+from .window import choose_window, make_problem
+
+DRAWS = 4000
 
 
 def fit(
@@ -44,7 +45,7 @@ def fit(
         name: name of the run.
         unit: unit of compute, for the output.
         options: the fields of `FitOptions`: r0, skip, fit_until, form, method, fix_a, a_max, level,
-            run_margin, correlated.
+            run_margin, correlated and others.
 
     Raises:
         PointsError: bad input or options; the message names the value and the remedy.
@@ -61,38 +62,41 @@ def fit_series(series: Series, options: FitOptions) -> Fit:
     window = choose_window(series, options)
     points = series.take(window.used)
     p = make_problem(points, options, window.r0)
-    point = solve(p) if options.method == "fast" else solve_paper(p)
-    models = average_models(p, points, point, options.correlated)
-    ends = models.intervals(options.level)
-    shape = p.shape
-    A = Interval.around(point.a, *ends["a"], fixed=options.fix_a is not None)
-    B = Interval.around(point.v, *ends["v"]).map(shape.b)
-    Cmid = R0 = D = None
-    if shape.has_u:
-        Cmid = Interval.around(point.u, *ends["u"]).map(shape.cmid)
-        R0 = _fixed_r0(window, options.level) or Interval.around(point.r0, *ends["r0"])
-    else:
-        # D is no coordinate of the likelihood map: its interval comes from draws.
-        curves = models.draw(4000)
-        draws = (curves.a - curves.r0) * shape.anchor ** np.exp(curves.v)
-        value = (point.a - point.r0) * shape.anchor ** float(np.exp(point.v))
-        D = Interval.of_draws(value, draws, options.level)
-    noise = models.sigma, models.correlated
-    f = Fit(A, B, Cmid, R0, D, point.s, *noise, series, window, options, p, point, models)
-    f = replace(f, warnings=find_warnings(f))
-    if options.run_margin > 0 and not A.fixed:
-        low = A.value - float(np.hypot(A.value - A.low, options.run_margin))
-        high = A.value + float(np.hypot(A.high - A.value, options.run_margin))
-        f = replace(f, A=Interval(A.value, max(low, 0.0), min(high, options.a_max)))
+    least = solve(p) if options.method == "fast" else solve_paper(p, options)
+    models = average_models(p, points, least, options.correlated)
+
+    def result(point: Point) -> Fit:
+        a, b, cmid, r0, d = _parameters(p, point, models, options)
+        numbers = a, b, cmid, r0, d, least.s, models.sigma, models.correlated
+        return Fit(*numbers, series, window, options, p, point, least, models)
+
+    f = result(least)
+    warnings = find_warnings(f)
+    if options.fix_a is None and any(w.serious for w in warnings):
+        f = result(solve(replace(p, fix_a=float(np.median(models.draw(DRAWS).a)))))
+    f = replace(f, warnings=warnings)
+    if options.run_margin > 0 and not f.A.fixed:
+        low = f.A.value - float(np.hypot(f.A.value - f.A.low, options.run_margin))
+        high = f.A.value + float(np.hypot(f.A.high - f.A.value, options.run_margin))
+        f = replace(f, A=Interval(f.A.value, max(low, 0.0), min(high, options.a_max)))
     return replace(f, prediction=_predict(f)) if window.held_out.any() else f
 
 
-def _fixed_r0(window: Window, level: float) -> Interval | None:
-    """Return the interval of an R0 that was not fitted, from its standard error."""
-    if window.r0 is None:
-        return None
-    half = 0.0 if window.r0_stderr is None else window.r0_stderr * float(ndtri((1 + level) / 2))
-    return Interval(window.r0, max(window.r0 - half, 0.0), min(window.r0 + half, 1.0), True)
+def _parameters(
+    p: FitProblem, point: Point, models: ModelAverage, options: FitOptions
+) -> tuple[Interval, Interval, Interval | None, Interval | None, Interval | None]:
+    """Return A, B, Cmid, R0 and D of a curve, with the intervals of the models."""
+    ends, shape = models.intervals(options.level), p.shape
+    a = Interval.around(point.a, *ends["a"], fixed=options.fix_a is not None)
+    b = Interval.around(point.v, *ends["v"]).map(shape.b)
+    if shape.has_u:
+        cmid = Interval.around(point.u, *ends["u"]).map(shape.cmid)
+        return a, b, cmid, Interval.around(point.r0, *ends["r0"], fixed=p.r0 is not None), None
+    # D is no coordinate of the likelihood map: its interval comes from draws.
+    curves = models.draw(DRAWS)
+    draws = (curves.a - curves.r0) * shape.anchor ** np.exp(curves.v)
+    value = (point.a - point.r0) * shape.anchor ** float(np.exp(point.v))
+    return a, b, None, None, Interval.of_draws(value, draws, options.level)
 
 
 def _predict(f: Fit) -> Prediction:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .curve import Array
+from .curve import Array, log_sigmoid
 from .errors import require
 from .fit_result import Fit, amount
-from .plot import COLORS, INK, axis_values, bands, points_by_role, value_range
+from .paper_points import Published
+from .plot import COLORS, GRAY, INK, axis_values, bands, points_by_role, value_range
 from .report import open_console, print_fits
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -23,7 +24,7 @@ pre {{ overflow-x: auto; line-height: 1.2 }}
 """
 
 
-def save_html(fits: Sequence[Fit], path: str | Path) -> None:
+def save_html(fits: Sequence[Fit], path: str | Path, overlay: Sequence[Published] = ()) -> None:
     """Write the page, whose charts switch between log and linear compute, or raise MissingExtra."""
     go, pio = (require(f"plotly.{m}", "Writing HTML") for m in ("graph_objects", "io"))
     console = open_console(record=True, file=StringIO(), width=132)
@@ -31,12 +32,14 @@ def save_html(fits: Sequence[Fit], path: str | Path) -> None:
     body = [console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")]
     for i, f in enumerate(fits):
         config = {"displaylogo": False, "responsive": True}
-        chart = pio.to_html(_chart(go, f), config, full_html=False, include_plotlyjs=i == 0)
+        chart = pio.to_html(
+            _chart(go, f, overlay), config, full_html=False, include_plotlyjs=i == 0
+        )
         body += [f"<h2>{escape(f.name or 'fit')}</h2>", chart]
     Path(path).write_text(PAGE.format(ink=INK, body="".join(body)), encoding="utf-8")
 
 
-def _chart(go: Any, f: Fit) -> Any:
+def _chart(go: Any, f: Fit, overlay: Sequence[Published]) -> Any:
     # Both axes share one set of values: dense in the logarithm, and in the linear start as well.
     log_values = axis_values(f, True, 120)
     x = np.union1d(log_values, axis_values(f, False, 80))
@@ -44,10 +47,17 @@ def _chart(go: Any, f: Fit) -> Any:
     figure = go.Figure()
     _add_curves(figure, f, x)
     _add_points(figure, f)
+    for run in overlay:
+        c, p, style = run.points.compute, run.parameters, {"color": GRAY, "width": 1, "dash": "dot"}
+        mode, label = {"mode": "markers", "marker_color": GRAY}, f"published {run}"
+        figure.add_scatter(x=c, y=run.points.reward, name=label, **mode)
+        if p is not None:
+            figure.add_scatter(x=c, y=log_sigmoid(c, **p), mode="lines", line=style, name="Table 1")
+        x = np.union1d(x, c)
     label, dots = f"A = {f.A.value:.3f}", {"dash": "dot", "width": 1}
     figure.add_hline(f.A.value, line=dots, annotation_text=label, annotation_position="top left")
     figure.add_hrect(f.A.low, f.A.high, fillcolor=INK, opacity=0.05, line_width=0)
-    log_range = np.log10([log_values[0], x[-1]]).tolist()
+    log_range = np.log10([min(log_values[0], x[0]) if overlay else log_values[0], x[-1]]).tolist()
     scales = (("logarithmic", "log", log_range, "D2"), ("linear", "linear", [0, x[-1]], None))
     buttons = []
     for text, kind, limits, step in scales:
@@ -55,6 +65,8 @@ def _chart(go: Any, f: Fit) -> Any:
         buttons.append({"label": text, "method": "relayout", "args": [change]})
     menu = {"type": "buttons", "direction": "right", "x": 0, "y": 1.12, "xanchor": "left"}
     limits = value_range(f, float(log_values[0]), (0.1, 0.15))
+    rewards = [v for run in overlay for v in (run.points.reward.min(), run.points.reward.max())]
+    limits = min([limits[0], *rewards]), max([limits[1], *rewards])
     figure.update_layout(
         template="plotly_white",
         height=520,
@@ -74,7 +86,7 @@ def _add_curves(figure: Any, f: Fit, x: Array) -> None:
         shade = {"fill": "toself", "fillcolor": f"rgba(37,99,235,{alpha})", "line_width": 0}
         figure.add_scatter(**ring, **shade, mode="lines", name=name, hoverinfo="skip")
     line, dash = {"color": COLORS[0]}, {"color": INK, "width": 1.3, "dash": "dash"}
-    figure.add_scatter(x=x, y=f.curve(x), mode="lines", name="least squares", line=line)
+    figure.add_scatter(x=x, y=f.curve(x), mode="lines", name=f.estimate, line=line)
     figure.add_scatter(x=x, y=f.predict(x), mode="lines", name="expected", line=dash)
 
 

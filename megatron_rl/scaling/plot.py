@@ -1,36 +1,38 @@
 """Static pictures of fits and comparisons: PNG, SVG or PDF by the ending of the path."""
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .comparison import Comparison, transform
-from .curve import Array
+from .curve import Array, log_sigmoid
 from .errors import PointsError, require
 from .fit_result import Fit, amount
+from .paper_points import Published
 from .report import b_spec, roles, spread
 from .series import Series
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-HELD_OUT, INK, RED = "#ea580c", "#1f2937", "#b91c1c"
+HELD_OUT, INK, RED, GRAY = "#ea580c", "#1f2937", "#b91c1c", "#6b7280"
 ENDINGS = (".png", ".svg", ".pdf")
 ROLES = {
     "used": ("fitted", COLORS[0], "o", "circle"),
     "skipped": ("skipped", "#9ca3af", "o", "circle-open"),
-    "r0": ("R0", INK, "s", "square-open"),
     "held_out": ("held out", HELD_OUT, "D", "diamond-open"),
 }
 """Label, color and symbols (matplotlib's and plotly's) of the points by their role."""
 
 
-def save_plot(f: Fit, path: str | Path) -> None:
+def save_plot(f: Fit, path: str | Path, overlay: Sequence[Published] = ()) -> None:
     """Draw a fit on logarithmic and linear compute: points by their role, curve, band, A and Cmid.
 
-    For errors of this function and the next two see `_figure`.
+    `overlay` are published runs to draw as well. For errors of this function and the next two see
+    `_figure`.
     """
-    figure, axes = _panels([(f, True), (f, False)], path)
+    figure, axes = _panels([(f, True), (f, False)], path, overlay)
     axes[1].tick_params(labelleft=True)
     figure.suptitle(title(f), fontsize=11, color=INK)
     if not f.well_conditioned:
@@ -47,39 +49,52 @@ def save_panels(fits: Sequence[Fit], path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def save_comparison(c: Comparison, path: str | Path) -> None:
+def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[Published] = ()) -> None:
     """Draw the curves of all runs, and next to them the leave-one-out transform.
 
     With a shared A the transform uses each run's refit at it, so that slopes are comparable.
+    Ill-conditioned runs are dashed and lighter. `overlay` are published runs to draw as well.
     """
-    figure = _figure(path, (12, 5.2))
+    figure = _figure(path, (12, 5.2 + 0.11 * len(c.entries)))
     left, right = figure.subplots(1, 2)
+    left.set_xscale("log")
+    right.set_xscale("log")
     for i, entry in enumerate(c.entries):
-        f, color = entry.fit, COLORS[i % len(COLORS)]
+        f, b = entry.fit, entry.shared or entry.fit
         x, used = axis_values(f, True), f.window.used
-        points = f.series.compute[used], f.series.reward[used]
-        left.plot(*points, "o", ms=3.5, color=color, alpha=0.7)
-        label = f"{entry.rank}. {f.name}  A {spread(f.A)}"
-        left.plot(x, f.curve(x), color=color, lw=1.8, label=label)
-        left.fill_between(x, *f.band(x, kind="curve"), color=color, alpha=0.10, lw=0)
-        _draw_transform(right, entry.shared or f, color, f.name)
+        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)]}
+        label = f"{entry.rank}. {f.name}:  A {spread(f.A)},  B {spread(b.B, '.2f')}"
+        if entry.shared is not None:
+            label += f" at A {entry.shared.A.value:.3f}"
+        if not f.well_conditioned:
+            style |= {"alpha": 0.45, "ls": (0, (4, 2))}
+            label += "  (ill-conditioned)"
+        dots = style | {"ls": "", "marker": "o", "ms": 3.5}
+        left.plot(f.series.compute[used], f.series.reward[used], **dots)
+        left.plot(x, f.curve(x), lw=1.8, label=label, **style)
+        shade = 0.10 if f.well_conditioned else 0.04
+        left.fill_between(x, *f.band(x, kind="curve"), color=style["color"], alpha=shade, lw=0)
+        _draw_transform(right, b, style, dots)
+    _draw_published(left, overlay)
     left.set_ylabel("pass rate")
     right.set_yscale("log")
     right.set_ylabel(r"$F(R) / C_{mid}^{\,B} = 1 / \left(\frac{A-R_0}{R-R_0} - 1\right)$")
     right.set_title("leave-one-out transform: slope B", fontsize=10, color=INK)
     for axis in (left, right):
-        axis.set_xscale("log")
         axis.set_xlabel(f"compute ({c.entries[0].fit.unit})")
         _tidy(axis)
-        axis.legend(fontsize=7.5, frameon=False)
+    # Below the panels: inside one of them it would lie on a curve.
+    legend = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
+    figure.legend(ncols=2 if len(c.entries) + len(overlay) > 3 else 1, **legend)
     figure.savefig(path, dpi=150)
 
 
 def title(f: Fit) -> str:
     """Return name and parameters in one line."""
-    parts = [f"{f.name or 'fit'}:  A {spread(f.A)}", f"B {spread(f.B, b_spec(f))}"]
+    median = " (median)" * (f.estimate == "median")
+    parts = [f"{f.name or 'fit'}:  A {spread(f.A)}{median}", f"B {spread(f.B, b_spec(f))}"]
     if f.Cmid is not None:
-        parts.append(f"Cmid {spread(f.Cmid, ',.4g')}")
+        parts.append(f"Cmid {spread(f.Cmid, 'amount')}")
     return ",  ".join(parts)
 
 
@@ -117,18 +132,21 @@ def bands(f: Fit, x: Array) -> dict[str, tuple[tuple[Array, Array], float]]:
     return {f"{level} evaluations": wide, f"{level} curve": (f.band(x, kind="curve"), 0.20)}
 
 
-def _panels(panels: Sequence[tuple[Fit, bool]], path: str | Path) -> tuple[Any, Any]:
+def _panels(
+    panels: Sequence[tuple[Fit, bool]], path: str | Path, overlay: Sequence[Published] = ()
+) -> tuple[Any, Any]:
     """Draw fits side by side, each on logarithmic compute or not; return figure and axes."""
     figure = _figure(path, (6 * len(panels), 4.8))
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     limits = []
     for axis, (f, log) in zip(axes, panels, strict=True):
         _draw(axis, f, log)
+        _draw_published(axis, overlay)
         limits.append(axis.get_ylim())
     axes[0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     axes[0].set_ylabel("pass rate")
     handles, labels = axes[-1].get_legend_handles_labels()
-    columns = min(len(labels), 7)
+    columns = min(len(labels), 4 if overlay else 7)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure, axes
 
@@ -137,7 +155,7 @@ def _draw(axis: Any, f: Fit, log: bool) -> None:
     x, color = axis_values(f, log), COLORS[0]
     for label, (band, alpha) in bands(f, x).items():
         axis.fill_between(x, *band, color=color, alpha=alpha, lw=0, label=label)
-    axis.plot(x, f.curve(x), color=color, lw=2, label="least squares")
+    axis.plot(x, f.curve(x), color=color, lw=2, label=f.estimate)
     axis.plot(x, f.predict(x), color=INK, lw=1.2, ls=(0, (4, 2)), label="expected")
     for (name, ink, marker, _), points in points_by_role(f):
         style = {"color": ink, "ms": 5, "mfc": ink if name == "fitted" else "white"}
@@ -167,15 +185,31 @@ def _draw(axis: Any, f: Fit, log: bool) -> None:
     _tidy(axis)
 
 
-def _draw_transform(axis: Any, f: Fit, color: str, name: str) -> None:
+def _draw_published(axis: Any, overlay: Sequence[Published]) -> None:
+    """Draw the points and curves of published runs, and widen the axes to them."""
+    x0, x1 = axis.get_xlim()
+    y0, y1 = axis.get_ylim()
+    log = axis.get_xscale() == "log"
+    for run, marker in zip(overlay, cycle("^vDsP*"), strict=False):
+        c, y = run.points.compute, run.points.reward
+        style = {"color": GRAY, "ms": 4, "mfc": "none", "mew": 0.8, "zorder": 1.5}
+        axis.plot(c, y, marker, label=f"published {run}", **style)
+        x0, x1 = min(x0, float(c[0]) * 0.8) if log else x0, max(x1, float(c[-1]) * 1.1)
+        y0, y1 = min(y0, float(y.min()) - 0.02), max(y1, float(y.max()) + 0.02)
+        if run.parameters is not None:
+            x = np.geomspace(c[0], x1, 200)
+            axis.plot(x, log_sigmoid(x, **run.parameters), color=GRAY, lw=1, ls=":")
+    axis.set(xlim=(x0, x1), ylim=(y0, y1))
+
+
+def _draw_transform(axis: Any, f: Fit, style: dict[str, Any], dots: dict[str, Any]) -> None:
     """Draw the leave-one-out transform of a fit and its line of slope B."""
     if f.Cmid is None:
         return
     c, value = transform(f)
-    axis.plot(c, value / f.Cmid.value**f.B.value, "o", ms=3.5, color=color, alpha=0.8)
+    axis.plot(c, value / f.Cmid.value**f.B.value, **dots)
     x = np.geomspace(float(c.min()), float(c.max()), 2) if len(c) else np.array([1.0, 2.0])
-    label = f"{name}  B {spread(f.B, '.2f')}"
-    axis.plot(x, (x / f.Cmid.value) ** f.B.value, color=color, lw=1.5, label=label)
+    axis.plot(x, (x / f.Cmid.value) ** f.B.value, lw=1.5, **style)
 
 
 def _tidy(axis: Any) -> None:

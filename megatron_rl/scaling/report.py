@@ -1,23 +1,23 @@
 """Results as JSON objects and as tables for the terminal."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .comparison import Comparison
+from .condition import MEANINGS
 from .errors import require
 from .fit_result import Fit, Interval, amount
 from .forecasting import Forecast
 
-Resampled = Sequence[dict[str, Interval]]
 FIT_KEYS = (
-    "name", "unit", "A", "B", "Cmid", "D", "sse", "sigma", "correlated", "n", "well_conditioned",
-    "warnings", "prediction",
+    "name", "unit", "A", "B", "Cmid", "R0", "D", "estimate", "sse", "sigma", "correlated", "n",
+    "well_conditioned", "warnings", "prediction",
 )  # fmt: skip
 OPTION_KEYS = ("form", "method", "level", "fit_until", "run_margin")
 
@@ -36,40 +36,33 @@ def plain(value: Any) -> Any:
 
 
 def roles(f: Fit) -> NDArray[np.str_]:
-    """Return the role of each point: used, skipped, held_out, or r0 (R0, or not used)."""
-    w = f.window
-    return np.select([w.used, w.skipped, w.held_out], ["used", "skipped", "held_out"], "r0")
+    """Return the role of each point: used, skipped or held_out."""
+    return np.select([f.window.used, f.window.skipped], ["used", "skipped"], "held_out")
 
 
 def fit_to_dict(f: Fit) -> dict[str, Any]:
     """Return schema `megatron_rl.fit/1` (docs/scaling.md)."""
-    w, s = f.window, f.series
-    r0 = None if f.R0 is None else plain(f.R0) | {"rule": w.r0_rule}
+    w, s, least, shape = f.window, f.series, f.least_squares, f.problem.shape
+    cmid = float(shape.cmid(least.u)) if shape.has_u else None
     stderr: Sequence[float | None] = [None] * len(s) if s.stderr is None else s.stderr.tolist()
     rows = zip(s.compute.tolist(), s.reward.tolist(), stderr, roles(f).tolist(), strict=True)
     return {
         "schema": "megatron_rl.fit/1",
         **{key: plain(getattr(f, key)) for key in FIT_KEYS},
-        "R0": r0,
+        "least_squares": {"A": least.a, "B": float(shape.b(least.v)), "Cmid": cmid},
         **{key: getattr(f.options, key) for key in OPTION_KEYS},
         "source": s.source,
         "n_skipped": int(w.skipped.sum()),
         "n_held_out": int(w.held_out.sum()),
         "skip": w.skip,
-        "skip_rule": w.skip_rule,
         "repairs": list(s.repairs),
         "points": [{"compute": c, "reward": r, "stderr": e, "role": x} for c, r, e, x in rows],
     }
 
 
-def fits_to_dict(fits: Sequence[Fit], resampled: Resampled = ()) -> dict[str, Any]:
-    """Return one fit as itself, several as `megatron_rl.fits/1` with a list `fits`.
-
-    Bootstrap intervals, one dictionary per fit, become its key `bootstrap`.
-    """
+def fits_to_dict(fits: Sequence[Fit]) -> dict[str, Any]:
+    """Return one fit as itself, several as `megatron_rl.fits/1` with a list `fits`."""
     objects = [fit_to_dict(f) for f in fits]
-    for one, intervals in zip(objects, resampled, strict=False):
-        one["bootstrap"] = plain(intervals)
     return objects[0] if len(objects) == 1 else {"schema": "megatron_rl.fits/1", "fits": objects}
 
 
@@ -106,59 +99,68 @@ def open_console(**options: Any) -> Any:
     return require("rich.console", "Printing tables").Console(highlight=False, **options)
 
 
-def print_fits(console: Any, fits: Sequence[Fit], resampled: Resampled = ()) -> None:
-    """Print the table of fits, then the rules, bootstrap, repairs and warnings of each."""
+def print_fits(console: Any, fits: Sequence[Fit]) -> None:
+    """Print the table of fits, then the points and rules of each, repairs and warnings."""
     unit, o = fits[0].unit, fits[0].options
-    table = _table("run", "A", "B", f"Cmid\n{unit}", "points", "held out", "verdict")
+    table = _table("run", "A", "B", f"Cmid\n{unit}", "verdict")
     for f in fits:
-        p = f.prediction
-        held = "-" if p is None else f"{p.points}: rmse {p.rmse:.4f}\n{p.coverage:.0%} in band"
-        verdict = "[green]good[/]" if f.well_conditioned else "[bold red]ill[/]"
+        verdict = "[green]good[/]" if f.well_conditioned else f"[bold red]ill[/]\n{f.estimate}"
         cells = (_cell(f.A), _cell(f.B, b_spec(f)), _cell(f.Cmid, "amount"))
-        table.add_row(f.name, *cells, str(f.n), held, verdict)
+        table.add_row(wrap(f.name), *cells, verdict)
     console.print(table)
     margin = f", run-to-run margin {o.run_margin:g} on A" if o.run_margin else ""
     console.print(
         f"[dim]{o.form}, {o.method} method, compute in {unit}, intervals {o.level:.0%}{margin}[/]"
     )
-    for f, intervals in zip_longest(fits, resampled):
-        r0 = "" if f.R0 is None else f" {spread(f.R0)}"
-        console.print(f"[bold]{f.name}[/]: R0{r0}, {f.window.r0_rule}; skip {f.window.skip_rule}")
-        console.print(f"  noise {f.sigma:.4f}, sum of squares {f.sse:.4g}")
+    for f in fits:
+        r0 = "" if f.R0 is None else f"R0 {spread(f.R0)}, "
+        text = f"{r0}{f.n} points, noise {f.sigma:.4f}, sum of squares {f.sse:.4g}"
+        if p := f.prediction:
+            text += f"; {p.points} held out: rmse {p.rmse:.4f}, {p.coverage:.0%} in band"
         if f.D is not None:
-            console.print(f"  D {spread(f.D, '.4g')} in A - D/C^B")
-        if intervals:
-            texts = [f"A {spread(intervals.get('A'))}", f"B {spread(intervals['B'], b_spec(f))}"]
-            texts.append(f"Cmid {spread(intervals.get('Cmid'), 'amount')}")
-            console.print(f"  moving-block bootstrap: {', '.join(texts)}")
+            text += f"; D {spread(f.D, '.4g')} in A - D/C^B"
+        console.print(f"[bold]{f.name}[/]: {text}")
+    _print_notes(console, fits)
+
+
+def _print_notes(console: Any, fits: Sequence[Fit]) -> None:
+    """Print each repair and warning once: with its numbers for one run, else with their names."""
+    notes: dict[tuple[str, str], dict[str, str]] = {}
+    for f in fits:
         for repair in f.series.repairs:
-            console.print(f"  [cyan]repaired:[/] {repair}")
+            notes.setdefault(("cyan", f"repaired: {repair}"), {})[f.name] = ""
         for w in f.warnings:
-            console.print(f"  [{'red' if w.serious else 'yellow'}]{w.code}:[/] {w.text}")
+            notes.setdefault(("red" if w.serious else "yellow", w.code), {})[f.name] = w.text
+    for (color, code), texts in notes.items():
+        text = MEANINGS.get(code, "") if len(texts) > 1 else next(iter(texts.values()))
+        runs = f" ({', '.join(texts)})" if len(fits) > 1 else ""
+        console.print(f"[{color}]{code}[/]{runs}{': ' if text else ''}{text}")
 
 
 def print_comparison(console: Any, c: Comparison) -> None:
-    """Print the ranking and each run against the next."""
-    table = _table("rank", "run", "A", "B", "B at shared A", "Cmid", "verdict")
+    """Print the ranking, each run against the next, repairs and warnings."""
+    shared = any(e.shared for e in c.entries)
+    table = _table("run", "A", "B", *["B at\nshared A"] * shared, "Cmid")
     for e in c.entries:
-        f, at = e.fit, "-"
+        f, at = e.fit, ["-"] * shared
         if e.shared is not None:
             value, ends = e.shared.B.parts(b_spec(f))
-            at = f"{value} at {e.shared.A.value:.3f}\n{ends}"
-        good = "good" if f.well_conditioned else "[red]ill[/]"
-        cells = (_cell(f.A), _cell(f.B, b_spec(f)), at, _cell(f.Cmid, "amount"))
-        table.add_row(str(e.rank), f.name, *cells, good)
+            at = [f"{value} at {e.shared.A.value:.3f}\n{ends}"]
+        ill = "" if f.well_conditioned else f"\n[red]ill: {f.estimate}[/]"
+        cells = (_cell(f.A), _cell(f.B, b_spec(f)), *at, _cell(f.Cmid, "amount"))
+        table.add_row(wrap(f"{e.rank}. {f.name}") + ill, *cells)
     console.print(table)
     by_a = f"by A; runs whose A agree within {c.margin:g} by B at their mean A"
-    rule = by_a if c.shared_a is None else f"by B at A = {c.shared_a:g}"
+    rule = by_a if c.shared_a is None else f"by B at A = {c.shared_a:.4g}"
     console.print(f"[dim]ranked {rule}; compute in {c.entries[0].fit.unit}[/]")
     for p in c.pairs:
         line = f"[bold]{p.better}[/] over [bold]{p.other}[/]: A {spread(p.difference, '+.3f')}, "
         line += f"P(more than {c.margin:g}) = {p.beyond_margin:.2f}; {p.verdict}"
         if p.overtakes is not None:
-            at = spread(p.overtakes, "amount")
-            line += f"; overtakes at {at} (P {p.overtake_probability:.2f})"
+            at_text = spread(p.overtakes, "amount")
+            line += f"; overtakes at {at_text} (P {p.overtake_probability:.2f})"
         console.print(line)
+    _print_notes(console, [e.fit for e in c.entries])
 
 
 def print_forecast(console: Any, p: Forecast) -> None:
@@ -184,6 +186,18 @@ def _cell(i: Interval | None, spec: str = ".3f") -> str:
     return "-" if i is None else "\n".join(i.parts(spec))
 
 
+def wrap(name: str, width: int = 17) -> str:
+    """Return a name in lines of at most `width` characters, broken after separators only."""
+    lines = [""]
+    for part in re.split(r"(?<=[-_/.:, ])", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _table(*columns: str) -> Any:
-    table = require("rich.table", "Printing tables")
-    return table.Table(*(table.Column(c, overflow="fold") for c in columns), header_style="bold")
+    tables, boxes = require("rich.table", "Printing tables"), require("rich.box", "Printing tables")
+    heads = [tables.Column(c, overflow="fold", no_wrap=c == "run") for c in columns]
+    style = {"header_style": "bold", "show_edge": False, "padding": (0, 1, 0, 0)}
+    return tables.Table(*heads, box=boxes.SIMPLE_HEAD, **style)

@@ -26,6 +26,8 @@ class Series:
     """Pass rate [n] in [0, 1]."""
     stderr: Array | None = None
     """Standard error of each pass rate [n], or None if unknown."""
+    epoch: Array | None = None
+    """Passes over the prompts begun before each evaluation [n], or None if unknown."""
     name: str = ""
     unit: str = "compute"
     source: str | None = None
@@ -37,8 +39,9 @@ class Series:
 
     def take(self, points: Mask | Index | slice) -> "Series":
         """Return a part of the points."""
-        s = None if self.stderr is None else self.stderr[points]
-        return replace(self, compute=self.compute[points], reward=self.reward[points], stderr=s)
+        s, e = (None if x is None else x[points] for x in (self.stderr, self.epoch))
+        c, r = self.compute[points], self.reward[points]
+        return replace(self, compute=c, reward=r, stderr=s, epoch=e)
 
     @classmethod
     def clean(
@@ -47,6 +50,7 @@ class Series:
         reward: ArrayLike,
         stderr: ArrayLike | None = None,
         *,
+        epoch: ArrayLike | None = None,
         name: str = "",
         unit: str = "compute",
         source: str | None = None,
@@ -62,7 +66,7 @@ class Series:
         """
         c = np.asarray(compute, dtype=float).ravel()
         r = np.asarray(reward, dtype=float).ravel()
-        s = None if stderr is None else np.asarray(stderr, dtype=float).ravel()
+        s, e = (None if x is None else np.asarray(x, float).ravel() for x in (stderr, epoch))
         if len(c) != len(r) or (s is not None and len(s) != len(r)):
             sizes = f"{len(c)} compute, {len(r)} reward"
             sizes += "" if s is None else f", {len(s)} standard errors"
@@ -79,12 +83,13 @@ class Series:
         if np.any(np.diff(c) < 0):
             order = np.argsort(c, kind="stable")
             c, r = c[order], r[order]
-            s = None if s is None else s[order]
+            s, e = (None if x is None else x[order] for x in (s, e))
             notes.append("sorted by compute")
         if np.any(np.diff(c) == 0):
+            e = None if e is None else e[np.unique(c, return_index=True)[1]]
             c, r, s, merged = _merge(c, r, s)
             notes.append(f"{merged} rows at a repeated compute merged into their mean")
-        return cls(c, r, s, name, unit, source, tuple(notes))
+        return cls(c, r, s, e, name, unit, source, tuple(notes))
 
 
 def _checks(c: Array, r: Array, s: Array | None) -> Iterator[tuple[int, Array, Mask, str, str]]:
@@ -94,6 +99,8 @@ def _checks(c: Array, r: Array, s: Array | None) -> Iterator[tuple[int, Array, M
     yield 0, c, c < 0, "compute is negative", start
     yield 1, r, ~np.isfinite(r), "pass rate is not a finite number", fix
     percent = "Give fractions, or --percent for a column in percent"
+    if len(r) and np.nanmin(r) < 0:
+        percent = "This is no pass rate: of rewards of -1 and 1 give (1 + reward) / 2"
     yield 1, r, (r < 0) | (r > 1), "pass rate outside [0, 1]", percent
     if s is not None:
         yield 2, s, ~np.isfinite(s) | (s <= 0), "standard error is not a positive number", fix

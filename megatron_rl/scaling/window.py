@@ -34,13 +34,8 @@ class Window:
     held_out: Mask
     r0: float | None
     """Fixed reward at zero compute; None when it is fitted, or unused (power law)."""
-    r0_stderr: float | None
-    r0_at: float | None
-    """Compute of the evaluation that R0 was taken from."""
-    r0_rule: str
     skip: float
     """Points up to this compute are left out."""
-    skip_rule: str
 
 
 def choose_window(series: Series, options: FitOptions) -> Window:
@@ -50,51 +45,42 @@ def choose_window(series: Series, options: FitOptions) -> Window:
         PointsError: too few points are left, or their reward is constant.
     """
     c = series.compute
-    r0, r0_stderr, r0_at, r0_rule = _choose_r0(series, options)
-    usable = np.ones(len(c), dtype=bool)
-    zero_unused = options.form == "power-law" or options.r0 != "fit"
-    if r0_at is not None or (c[0] == 0 and zero_unused):
-        usable[0] = False
-    limit = np.inf if options.fit_until is None else options.fit_until
-    inside = usable & (c <= limit)
-    if options.skip is not None:
-        skip, skip_rule = options.skip, f"given: points up to {options.skip:g} are left out"
+    sigmoid = options.form != "power-law"
+    r0 = float(options.r0) if sigmoid and options.r0 != "fit" else None
+    held_out = c > (np.inf if options.fit_until is None else options.fit_until)
+    # An evaluation at compute 0 measures R0: a point like the others if R0 is fitted, else none.
+    start = (c == 0) & (sigmoid and r0 is None)
+    inside = ~held_out & ((c > 0) | start)
+    if options.skip_epochs is not None:
+        skip = _compute_of_epochs(series, options.skip_epochs)
     else:
-        skip, skip_rule = _choose_skip(series, options, r0, inside)
-    used = inside & ((c > skip) | (c == 0))
-    skipped, held_out = inside & ~used, usable & (c > limit)
-    window = Window(used, skipped, held_out, r0, r0_stderr, r0_at, r0_rule, float(skip), skip_rule)
+        skip = _choose_skip(series, options, r0, inside) if options.skip is None else options.skip
+    used = inside & ((c > skip) | start)
+    window = Window(used, ~used & ~held_out, held_out, r0, float(skip))
     _check_window(series, window, options)
     return window
 
 
-def _choose_r0(
-    series: Series, options: FitOptions
-) -> tuple[float | None, float | None, float | None, str]:
-    """Return R0, its standard error, the compute of its evaluation, and the rule in words."""
-    if options.form == "power-law":
-        return None, None, None, "not used by the power law"
-    if options.r0 == "fit":
-        return None, None, None, "fitted"
-    if options.r0 == "first":
-        at = float(series.compute[0])
-        stderr = None if series.stderr is None else float(series.stderr[0])
-        return float(series.reward[0]), stderr, at, f"first evaluation, at compute {at:g}"
-    return float(options.r0), None, None, "given"
+def _compute_of_epochs(series: Series, epochs: float) -> float:
+    """Return the compute of the last evaluation within the first passes over the prompts."""
+    if series.epoch is None:
+        problem = "no epochs are known, so the first ones cannot be left out"
+        remedy = "Give --skip, a run's metrics.jsonl, or a column 'epoch'"
+        raise PointsError(problem, remedy, file=series.source)
+    return float(series.compute[series.epoch <= epochs].max(initial=0.0))
 
 
-def _choose_skip(
-    series: Series, options: FitOptions, r0: float | None, inside: Mask
-) -> tuple[float, str]:
-    """Return the compute up to which the start contradicts the curve, and the rule in words."""
-    points = series.take(inside & (series.compute > 0))
-    n = len(points)
+def _choose_skip(series: Series, options: FitOptions, r0: float | None, inside: Mask) -> float:
+    """Return the compute up to which the start contradicts the curve."""
+    c = series.compute
+    positive = c[inside & (c > 0)]
+    n = len(positive)
     most = min(n // 3, n - KEEP_AT_LEAST)
 
     @cache
     def fit_without(dropped: int) -> tuple[float, int]:
         """Return the least sum of squares under correlated noise, and its degrees of freedom."""
-        kept = points.take(slice(dropped, None))
+        kept = series.take(inside & ((c == 0) | (c >= positive[dropped])))
         white = whitener(covariance(kept.compute, SHARE, kept.stderr))
         p = replace(make_problem(kept, options, r0), white=white)
         return solve(p).s, p.dof
@@ -106,18 +92,14 @@ def _choose_skip(
         ratio = (fit_without(dropped)[0] - rest) / more / max(rest / dof, FLOOR**2)
         return bool(ratio > f_distribution.ppf(level, more, dof))
 
-    dropped, skip = 0, 0.0
+    dropped = 0
     while dropped < most and any(
         contradicts(dropped, more, level)
         for more, level in DROP_LEVELS.items()
         if dropped + more <= most
     ):
-        skip = float(points.compute[dropped])
         dropped += 1
-    noun = "point" if dropped == 1 else "points"
-    result = f"left out {dropped} {noun} up to {skip:g}" if dropped else "nothing left out"
-    rule = "automatic: a start that contradicts the curve of the rest (F-test)"
-    return skip, f"{rule}; {result}"
+    return float(positive[dropped - 1]) if dropped else 0.0
 
 
 def make_problem(points: Series, options: FitOptions, r0: float | None) -> FitProblem:

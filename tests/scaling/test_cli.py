@@ -1,6 +1,7 @@
 """The command line: output, JSON, exit codes, pictures."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 from megatron_rl.scaling import fit
 from megatron_rl.scaling.cli import app
 from megatron_rl.scaling.errors import MissingExtra, PointsError
-from megatron_rl.scaling.plot import save_plot
+from megatron_rl.scaling.fit_result import amount
+from megatron_rl.scaling.plot import save_plot, title
+from megatron_rl.scaling.report import wrap
 from tests.scaling.points import PATH, R0, published
 
 ROOT = Path(__file__).parents[2]
@@ -25,16 +28,14 @@ def test_fit_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "fit.json"
     result = call(
         "fit", PATH, "--series", "gspo", "--r0", 0.395, "--skip", 1400, "--json", out,
-        "--fit-until", 5000, "--bootstrap", 100,
+        "--fit-until", 5000,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "gspo" in result.output
-    assert "R0 0.395 fixed, given" in result.output
-    assert "moving-block bootstrap" in result.output
+    assert "R0 0.395 fixed" in result.output
     data = json.loads(out.read_text())
     assert data["A"]["low"] < data["A"]["value"] < data["A"]["high"]
     assert data["prediction"]["points"] == 3
-    assert data["bootstrap"]["A"]["low"] <= data["A"]["value"]
 
 
 def test_json_goes_to_standard_output_alone():
@@ -87,6 +88,91 @@ def test_compare_ranks_and_draws(tmp_path):
     assert [r["rank"] for r in data["runs"]] == [1, 2, 3]
     assert len(data["pairs"]) == 2
     assert picture.stat().st_size > 20_000
+
+
+def test_compare_marks_ill_conditioned_runs_and_says_each_warning_once(tmp_path):
+    out, picture = tmp_path / "c.json", tmp_path / "c.svg"
+    result = call("compare", PATH, "--r0", R0, "--skip", 1400, "--json", out, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    # No name is cut, and each is whole once its lines are joined; "..." stands for a cut cell.
+    assert "…" not in result.output
+    table, _, rest = result.output.partition("ranked ")
+    names = [r["name"] for r in json.loads(out.read_text())["runs"]]
+    joined = "".join(line.split("  ")[0].strip() for line in table.splitlines())
+    for name in names:
+        assert f". {name}" in joined, name
+    for code in ("wide_a", "skipped", "ends_before_cmid"):
+        assert len(re.findall(rf"^{code} \(", rest, re.MULTILINE)) == 1, code
+    ill = [r for r in json.loads(out.read_text())["runs"] if not r["well_conditioned"]]
+    assert 3 <= len(ill) < len(names)
+    assert table.count("ill: median") == len(ill)
+    for run in ill:
+        assert run["estimate"] == "median"
+        assert run["name"] in rest.split("wide_a (")[1].split(":")[0].replace("\n", "")
+    svg = picture.read_text()
+    assert svg.count("(ill-conditioned)") >= len(ill)
+    # Dashed lines: of each ill run in both panels.
+    assert svg.count("stroke-dasharray") >= 2 * len(ill)
+
+
+def test_title_and_label_write_compute_alike():
+    f = fit(published("scalerl_32k"), r0=R0, skip=1400)
+    assert f"Cmid {amount(f.Cmid.value)} [" in title(f)
+    assert "(median)" in title(f)
+    assert "e+" not in title(f)
+
+
+@pytest.mark.parametrize("name", ["a", "scalerl_8b_bs768_14k", "x" * 30, "run-1/loo-a.b_c", ""])
+def test_names_wrap_after_separators_only(name):
+    lines = wrap(name).split("\n")
+    assert "".join(lines) == name
+    assert all(line[-1] in "-_/.:, " for line in lines[:-1])
+    assert all(len(line) <= 17 for line in lines) or "x" * 30 in lines
+
+
+def test_shared_a_may_be_the_mean_of_all():
+    names = [x for n in ("gspo", "fp32", "baseline_dapo_pipelinerl8") for x in ("--series", n)]
+    options = ("--r0", R0, "--skip", 1400, "--shared-a", "mean", "--json", "-")
+    data = json.loads(call("compare", PATH, *names, *options).output)
+    mean = sum(r["A"]["value"] for r in data["runs"]) / 3
+    assert data["shared_a"] == pytest.approx(mean)
+    assert [r["at_shared_a"]["A"] for r in data["runs"]] == pytest.approx([mean] * 3)
+    slopes = [r["at_shared_a"]["B"]["value"] for r in data["runs"]]
+    assert slopes == sorted(slopes, reverse=True)
+
+
+def test_own_run_is_compared_with_published_points_and_drawn_over_them(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    s = published("fp32")
+    rows = [{"kind": "schema", "schema": "megatron_rl.metrics/1"}]
+    for i, (c, r) in enumerate(zip(s.compute, s.reward, strict=True)):
+        rows.append({"kind": "step", "step": i, "epoch": 1 + (c > 1400)})
+        rows.append({"kind": "eval", "step": i + 1, "compute_device_hours": c, "pass_rate": r})
+    text = "\n".join(json.dumps(row, default=int) for row in rows)
+    (own / "metrics.jsonl").write_text(text)
+    plot = tmp_path / "c.svg"
+    args = ("--r0", R0, "--published", "bs512", "--plot", plot)
+    result = call("compare", own, "published:scalerl", *args)
+    assert result.exit_code == 0, result.output
+    assert "device-hours count as GPU-hours: a device is a GPU" in " ".join(result.output.split())
+    assert "published: bs512 (A 0.605, B 1.77, Cmid 2,818)" in result.output
+    assert "published bs512" in plot.read_text()
+    # The same run twice, by epochs and by compute.
+    by_epoch = call("fit", own, "--r0", R0, "--skip-epochs", 1, "--json", "-")
+    by_compute = call("fit", own, "--r0", R0, "--skip", 1400, "--json", "-")
+    assert json.loads(by_epoch.output)["A"] == json.loads(by_compute.output)["A"]
+    assert json.loads(by_epoch.output)["n_skipped"] == 2
+    page, picture = tmp_path / "f.html", tmp_path / "f.svg"
+    args = ("--published", "scalerl", "--html", page, "--plot", picture)
+    result = call("fit", own, "--r0", R0, *args)
+    assert result.exit_code == 0, result.output
+    assert "published scalerl (A 0.610" in page.read_text()
+    assert "published scalerl (A 0.610" in picture.read_text()
+    result = call("fit", own, "--compute-column", "step", *args)
+    assert "published points are in GPU-hours, the fit is in steps" in " ".join(
+        result.output.split()
+    )
 
 
 def test_forecast_recommends_to_stop(tmp_path):

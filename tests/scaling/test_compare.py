@@ -26,13 +26,22 @@ def fitted(a, b, cmid, name, r0=0.2, sigma=0.002, seed=0, end=5.0):
     return fit(Series.clean(c, y, name=name, unit="GPU-hours"), r0=r0, skip=0)
 
 
-@pytest.mark.parametrize("r0", [0.0, 0.1, "first", "fit"])
+@pytest.mark.parametrize("r0", [0.0, 0.1])
 def test_seven_point_methods_are_ranked_in_the_printed_order(r0):
     fits = [fit(Series.clean(HOURS, y, name=name), r0=r0) for name, y in METHODS.items()]
     result = compare(fits)
     names = [e.fit.name for e in result.entries]
     assert names == ["ScaleRL", "MiniMax", "DAPO", "GRPO", "Magistral"]
     assert all(e.fit.A.low < e.fit.A.value < e.fit.A.high for e in result.entries)
+
+
+def test_seven_points_after_the_start_decide_nothing_without_r0():
+    result = compare([fit(Series.clean(HOURS, y, name=name)) for name, y in METHODS.items()])
+    assert result.entries[0].fit.name == "ScaleRL"
+    codes = [{w.code for w in e.fit.warnings if w.serious} for e in result.entries]
+    assert all("wide_a" in c for c in codes)
+    assert sum("r0_unknown" in c for c in codes) >= 3
+    assert all(p.verdict.startswith("undecided") for p in result.pairs)
 
 
 def test_runs_that_agree_in_a_are_ranked_by_b_at_their_mean():

@@ -1,6 +1,7 @@
 """Properties of `fit`: known parameters, invariances, bands, windows, noise."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.scaling import PointsError, Series, fit, log_sigmoid
-from megatron_rl.scaling.bootstrap import bootstrap
 from megatron_rl.scaling.noise import covariance
 from megatron_rl.scaling.report import fit_to_dict
 from tests.scaling.curves import linear_sigmoid, power_law
@@ -96,8 +96,15 @@ def test_intervals_cover_the_truth_for_independent_and_correlated_noise(share):
 
 def test_correlated_neighbors_are_detected():
     truth = {"A": 0.6, "B": 2.0, "Cmid": 2500.0, "R0": 0.3}
-    apart = np.mean([fit(*run(truth, 40, 4, 0.0045, s), r0=0.3).correlated for s in range(8)])
-    near = np.mean([fit(*run(truth, 40, 4, 0.0045, s, 0.9), r0=0.3).correlated for s in range(8)])
+    apart = np.mean(
+        [fit(*run(truth, 40, 4, 0.0045, s), r0=0.3, correlated=0.5).correlated for s in range(8)]
+    )
+    near = np.mean(
+        [
+            fit(*run(truth, 40, 4, 0.0045, s, 0.9), r0=0.3, correlated=0.5).correlated
+            for s in range(8)
+        ]
+    )
     assert apart < 0.4 < 0.7 < near
 
 
@@ -113,7 +120,7 @@ def test_standard_errors_weigh_the_points():
 
 
 def test_laptop_run_of_twelve_noisy_points_gives_an_honest_interval():
-    # Evaluation at compute 0 is R0; the others end at 3 Cmid with standard errors of .012.
+    # The evaluation at compute 0 is a point of the fit; all have standard errors of .012.
     truth = {"A": 0.85, "B": 1.8, "Cmid": 0.05, "R0": 0.25}
     c = np.linspace(0, 3, 12) * truth["Cmid"]
     hits, widths = 0, []
@@ -121,19 +128,83 @@ def test_laptop_run_of_twelve_noisy_points_gives_an_honest_interval():
         noise = 0.012 * np.random.default_rng(seed).normal(size=12)
         y = np.clip(log_sigmoid(c, **truth) + noise, 0, 1)
         f = fit(c, y, np.full(12, 0.012))
-        assert f.window.r0_at == 0
-        assert f.R0.value == y[0]
+        assert f.window.used[0]
+        assert not f.R0.fixed
         hits += f.A.low <= truth["A"] <= f.A.high
         widths.append(f.A.high - f.A.low)
     assert hits >= 26
     assert 0.03 < np.median(widths) < 0.5
 
 
-def test_first_evaluation_after_the_start_is_used_with_a_warning():
+def test_published_run_without_options_says_that_its_r0_is_not_in_the_data():
     f = fit(published("scalerl_8b_bs768_14k"))
-    assert f.R0.value == pytest.approx(0.43349)
-    assert f.n == 24
-    assert "r0_after_start" in {w.code for w in f.warnings}
+    assert f.n == 25
+    assert not f.R0.fixed
+    assert f.A.low < 0.610 < f.A.high
+    # The published R0 of about .395 is the lower end: there A is the published .610.
+    warning = next(w for w in f.warnings if w.code == "r0_unknown")
+    assert warning.serious
+    a, r0 = re.search(r"A is (\S+) with R0 (\S+),", warning.text).groups()
+    assert float(a) == pytest.approx(0.610, abs=0.015)
+    assert float(r0) == pytest.approx(0.395, abs=0.01)
+    assert fit(published("scalerl_8b_bs768_14k"), r0=R0).A.value == pytest.approx(0.610, abs=0.015)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_run_that_begins_after_the_start_is_covered_or_ill_conditioned(share):
+    # 40 of the runs of benchmarks/results/scaling_defaults.md, which hold in 90% or more.
+    rng = np.random.default_rng(7)
+    covered = good = good_covered = 0
+    for seed in range(40):
+        truth = {"A": rng.uniform(0.45, 0.75), "B": rng.uniform(1.5, 5), "Cmid": 1e3, "R0": 0.3}
+        c, y = run(truth, sigma=0.0045, seed=seed, end=3.5, share=share)
+        f = fit(c[2:], y[2:])
+        inside = f.A.low <= truth["A"] <= f.A.high
+        covered += inside or not f.well_conditioned
+        good += f.well_conditioned
+        good_covered += inside and f.well_conditioned
+    assert covered >= 36
+    assert good >= 12
+    assert good_covered >= 0.85 * good
+
+
+def test_headline_of_an_ill_conditioned_fit_is_the_median():
+    f = fit(published("scalerl_32k"), r0=R0, skip=1400)
+    assert not f.well_conditioned
+    assert (f.estimate, f.least_squares.a) == ("median", pytest.approx(1.0, abs=1e-3))
+    assert f.A.value == pytest.approx(np.median(f.models.draw(4000).a), abs=1e-9)
+    # The paper's longer run of it measures .62 at 70,000 GPU-hours and fits A .645.
+    assert abs(f.A.value - 0.645) < 0.5 * abs(f.least_squares.a - 0.645)
+    assert f.curve(1e12) == pytest.approx(f.A.value, abs=1e-3)
+    data = fit_to_dict(f)
+    assert data["estimate"] == "median"
+    assert data["A"]["value"] == f.A.value
+    assert data["least_squares"]["A"] == f.least_squares.a
+    good = fit(published("gspo"), r0=R0)
+    assert (good.estimate, good.point) == ("least squares", good.least_squares)
+
+
+def test_first_evaluation_above_the_next_is_a_remark():
+    truth = {"A": 0.6, "B": 2.0, "Cmid": 2500.0, "R0": 0.3}
+    c, y = run(truth, sigma=0.002)
+    assert "falls_at_start" not in {w.code for w in fit(c, y).warnings}
+    y[0] = 0.46
+    warning = next(w for w in fit(c, y).warnings if w.code == "falls_at_start")
+    assert not warning.serious
+    assert "0.460, then at most" in warning.text
+
+
+def test_skip_epochs_leaves_out_the_first_passes():
+    truth = {"A": 0.6, "B": 2.0, "Cmid": 2500.0, "R0": 0.3}
+    c, y = run(truth, sigma=0.002)
+    s = Series.clean(c, y, epoch=np.arange(24) // 5 + 1)
+    f = fit(s, r0=0.3, skip_epochs=1)
+    assert f.window.skip == c[4]
+    assert f.n == 19
+    with pytest.raises(PointsError, match="no epochs are known"):
+        fit(c, y, r0=0.3, skip_epochs=1)
+    with pytest.raises(PointsError, match="both skip and skip_epochs"):
+        fit(s, r0=0.3, skip_epochs=1, skip=5)
 
 
 def test_fitted_r0_counts_the_evaluation_at_zero_compute():
@@ -152,7 +223,7 @@ def test_start_that_contradicts_the_curve_is_skipped_by_default():
     y[:2] += 0.05
     f = fit(c, y, r0=0.3)
     assert f.window.skip == c[1]
-    assert "left out 2 points" in f.window.skip_rule
+    assert "(2, up to" in next(w.text for w in f.warnings if w.code == "skipped")
     assert f.A.value == pytest.approx(0.6, abs=0.01)
     assert fit(c, y, r0=0.3, skip=0).n == 24
 
@@ -180,24 +251,6 @@ def test_power_law_recovers_its_parameters():
     assert f.Cmid is None
 
 
-def test_bootstrap_agrees_with_the_profile_for_independent_noise():
-    truth = {"A": 0.6, "B": 2.0, "Cmid": 2500.0, "R0": 0.3}
-    f = fit(*run(truth, 40, 4, 0.004), r0=0.3, skip=0, correlated=0)
-    a = bootstrap(f, 300)["A"]
-    assert 0.5 < (a.high - a.low) / (f.A.high - f.A.low) < 1.5
-    assert a.low <= f.A.value <= a.high
-
-
-def test_blocks_widen_the_bootstrap_of_a_drifting_run():
-    truth = {"A": 0.6, "B": 2.0, "Cmid": 2500.0, "R0": 0.3}
-    ratio = []
-    for seed in range(6):
-        f = fit(*run(truth, 40, 4, 0.0045, seed, 0.9), r0=0.3, skip=0)
-        blocks, plain = bootstrap(f, 300)["A"], bootstrap(f, 300, block=1)["A"]
-        ratio.append((blocks.high - blocks.low) / (plain.high - plain.low))
-    assert np.mean(ratio) > 1.15
-
-
 def test_run_margin_widens_only_the_interval_of_a():
     s = published("scalerl_8b_bs768_14k")
     one, two = fit(s, r0=R0), fit(s, r0=R0, run_margin=0.02)
@@ -220,7 +273,7 @@ def test_json_has_the_documented_fields_and_no_nan():
         assert data[key]["low"] <= data[key]["value"] <= data[key]["high"]
     assert {"sse", "well_conditioned", "warnings", "prediction", "points", "repairs"} <= set(data)
     assert {"rmse", "coverage"} <= set(data["prediction"])
-    assert {p["role"] for p in data["points"]} <= {"used", "skipped", "held_out", "r0"}
+    assert {p["role"] for p in data["points"]} <= {"used", "skipped", "held_out"}
 
 
 @pytest.mark.parametrize(
@@ -270,6 +323,7 @@ def test_run_that_had_already_risen_is_ill_conditioned():
         ({"form": "cubic"}, "unknown form"),
         ({"method": "slow"}, "unknown method"),
         ({"fix_a": 1.2}, "fix_a is 1.2"),
+        ({"a_range": (0.8, 0.4)}, "range is 0.8 to 0.4"),
         ({"level": 0.2}, "level"),
     ],
 )

@@ -146,9 +146,17 @@ def test_number_of_samples_gives_standard_errors(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu_hours,pass_rate\n1,.1\n2,nan\n", r"x\.csv, line 3, column 'pass_rate'.*not a finite"),
+        ("gpu_hours,pass_rate\n1,nan\n2,N/A\n", r"x\.csv: no evaluations"),
         ("gpu_hours,pass_rate\n1,.1\n2,high\n", r"line 3, column 'pass_rate': not a number"),
-        ("gpu_hours,pass_rate\n1,.1\n2,-.2\n", r"line 3, column 'pass_rate'.*outside"),
+        ("gpu_hours,pass_rate\n1,.1\n2,.2\n3,7\n", r"line 4, column 'pass_rate'.*outside.*--per"),
+        (
+            "gpu_hours,reward\n1,-.2\n2,.4\n",
+            r"line 2, column 'reward'.*outside \[0, 1\] \(-0.2\). This is no pass rate: .*\(1 \+ r",
+        ),
+        ("gpu_hours;pass_rate\n1;0,25\n", r"line 2, column 'pass_rate'.*'0,25'. Write a decimal p"),
+        ('gpu_hours,pass_rate\n"1,125",.2\n', r"line 2, column 'gpu_hours'.*no separator of thous"),
+        ("1,.1\n2,.2\n", r"line 1: no header line"),
+        ("# points of Monday\n1,.1\n2,.2\n", r"line 2: no header line"),
         ("gpu_hours,pass_rate\n-1,.1\n", r"line 2, column 'gpu_hours'.*negative"),
         ("gpu_hours,pass_rate\n1,.1,5\n", r"line 2: 3 cells under 2 columns"),
         ("gpu_hours,gpu_hours\n1,.1\n", r"line 1, column 'gpu_hours': two columns"),
@@ -215,3 +223,136 @@ def test_tensorboard_directories_are_read(tmp_path):
     np.testing.assert_allclose(s.reward, R, rtol=1e-6)
     (steps,) = read(tmp_path / "run", ReadOptions(compute_column="step"))
     np.testing.assert_allclose(steps.compute, [0, 20, 40, 60, 80])
+
+
+# Compute next to steps, resumed at step 20.
+RESUMED = "step,gpu_hours,pass_rate\n0,0,.2\n20,1,.3\n40,2,.4\n20,1.1,.35\n40,2.1,.45\n60,3,.5\n"
+RUNS = "0,.2\n{0},10,.3\n{1},0,.4\n{1},10,.6\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "series", "repair"),
+    [
+        # Evaluations that were written twice: the last counts, as in metrics.jsonl.
+        ("x.csv", RESUMED, {"x": ([0, 1.1, 2.1, 3], [0.2, 0.35, 0.45, 0.5])}, "the last counts"),
+        ("x.csv", "gpu_hours,pass_rate\n1,.3\n2,.4\n2,.5\n", {"x": ([1, 2], [0.3, 0.5])}, "last"),
+        # wandb's own column of names, in any case.
+        (
+            "x.csv",
+            "Name,Step,pass_rate\na," + RUNS.format("a", "b"),
+            {"a": ([0, 10], [0.2, 0.3]), "b": ([0, 10], [0.4, 0.6])},
+            None,
+        ),
+        ("x.csv", "Step,run - v2 - eval/pass_rate\n1,.1\n", {"run - v2": ([1], [0.1])}, None),
+        # A column of text that follows the run is no second run.
+        ("x.csv", "node,gpu_hours,pass_rate\na,1,.1\na,2,.2\nb,3,.3\nb,4,.4\n",
+         {"x": ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])}, None),
+        # Charts of two runs: the cells that one run leaves empty are no text.
+        ("x.csv", "Step,a - pass_rate,b - pass_rate\n1,.3,\n2,,.3\n3,.3,\n4,,.3\n",
+         {"a": ([1, 3], [0.3, 0.3]), "b": ([2, 4], [0.3, 0.3])}, "2 rows without"),
+        # Validation before the first step, without compute.
+        ("x.csv", "gpu_hours,pass_rate\n,.1\n1,.2\n", {"x": ([1], [0.2])}, "without gpu_hours"),
+        (
+            "x.csv",
+            "gpu_hours,pass_rate\n1,.2\n2,NaN\n3,None\n4,N/A\n5,inf\n6,.5\n-inf,.6\n",
+            {"x": ([1, 6], [0.2, 0.5])},
+            "4 rows without pass_rate left out",
+        ),
+        # numpy.savetxt with a header, tabs, blanks.
+        ("x.csv", "# gpu_hours,pass_rate\n1e+00,2e-01\n2,.3\n", {"x": ([1, 2], [0.2, 0.3])}, None),
+        ("x.txt", "# gpu_hours pass_rate\n1.0e+00 2.0e-01\n", {"x": ([1], [0.2])}, None),
+        ("x.csv", "gpu_hours\tpass_rate\n1\t.2\n", {"x": ([1], [0.2])}, None),
+        ("x.csv", "gpu_hours;pass_rate\n1;.2\n", {"x": ([1], [0.2])}, None),
+        # Charts and histories of runs with several tasks.
+        (
+            "x.csv",
+            "eval/step,r - eval/pass_rate,r - eval/tasks/math/pass_rate\n0,.1,.2\n1,.3,.4\n",
+            {"r": ([0, 1], [0.1, 0.3]), "r:math": ([0, 1], [0.2, 0.4])},
+            None,
+        ),
+        (
+            "x.csv",
+            "_step,train/compute_device_hours,train/tasks/a/pass_rate,eval/compute_device_hours,"
+            "eval/pass_rate,eval/tasks/a/pass_rate,eval/tasks/b.c/pass_rate\n"
+            "0,,,0,.1,.2,.3\n1,.5,.9,,,,\n2,,,1,.2,.3,.5\n",
+            {"x": ([0, 1], [0.1, 0.2]), "x:a": ([0, 1], [0.2, 0.3]), "x:b.c": ([0, 1], [0.3, 0.5])},
+            "1 rows without eval",
+        ),
+    ],
+)  # fmt: skip
+def test_tables_of_other_tools_give_the_right_series(tmp_path, name, text, series, repair):
+    result = read(write(tmp_path / name, text))
+    assert {s.name for s in result} == set(series)
+    for s in result:
+        np.testing.assert_allclose(s.compute, series[s.name][0])
+        np.testing.assert_allclose(s.reward, series[s.name][1])
+        assert (repair is None) == (not s.repairs)
+        assert repair is None or any(repair in r for r in s.repairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "step,gpu_hours,pass_rate\n0,0,.2\n10,1,.3\n20,2,.4\n30,.5,.45\n40,1.5,.5\n",
+            "line 5, column 'gpu_hours': compute goes back to .5 at step 30. Does it start again",
+        ),
+        ("who,Step,pass_rate\na," + RUNS.format("a", "b"), "rows of a and b.*series-column 'who'"),
+        ("seed,Step,pass_rate\n1," + RUNS.format("1", "2"), "mixes rows of 1 and 2.*column 'seed'"),
+    ],
+)  # fmt: skip
+def test_mixed_runs_are_refused_with_the_remedy(tmp_path, text, message):
+    path = write(tmp_path / "x.csv", text)
+    with pytest.raises(PointsError, match=message):
+        read(path)
+    column = text.partition(",")[0]
+    if column != "step":
+        assert [len(s) for s in read(path, ReadOptions(series_column=column))] == [2, 2]
+
+
+def test_epoch_of_an_evaluation_is_that_of_the_last_step_before_it(tmp_path):
+    rows = [evaluation(0, 0.2)]
+    for step, epoch in enumerate([1, 1, 2, 2, 3]):
+        rows += [{"kind": "step", "step": step, "epoch": epoch}, evaluation(step + 1, 0.3)]
+    (s,) = read(metrics(tmp_path / "metrics.jsonl", rows))
+    np.testing.assert_allclose(s.epoch, [0, 1, 1, 2, 2, 3])
+    (s,) = read(write(tmp_path / "x.csv", "gpu_hours,pass_rate,epoch\n2,.3,1\n1,.2,0\n"))
+    np.testing.assert_allclose(s.epoch, [0, 1])
+
+
+def test_hours_of_a_clock_become_gpu_hours_by_the_number_of_devices(tmp_path):
+    path = write(tmp_path / "x.csv", "wall_hours,pass_rate\n1,.1\n2,.2\n")
+    wall = {"compute_column": "wall_hours"}
+    (s,) = read(path, ReadOptions(**wall, devices=8))
+    assert s.unit == "GPU-hours"
+    np.testing.assert_allclose(s.compute, [8, 16])
+    assert s.repairs == ("hours of 8 devices read as GPU-hours",)
+    assert read(path, ReadOptions(**wall))[0].unit == "hours"
+    with pytest.raises(PointsError, match="hours cannot be converted to GPU-hours.*--devices"):
+        read(path, ReadOptions(**wall, compute_unit="gpu-hours"))
+    path = write(tmp_path / "x.csv", "device_seconds,pass_rate\n3600,.1\n7200,.2\n")
+    (s,) = read(path, ReadOptions(compute_column="device_seconds", compute_unit="gpu-hours"))
+    np.testing.assert_allclose(s.compute, [1, 2])
+    with pytest.raises(PointsError, match="8 devices cannot multiply compute in device-seconds"):
+        read(path, ReadOptions(compute_column="device_seconds", devices=8))
+
+
+def test_own_tensorboard_mirror_of_several_tasks_gives_the_series_of_metrics_jsonl(tmp_path):
+    pytest.importorskip("tensorboard")
+    from megatron_rl.metrics.mirrors import TensorBoardMirror
+
+    tasks = [{"math": {"pass_rate": r / 2}, "code": {"pass_rate": r / 4}} for r in R]
+    rows = [evaluation(20 * i, r, tasks=t) for i, (r, t) in enumerate(zip(R, tasks, strict=True))]
+    mirror = TensorBoardMirror(tmp_path / "run")
+    for row in rows:
+        mirror.log(row | {"unix_seconds": 1.0})
+        mirror.log({"kind": "step", "step": row["step"], "tasks": {"math": {"pass_rate": 0.9}}})
+    mirror.close()
+    (tmp_path / "own").mkdir()
+    own = read(metrics(tmp_path / "own" / "metrics.jsonl", rows))
+    mirrored = read(tmp_path / "run" / "tensorboard")
+    for a, b in zip(own, mirrored, strict=True):
+        assert a.name.partition(":")[1:] == b.name.partition(":")[1:]
+        assert a.unit == b.unit
+        np.testing.assert_allclose(a.compute, b.compute, rtol=1e-6)
+        np.testing.assert_allclose(a.reward, b.reward, rtol=1e-6)

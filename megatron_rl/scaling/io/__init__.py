@@ -1,8 +1,8 @@
 """Reading of evaluations: a reader per format makes a Table, and series are selected from it.
 
-The format follows from the name: ``.csv`` and ``.tsv``, ``.jsonl`` (a run's ``metrics.jsonl`` as
-it is), ``.parquet``, TensorBoard event files or a directory of them. CSV exported from wandb's
-charts has columns "run - metric".
+The format follows from the name: ``.csv``, ``.tsv``, ``.txt`` and ``.dat``, ``.jsonl`` (a run's
+``metrics.jsonl`` as it is), ``.parquet``, TensorBoard event files or a directory of them. CSV
+exported from wandb's charts has columns "run - metric". ``published:NAME`` are published points.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .table import Table, select
 
 __all__ = ["ReadOptions", "Table", "read", "read_many"]
 
-READERS = dict.fromkeys([".csv", ".tsv"], read_csv)
+READERS = dict.fromkeys([".csv", ".tsv", ".txt", ".dat"], read_csv)
 READERS |= dict.fromkeys([".jsonl", ".ndjson"], read_jsonl)
 READERS |= dict.fromkeys([".parquet", ".pq"], read_parquet)
 
@@ -29,6 +29,11 @@ def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
         PointsError: the file, a column or a value is not usable; names file, line and column.
         MissingExtra: the format needs a package that is not installed.
     """
+    if str(path).startswith("published:"):
+        from ..paper_points import published
+
+        name = str(path).partition(":")[2]
+        return [replace(published(name).points, name=name)]
     return select(_read_table(Path(path)), options or ReadOptions())
 
 

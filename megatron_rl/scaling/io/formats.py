@@ -2,19 +2,21 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import PointsError, require
-from .table import Rows, Table
+from .table import Rows, Table, is_number
 
 SCHEMA = "megatron_rl.metrics/"
 
 
 def read_csv(path: Path) -> Table:
-    """Read CSV or TSV with a header line; lines that start with # are comments.
+    """Read text with a header line; lines that start with # are comments.
 
-    The delimiter is a tab for .tsv, else comma or semicolon.
+    The delimiter is that of the header: tab, semicolon, comma or blanks. A comment above numbers is
+    the header, as numpy.savetxt writes it.
     """
     file = str(path)
     try:
@@ -22,13 +24,21 @@ def read_csv(path: Path) -> Table:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text ({error.reason})"
         raise PointsError(problem, "Save it as UTF-8", file=file) from None
-    kept = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip() and t[0] != "#"]
+    lines = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip()]
+    kept = [(n, t) for n, t in lines if t[0] != "#"]
+    cells = [re.split(r"[\s,;]+", t.strip("# ,;\t")) for _, t in lines]
+    if kept and all(map(is_number, cells[above := lines.index(kept[0])])):
+        if above == 0 or len(cells[above - 1]) != len(cells[above]):
+            remedy = "Name the columns in a first line, for example gpu_hours,pass_rate"
+            raise PointsError("no header line", remedy, file=file, line=kept[0][0])
+        kept.insert(0, (lines[above - 1][0], lines[above - 1][1].lstrip("# ")))
     if len(kept) < 2:
         remedy = "Give a header line and rows"
         raise PointsError("the file is empty or has no rows", remedy, file=file)
     first = kept[0][1]
-    delimiter = "\t" if path.suffix == ".tsv" else ";" if ";" in first and "," not in first else ","
-    reader = csv.reader([t for _, t in kept], delimiter=delimiter)
+    semicolon = ";" in first and "," not in first
+    delimiter = next((d for d in ("\t", ";" if semicolon else ",", " ") if d in first), ",")
+    reader = csv.reader([t for _, t in kept], delimiter=delimiter, skipinitialspace=True)
     header = [name.strip() for name in next(reader)]
     for name in header:
         if header.count(name) > 1:
@@ -76,16 +86,15 @@ def read_jsonl(path: Path) -> Table:
     name = path.stem
     schema = str(rows[0][1].get("schema", ""))
     if schema.startswith(SCHEMA):
-        rows, note = _evaluations(file, rows, schema)
-        repairs += note
+        rows = _evaluations(file, rows, schema)
         name = path.resolve().parent.name if name == "metrics" else name
     return Table(file, name, [(line, _flatten(row)) for line, row in rows], repairs)
 
 
-def _evaluations(file: str, rows: Rows, schema: str) -> tuple[Rows, list[str]]:
+def _evaluations(file: str, rows: Rows, schema: str) -> Rows:
     """Return the evaluation rows of metrics.jsonl, whose first line names its schema.
 
-    A resumed run writes the evaluations of some steps again: the last one of a step counts.
+    They get the `epoch` of the last step row before them, 0 without any.
     """
     if schema != SCHEMA + "1":
         problem = f"schema {schema} is newer than {SCHEMA}1"
@@ -94,10 +103,10 @@ def _evaluations(file: str, rows: Rows, schema: str) -> tuple[Rows, list[str]]:
     if not evaluations:
         remedy = "Switch evaluations on, or wait for the first one"
         raise PointsError("no evaluation rows (kind 'eval')", remedy, file=file)
-    by_step = {row.get("step", n): (n, row) for n, row in evaluations}
-    repeated = len(evaluations) - len(by_step)
-    note = [f"{repeated} evaluations written again after a resume: the last counts"]
-    return sorted(by_step.values(), key=lambda pair: pair[0]), note if repeated else []
+    steps = {r["step"]: r["epoch"] for _, r in rows if r.get("kind") == "step" and "epoch" in r}
+    for _, row in evaluations if steps else []:
+        row["epoch"] = max((e for s, e in steps.items() if s < row.get("step", 0)), default=0)
+    return evaluations
 
 
 def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, object]:

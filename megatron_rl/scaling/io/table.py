@@ -1,8 +1,9 @@
 """A table with line numbers, and the choice of its columns: by name, else by well-known names."""
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,12 @@ COMPUTE_NAMES = (
     "global_step",
 )  # fmt: skip
 REWARD_NAMES = ("pass_rate", "reward", "accuracy", "acc", "score", "value")
-SERIES_NAMES = ("series", "run", "run_name", "method")
-UNITS = ["GPU-hours", "GPU-seconds", "device-hours", "device-seconds", "FLOPs", "tokens", "steps"]
+SERIES_NAMES = ("series", "run", "run_name", "method", "name", "experiment")
+STEP_NAMES = ("step", "_step", "global_step")
+EMPTY = {"", "nan", "none", "null", "n/a", "na", "inf", "+inf", "-inf", "infinity", "-infinity"}
+SECONDS = {"hours": 3600, "seconds": 1}
+UNITS = [f"{kind}{time}" for kind in ("GPU-", "device-", "") for time in SECONDS]
+UNITS += ["FLOPs", "tokens", "steps"]
 Rows = list[tuple[int, dict[str, Any]]]
 """Line (or record) number from 1, and cells by column."""
 
@@ -44,7 +49,7 @@ class Table:
         return PointsError(problem, remedy, file=self.source, line=line, column=column)
 
     def numbers(self, column: str, rows: Rows) -> Array:
-        """Return the numbers of a column (PointsError: a cell is none); infinite ones are nan."""
+        """Return the numbers of a column (PointsError: a cell is none)."""
         return np.array([self._number(column, *row) for row in rows], dtype=float)
 
     def _number(self, column: str, line: int, cells: dict[str, Any]) -> float:
@@ -52,18 +57,33 @@ class Table:
         try:
             if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
                 raise ValueError
-            number = float(value.strip().removesuffix("%") if isinstance(value, str) else value)
+            return float(value.strip().removesuffix("%") if isinstance(value, str) else value)
         except ValueError:
             shown = repr(value) if has(column, [(line, cells)]) else "empty"
             remedy = "Correct the cell or remove the row"
+            if "," in shown:
+                remedy = "Write a decimal point, and no separator of thousands"
             raise self.error(f"not a number: {shown}", remedy, column, line) from None
-        return number if math.isfinite(number) else float("nan")
 
 
 def has(column: str, rows: Rows) -> bool:
-    """Return True if no cell of a column is empty in these rows."""
-    values = (cells.get(column) for _, cells in rows)
-    return not any(v is None or (isinstance(v, str) and not v.strip()) for v in values)
+    """Return True if no cell of a column is empty, NaN or infinite in these rows."""
+    return not any(str(cells.get(column)).strip().lower() in EMPTY for _, cells in rows)
+
+
+def is_number(text: str) -> bool:
+    """Return True if float() reads a text."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _task(column: str) -> str:
+    """Return the task of `tasks.<task>.<reward>` or `eval/tasks/<task>/<reward>`, else ""."""
+    match = re.search(r"(?:^|[./])tasks[./](.+)[./][^./]+$", column)
+    return match[1] if match else ""
 
 
 def select(table: Table, options: ReadOptions) -> list[Series]:
@@ -77,11 +97,13 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
     if not selection:
         wanted = options.reward_column[0] if options.reward_column else None
         reward = _find_column(table, wanted, REWARD_NAMES, "reward")
-        selection = [(name, reward, rows) for name, rows in _groups(table, options).items()]
-        for column in table.columns:  # metrics.jsonl has columns tasks.<task>.<reward>
-            parts = column.split(".")
-            if len(parts) >= 3 and parts[0] == "tasks" and parts[-1] == reward:
-                selection.append((f"{table.name}:{'.'.join(parts[1:-1])}", column, table.rows))
+        reward_name = re.split("[./]", reward)[-1]
+        groups = _groups(table, options)
+        selection = [(name, reward, rows) for name, rows in groups.items()]
+        for column in table.columns:
+            pattern = re.escape(reward.replace(reward_name, "")) + rf"tasks[./].+[./]{reward_name}"
+            if re.fullmatch(pattern, column):
+                selection += [(f"{n}:{_task(column)}", column, r) for n, r in groups.items()]
     series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
     names = [s.name for s in series]
     for name in options.series or ():
@@ -98,6 +120,7 @@ def _find_column(table: Table, wanted: str | None, known: Sequence[str], purpose
         exact = [n for n in names if n == candidate]
         same = [n for n in names if n.lower() == candidate.lower()]
         ends = [n for n in names if n.replace(".", "/").rsplit("/", 1)[-1] == candidate]
+        ends = [n for n in ends if not _task(n)] or ends
         for group in (exact, same, ends):
             if len(group) > 1:
                 # A run logs compute with its training rows too; evaluations count here.
@@ -121,11 +144,11 @@ def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
         return []
     pairs = []
     for column in table.columns:
-        run, separator, metric = column.partition(" - ")
+        run, separator, metric = column.rpartition(" - ")
         extra = column.endswith(("__MIN", "__MAX", "_step"))
         match = not wanted or wanted[0] in (metric, metric.rsplit("/", 1)[-1])
         if separator and match and not extra:
-            pairs.append((run, column))
+            pairs.append((f"{run}:{task}" if (task := _task(metric)) else run, column))
     return pairs
 
 
@@ -136,7 +159,8 @@ def _groups(table: Table, options: ReadOptions) -> dict[str, Rows]:
         remedy = f"Choose with --series-column; there are: {', '.join(table.columns)}"
         raise table.error(f"no series column '{column}'", remedy, column)
     if column is None:
-        column = next((n for n in SERIES_NAMES if n in table.columns), None)
+        lower = {n.lower().replace(" ", "_"): n for n in table.columns}
+        column = next((lower[n] for n in SERIES_NAMES if n in lower), None)
     if column is None:
         return {table.name: table.rows}
     groups: dict[str, Rows] = {}
@@ -150,52 +174,102 @@ def _series(
 ) -> Series:
     """Return the numbers of one series; omissions and conversions are stated as repairs."""
     repairs = list(table.repairs)
-    kept = [row for row in rows if has(reward, [row])]
-    if len(kept) < len(rows):
-        repairs.append(f"{len(rows) - len(kept)} rows without {reward} left out")
-    c, r = table.numbers(compute, kept), table.numbers(reward, kept)
-    stderr, stderr_name = _stderr(table, options.stderr_column, reward, kept)
+    for column in (reward, compute):
+        kept = [row for row in rows if has(column, [row])]
+        if len(kept) < len(rows):
+            repairs.append(f"{len(rows) - len(kept)} rows without {column} left out")
+        rows = kept
+    _check_text(table, name, rows, compute, reward)
+    rows = _last_of_each_step(table, rows, compute, repairs)
+    c, r = table.numbers(compute, rows), table.numbers(reward, rows)
+    stderr, stderr_name = _stderr(table, options.stderr_column, reward, rows)
     percent = options.percent
-    if percent is None and len(r) and np.nanmax(r) > 1 and np.nanmedian(r) > 1:
-        percent = bool(np.nanmin(r) >= 0 and np.nanmax(r) <= 100)
+    if percent is None and len(r) and r.max() > 1 and np.median(r) > 1:
+        percent = bool(r.min() >= 0 and r.max() <= 100)
     if percent:
         r = r / 100
         stderr = None if stderr is None else stderr / 100
         repairs.append(f"{reward} read as percent")
-    if stderr is None and (stderr := _binomial(table, kept, r)) is not None:
+    if stderr is None and (stderr := _binomial(table, rows, r)) is not None:
         repairs.append("standard errors from the number of samples (binomial)")
-    unit = _unit(compute)
-    if options.compute_unit is not None:
-        wanted = options.compute_unit
-        target = next((u for u in UNITS if u.lower() == wanted.lower()), wanted)
-        converted = _convert(c, unit, target)
-        if converted is not c:
-            repairs.append(f"{unit} converted to {target}")
-        c, unit = converted, target
-    origin: dict[str, Any] = {"source": table.source, "lines": [line for line, _ in kept]}
+    c, unit = _convert(c, _unit(compute), options, repairs)
+    epoch = table.numbers("epoch", rows) if rows and has("epoch", rows) else None
+    origin: dict[str, Any] = {"source": table.source, "lines": [line for line, _ in rows]}
     origin["columns"] = (compute, reward, stderr_name or "stderr")
-    return Series.clean(c, r, stderr, name=name, unit=unit, repairs=repairs, **origin)
+    return Series.clean(c, r, stderr, epoch=epoch, name=name, unit=unit, repairs=repairs, **origin)
+
+
+def _check_text(table: Table, name: str, rows: Rows, compute: str, reward: str) -> None:
+    """Raise PointsError if a column of text (or seeds) splits the rows into overlapping runs."""
+    for column in table.columns:
+        kept = [row for row in rows if has(column, [row])]
+        values = [str(cells[column]).strip() for _, cells in kept]
+        numbers = column.lower() != "seed" and all(map(is_number, values))
+        if column in (compute, reward) or numbers:
+            continue
+        at = table.numbers(compute, kept)
+        spans = [(at[[v == w for w in values]], v) for v in dict.fromkeys(values)]
+        spans.sort(key=lambda span: float(span[0].min()))
+        for (one, first), (two, second) in pairwise(spans):
+            if min(len(one), len(two)) > 1 and two.min() < one.max():
+                problem = f"series '{name}' mixes rows of {first} and {second}, perhaps runs"
+                remedy = f"For a series each give --series-column '{column}', else remove it"
+                raise table.error(problem, remedy, column)
+
+
+def _last_of_each_step(table: Table, rows: Rows, compute: str, repairs: list[str]) -> Rows:
+    """Return the last row of each step, or of each compute if there are no steps.
+
+    A resumed run writes the evaluations of some steps again.
+
+    Raises:
+        PointsError: compute goes back while the step grows.
+    """
+    names = (n for n in table.columns if re.split("[./]", n.lower())[-1] in STEP_NAMES)
+    step = next((n for n in names if has(n, rows)), compute)
+    numbers = table.numbers(step, rows)
+    last = dict(zip(numbers.tolist(), rows, strict=True))
+    if len(last) < len(rows):
+        note = f"{len(rows) - len(last)} evaluations at a repeated {step}, as after a resume: "
+        repairs.append(note + "the last counts")
+    if step == compute:
+        return list(last.values())
+    rows = [last[n] for n in sorted(last)]
+    back = np.flatnonzero(np.diff(table.numbers(compute, rows)) < 0)
+    if len(back):
+        line, cells = rows[int(back[0]) + 1]
+        problem = f"compute goes back to {cells[compute]} at {step} {cells[step]}"
+        remedy = "Does it start again after a resume? Then add the compute before it"
+        raise table.error(problem, remedy, compute, line)
+    return rows
 
 
 def _unit(column: str) -> str:
     name = column.lower()
-    device = "device" if "device" in name else "GPU"
-    units = (f"{device}-hours", f"{device}-seconds", "FLOPs", "tokens", "steps")
+    kind = "device-" if "device" in name else "GPU-" if "gpu" in name else ""
+    units = (f"{kind}hours", f"{kind}seconds", "FLOPs", "tokens", "steps")
     parts = ("hour", "second", "flop", "token", "step")
     return next((unit for part, unit in zip(parts, units, strict=True) if part in name), column)
 
 
-def _convert(c: Array, unit: str, target: str) -> Array:
-    """Convert compute between seconds and hours; labels that are no known units change nothing."""
-    old, new = unit.rsplit("-", 1)[-1], target.rsplit("-", 1)[-1]
-    if (old, new) == ("seconds", "hours"):
-        return c / 3600
-    if (old, new) == ("hours", "seconds"):
-        return c * 3600
-    if {unit, target} <= set(UNITS) and old != new:
-        problem = f"{unit} cannot be converted to {target}"
-        raise PointsError(problem, "Choose another --compute-column")
-    return c
+def _convert(c: Array, unit: str, options: ReadOptions, notes: list[str]) -> tuple[Array, str]:
+    """Convert compute to the wanted unit; labels that are no known units change nothing."""
+    if options.devices is not None:
+        if unit not in SECONDS or options.devices <= 0:
+            problem = f"{options.devices:g} devices cannot multiply compute in {unit}"
+            raise PointsError(problem, "--devices is for hours or seconds of a clock")
+        notes.append(f"{unit} of {options.devices:g} devices read as GPU-{unit}")
+        c, unit = c * options.devices, f"GPU-{unit}"
+    wanted = options.compute_unit or unit
+    target = next((u for u in UNITS if u.lower() == wanted.lower()), wanted)
+    (kind, _, time), (new_kind, _, new_time) = unit.rpartition("-"), target.rpartition("-")
+    if unit != target and {time, new_time} <= {*SECONDS} and bool(kind) == bool(new_kind):
+        notes.append(f"{unit} converted to {target}")
+        return c * (SECONDS[time] / SECONDS[new_time]), target
+    if unit != target and {unit, target} <= {*UNITS}:
+        remedy = "Choose another --compute-column, or give --devices for hours of a clock"
+        raise PointsError(f"{unit} cannot be converted to {target}", remedy)
+    return c, target
 
 
 def _stderr(
@@ -221,7 +295,7 @@ def _binomial(table: Table, rows: Rows, r: Array) -> Array | None:
     if not all(has(column, rows) for column in needed):
         return None
     n = np.prod([table.numbers(column, rows) for column in needed], axis=0)
-    if np.any(n < 1) or np.any((r < 0) | (r > 1) | ~np.isfinite(r)):
+    if np.any(n < 1) or np.any((r < 0) | (r > 1)):
         return None
     p = (r * n + 1) / (n + 2)
     return np.asarray(np.sqrt(p * (1 - p) / n))
