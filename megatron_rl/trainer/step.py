@@ -31,7 +31,7 @@ from megatron_rl.trainer.step_metrics import report
 
 
 class BatchSource(Protocol):
-    """Where rank 0 gets its batches."""
+    """Source of rank 0's batches."""
 
     def next_batch(self, step: int) -> messages.Batch:
         """Return the batch of a step."""
