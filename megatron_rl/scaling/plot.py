@@ -11,7 +11,7 @@ from .comparison import Comparison, transform
 from .curve import Array, log_sigmoid
 from .errors import PointsError, require
 from .fit_result import Fit, amount
-from .paper_points import Published
+from .paper_points import PaperRun
 from .report import b_spec, roles, spread
 from .series import Series
 
@@ -26,7 +26,7 @@ ROLES = {
 """Label, color and symbols (matplotlib's and plotly's) of the points by their role."""
 
 
-def save_plot(f: Fit, path: str | Path, overlay: Sequence[Published] = ()) -> None:
+def save_plot(f: Fit, path: str | Path, overlay: Sequence[PaperRun] = ()) -> None:
     """Draw a fit on logarithmic and linear compute: points by their role, curve, band, A and Cmid.
 
     `overlay` are published runs to draw as well. For errors of this function and the next two see
@@ -49,7 +49,7 @@ def save_panels(fits: Sequence[Fit], path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[Published] = ()) -> None:
+def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[PaperRun] = ()) -> None:
     """Draw the curves of all runs, and next to them the leave-one-out transform.
 
     With a shared A the transform uses each run's refit at it, so that slopes are comparable.
@@ -84,8 +84,9 @@ def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[Published
         axis.set_xlabel(f"compute ({c.entries[0].fit.unit})")
         _tidy(axis)
     # Below the panels: inside one of them it would lie on a curve.
-    legend = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
-    figure.legend(ncols=2 if len(c.entries) + len(overlay) > 3 else 1, **legend)
+    style = {"fontsize": 7.2, "frameon": False, "handlelength": 1.8, "columnspacing": 1.0}
+    columns = 2 if len(c.entries) + len(overlay) > 3 else 1
+    figure.legend(loc="outside lower center", ncols=columns, **style)
     figure.savefig(path, dpi=150)
 
 
@@ -133,7 +134,7 @@ def bands(f: Fit, x: Array) -> dict[str, tuple[tuple[Array, Array], float]]:
 
 
 def _panels(
-    panels: Sequence[tuple[Fit, bool]], path: str | Path, overlay: Sequence[Published] = ()
+    panels: Sequence[tuple[Fit, bool]], path: str | Path, overlay: Sequence[PaperRun] = ()
 ) -> tuple[Any, Any]:
     """Draw fits side by side, each on logarithmic compute or not; return figure and axes."""
     figure = _figure(path, (6 * len(panels), 4.8))
@@ -185,7 +186,7 @@ def _draw(axis: Any, f: Fit, log: bool) -> None:
     _tidy(axis)
 
 
-def _draw_published(axis: Any, overlay: Sequence[Published]) -> None:
+def _draw_published(axis: Any, overlay: Sequence[PaperRun]) -> None:
     """Draw the points and curves of published runs, and widen the axes to them."""
     x0, x1 = axis.get_xlim()
     y0, y1 = axis.get_ylim()
