@@ -18,7 +18,7 @@ from .options import FitOptions, ReadOptions
 
 if TYPE_CHECKING:
     from .fit_result import Fit
-    from .paper_points import Published
+    from .paper_points import PaperRun
 
 Command = Callable[..., dict[str, Any]]
 BAD_INPUT, ILL_CONDITIONED = 2, 3
@@ -102,7 +102,7 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
         )
 
 
-def _overlay(console: Any, names: list[str] | None, unit: str) -> list["Published"]:
+def _overlay(console: Any, names: list[str] | None, unit: str) -> list["PaperRun"]:
     """Return the published runs of these names, and print them."""
     if not names:
         return []

@@ -11,7 +11,7 @@ import numpy as np
 from .curve import Array, log_sigmoid
 from .errors import require
 from .fit_result import Fit, amount
-from .paper_points import Published
+from .paper_points import PaperRun
 from .plot import COLORS, GRAY, INK, axis_values, bands, points_by_role, value_range
 from .report import open_console, print_fits
 
@@ -24,7 +24,7 @@ pre {{ overflow-x: auto; line-height: 1.2 }}
 """
 
 
-def save_html(fits: Sequence[Fit], path: str | Path, overlay: Sequence[Published] = ()) -> None:
+def save_html(fits: Sequence[Fit], path: str | Path, overlay: Sequence[PaperRun] = ()) -> None:
     """Write the page, whose charts switch between log and linear compute, or raise MissingExtra."""
     go, pio = (require(f"plotly.{m}", "Writing HTML") for m in ("graph_objects", "io"))
     console = open_console(record=True, file=StringIO(), width=132)
@@ -39,7 +39,7 @@ def save_html(fits: Sequence[Fit], path: str | Path, overlay: Sequence[Published
     Path(path).write_text(PAGE.format(ink=INK, body="".join(body)), encoding="utf-8")
 
 
-def _chart(go: Any, f: Fit, overlay: Sequence[Published]) -> Any:
+def _chart(go: Any, f: Fit, overlay: Sequence[PaperRun]) -> Any:
     # Both axes share one set of values: dense in the logarithm, and in the linear start as well.
     log_values = axis_values(f, True, 120)
     x = np.union1d(log_values, axis_values(f, False, 80))

@@ -17,7 +17,7 @@ POINTS, TABLE = (Path(__file__).with_name(f"published_{n}.csv") for n in ("point
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PaperRun:
     """A run of the paper."""
 
     name: str
@@ -56,7 +56,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if line[0] != "#"))
 
 
-def published(name: str, unit: str = "GPU-hours") -> Published:
+def published(name: str, unit: str = "GPU-hours") -> PaperRun:
     """Return a run by its name in Table 1 or its series of points, to draw in a unit of compute.
 
     Raises:
@@ -74,8 +74,8 @@ def published(name: str, unit: str = "GPU-hours") -> Published:
     points = series.get(f"{key}+", series[key])
     row = next((r for r in table.values() if r["series"] == key), None)
     if row is None:
-        return Published(name, points, None)
+        return PaperRun(name, points, None)
     shape = {k: float(row[k]) for k in ("A", "B", "Cmid")}
     g = log_sigmoid(points.compute, **shape | {"A": 1.0}, R0=0.0)
     r0 = float((1 - g) @ (points.reward - shape["A"] * g) / ((1 - g) @ (1 - g)))
-    return Published(name, points, shape | {"R0": r0})
+    return PaperRun(name, points, shape | {"R0": r0})
