@@ -85,7 +85,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """Of header, two slots and two differences (`weights.store.Store.regions`)."""
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class StoreSource(msgspec.Struct, frozen=True, array_like=True):
     """A store from which another one takes a version."""
 
     name: str
@@ -105,7 +105,7 @@ class TakeVersion(Message):
     """
 
     manifest: Manifest
-    sources: tuple[Source, ...] = ()
+    sources: tuple[StoreSource, ...] = ()
 
 
 # ---------------------------------------------------------------- store -> orchestrator
@@ -114,7 +114,7 @@ class TakeVersion(Message):
 class StoreMemory(Message):
     """The memory of a store is mapped and registered: it can be a source from now on."""
 
-    source: Source
+    source: StoreSource
 
 
 class VersionTaken(Message):

@@ -27,17 +27,17 @@ LAYERS = {
     "models": "config compat",
     "data": "config algorithm",
     "metrics": "files config scaling",
-    "weights": "config messages models",
+    "weights": "config messages",
     "orchestrator": "files config messages algorithm data rewards metrics",
     "generator": "config messages compat models weights",
     "trainer": "files config messages compat algorithm data kernels models weights",
-    "launch": "config generator weights",
+    "launch": "config generator",
     "train": "config messages compat launch models weights orchestrator generator trainer",
     "megatron_plugin": (
         "config messages compat launch models weights orchestrator generator trainer"
     ),
     "commands": (
-        "files config recipes rewards scaling compat kernels models data metrics weights"
+        "files config messages recipes rewards scaling compat kernels models data metrics weights"
         " orchestrator generator launch"
     ),
     "cli": "section config compat scaling orchestrator train commands",

@@ -128,7 +128,7 @@ class Orchestrator:
         return self.trainer_done
 
     async def stop_peers(self) -> None:
-        """Tell every generator and store to stop; whoever started them waits for them."""
+        """Tell every generator and store to stop; their starters wait for them."""
         for peer in *self.generators, *self.stores:
             with suppress(RunError):  # it has ended already
                 self.connection.send(peer.name, m.Stop())

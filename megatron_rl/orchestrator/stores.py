@@ -18,7 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_rl.config import RunConfig
-from megatron_rl.messages import Hello, Manifest, Source, SourceFailed, TakeVersion, VersionTaken
+from megatron_rl.messages import (
+    Hello,
+    Manifest,
+    SourceFailed,
+    StoreSource,
+    TakeVersion,
+    VersionTaken,
+)
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import NO_VERSION, Generators
 
@@ -35,14 +42,14 @@ class StoreState:
     name: str
     node: str
     folder: str
-    memory: Source | None = None
+    memory: StoreSource | None = None
     """Set once its memory is mapped; only then is it a source."""
     complete: list[int] = field(default_factory=list)
     """Versions that it holds, at most two, in ascending order."""
     taking: Manifest | None = None
     """Version that was named and is not complete; of a trainer's store, the last one named."""
     named_at: float = 0.0
-    sources: tuple[Source, ...] = ()
+    sources: tuple[StoreSource, ...] = ()
     sources_at: float | None = None
     """Time of the first sources of this version."""
     failed: dict[str, float] = field(default_factory=dict)
@@ -121,7 +128,7 @@ class Stores:
         """Note that versions before `step` are not in the trainer's stores for much longer."""
         self._readable_from = step
 
-    def mapped(self, name: str, source: Source) -> None:
+    def mapped(self, name: str, source: StoreSource) -> None:
         """Note the memory of a store.
 
         Raises:
@@ -231,7 +238,7 @@ class Stores:
 
     def _sources(
         self, store: StoreState, manifest: Manifest, parent: StoreState | None, now: float
-    ) -> tuple[Source, ...]:
+    ) -> tuple[StoreSource, ...]:
         """Return the sources of a store with this parent in the tree; empty if it has to wait."""
         version = manifest.version
         others = [
@@ -263,7 +270,7 @@ class Stores:
 
     def _trainer_sources(
         self, store: StoreState, manifest: Manifest, now: float
-    ) -> tuple[Source, ...]:
+    ) -> tuple[StoreSource, ...]:
         states = [self._trainer.get(node) for node in manifest.nodes]
         memories = [state.memory for state in states if state is not None and state.memory]
         if len(memories) < len(states):

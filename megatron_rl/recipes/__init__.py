@@ -8,8 +8,8 @@
     variants:                             derived recipes, named <file>-<variant>
       loo-fp32: {summary: ..., values: {...}}
 
-`recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base; so
-does the path of another file in this format, without variants: `--recipe my_recipe.yaml`.
+`recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base;
+so does the path of another file in this format, without variants: `--recipe my_recipe.yaml`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.messages import Manifest, Region, Source
+from megatron_rl.messages import Manifest, Region, StoreSource
 from megatron_rl.weights import difference
 from megatron_rl.weights.manifest import checksum
 from megatron_rl.weights.nixl import Agent, PeerLostError
@@ -75,7 +75,7 @@ class Peers:
         self._known: dict[bytes, list[Peer]] = {}
         self._late: list[tuple[Any, Bytes]] = []
 
-    def of(self, source: Source, manifest: Manifest) -> list[Peer]:
+    def of(self, source: StoreSource, manifest: Manifest) -> list[Peer]:
         """Return the regions of a source, for versions like this one.
 
         Raises:
@@ -184,7 +184,7 @@ class Pull:
         """Seconds since the first sources were named."""
         return 0.0 if self._started is None else time.monotonic() - self._started
 
-    def use(self, sources: Sequence[Source]) -> None:
+    def use(self, sources: Sequence[StoreSource]) -> None:
         """Take what is missing from these sources from now on.
 
         Raises:

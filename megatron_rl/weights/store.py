@@ -87,7 +87,7 @@ class Header:
 
 
 class Places:
-    """Where the buckets of these sizes are in the files of a store."""
+    """The places of buckets of these sizes in the files of a store."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)

@@ -142,7 +142,7 @@ class StoreProcess:
             count = min(READS, len(manifest.buckets))
             self._buffers = [np.zeros(largest, dtype=np.uint8) for _ in range(count)]
             self._agent.register(self._buffers)
-        source = m.Source(spec.name, self._agent.metadata(), tuple(regions))
+        source = m.StoreSource(spec.name, self._agent.metadata(), tuple(regions))
         self._send(m.StoreMemory(source=source))
 
     def _advance(self, pull: Pull) -> float:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.world import destroy_world, init_world
-from megatron_rl.trainer.export import export
 from tests.trainer.cases import ODD_VOCABULARY, run_config
 
 RANKS = 4

@@ -227,7 +227,7 @@ class Store(Peer):
         while not isinstance(message := m.decode(await self.socket.recv()), m.Stop):
             if self.reading is None and not self.has and not message.sources:
                 await asyncio.sleep(self.slowness * self.rng.random())
-                await self.send(m.StoreMemory(source=m.Source(self.name, b"", ())))
+                await self.send(m.StoreMemory(source=m.StoreSource(self.name, b"", ())))
             if self.takes:
                 self.reading = version = message.manifest.version
                 loading = {g.loading for g in self.generators}

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.messages import Hello, Manifest, Source, SourceFailed, TakeVersion, VersionTaken
+from megatron_rl.messages import (
+    Hello,
+    Manifest,
+    SourceFailed,
+    StoreSource,
+    TakeVersion,
+    VersionTaken,
+)
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import Generators
 from megatron_rl.orchestrator.stores import GRACE_SECONDS, RETRY_SECONDS, Stores
@@ -59,7 +66,7 @@ class Cluster:
                 self.requests[name] = request
                 if self[name].memory is None:
                     incarnation = str(self.joined).encode()
-                    self.stores.mapped(name, Source(name, incarnation, ()))
+                    self.stores.mapped(name, StoreSource(name, incarnation, ()))
             new = list(self.stores.requests(self.generators, self.keep))
         return sent
 
@@ -120,7 +127,7 @@ def test_a_source_is_named_only_once_its_memory_is_mapped() -> None:
     assert not any(request.sources for request in first.values())
 
     def mapped(name: str) -> list[str]:
-        cluster.stores.mapped(name, Source(name, b"", ()))
+        cluster.stores.mapped(name, StoreSource(name, b"", ()))
         return [name for name, _ in cluster.stores.requests(cluster.generators, set())]
 
     assert mapped("store-2") == [] and mapped("store-1") == []
@@ -389,10 +396,10 @@ def test_what_is_late_or_missing_is_named() -> None:
     cluster.publish(0)
     list(cluster.stores.requests(cluster.generators, set()))
     for name in (*TRAINER, "store-0"):
-        cluster.stores.mapped(name, Source(name, b"", ()))
+        cluster.stores.mapped(name, StoreSource(name, b"", ()))
     late(cluster, startup, r"store-1 has not mapped its memory within timeouts\.startup_seconds")
     for name in ("store-1", "store-2"):
-        cluster.stores.mapped(name, Source(name, b"", ()))
+        cluster.stores.mapped(name, StoreSource(name, b"", ()))
     cluster.advance()
     cluster.take("store-1")
     late(cluster, transfer, r"store-0 has not taken weights version 0 .*trainer-store-t, trainer")
@@ -408,4 +415,4 @@ def test_what_is_late_or_missing_is_named() -> None:
     cluster.publish(0)
     late(cluster, startup, "no store has come up on node 7, which has generators")
     with pytest.raises(RunError, match="store-9 is no store that has said hello"):
-        cluster.stores.mapped("store-9", Source("store-9", b"", ()))
+        cluster.stores.mapped("store-9", StoreSource("store-9", b"", ()))
