@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -90,6 +91,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     folder = tmp_path_factory.mktemp("pretraining")
     tiny.create("tiny_qwen3_moe", folder / "model", save_tiny_tokenizer)
     (folder / "model" / "model.safetensors").unlink()  # the weights are Megatron's
+    # Megatron goes without ModelOpt, whose import takes each rank longer than all others together.
+    (folder / "hidden" / "modelopt").mkdir(parents=True)
+    (folder / "hidden" / "modelopt" / "__init__.py").write_text("raise ImportError")
     write_demonstrations(folder / "examples.jsonl")
     (folder / "rl.yaml").write_text(RL.format(output=folder / "rl", model=folder / "model"))
     shared = ["--tokenizer-model", str(folder / "model"), "--lr", "1e-3"]
@@ -105,12 +109,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
       --exit-interval {STOP_AT}
     """.split()
     second = ["--load", f"{folder}/trained"]
-    return {
-        "output": folder / "rl",
-        "pretraining": megatron(2, [*shared, *pretraining], folder / "pretraining.log"),
-        "first": megatron(3, [*shared, *reinforcement, *first], folder / "first.log"),
-        "second": megatron(3, [*shared, *reinforcement, *second], folder / "second.log"),
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder / "hidden"), prepend=os.pathsep)
+        return {
+            "output": folder / "rl",
+            "pretraining": megatron(2, [*shared, *pretraining], folder / "pretraining.log"),
+            "first": megatron(3, [*shared, *reinforcement, *first], folder / "first.log"),
+            "second": megatron(3, [*shared, *reinforcement, *second], folder / "second.log"),
+        }
 
 
 def logged(log: Path | str, name: str) -> dict[int, float]:
