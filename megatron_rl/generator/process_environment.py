@@ -7,11 +7,10 @@ import re
 import signal
 from pathlib import Path
 
-from megatron_rl.compat import quiet
+from megatron_rl.compat import quiet, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Roles
-from megatron_rl.generator import engine_fork
-from megatron_rl.generator.vllm_plugin import ENGINE_OWNER
+from megatron_rl.generator.vllm_plugin import ENGINE_OWNER, register
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
 # own process group.
@@ -49,7 +48,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
             " 'spawn', since a forked process cannot use CUDA once its parent has; unset it"
         )
     if forks and method == "fork":
-        engine_fork.install()
+        vllm_fork.install(register)
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,11 +13,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+import vllm
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
-from megatron_rl.compat import import_hook
+from megatron_rl.compat import import_hook, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.process_environment import prepare_environment
 
@@ -41,6 +44,19 @@ def methods() -> set[str]:
     prepare_environment(RunConfig(), "")
     os.environ[METHOD] = "spawn"  # as vLLM's CPU platform does
     return {module.get_mp_context().get_start_method() for module in MODULES}
+
+
+def test_the_change_is_still_needed() -> None:
+    for module, evidence in vllm_fork.EVIDENCE.items():
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        assert evidence in Path(spec.origin).read_text(), "upstream changed"
+
+
+def test_another_release_spawns_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    assert methods() == {"spawn"}
 
 
 def test_processes_of_one_thread_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
