@@ -16,7 +16,6 @@ from megatron_rl.commands.convert.resumable import ConvertError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 LIKE = """Hugging Face directory that a Megatron checkpoint was trained from: source of config.json,
 tokenizer and untrained tensors. Default: the one in the checkpoint."""
 SHARD = "Largest safetensors file of a Hugging Face directory."
@@ -76,6 +75,4 @@ def size_in_bytes(text: str) -> int:
     try:
         return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
     except ValidationError:
-        raise ConvertError(
-            f"{text!r} is not a size: give one such as 5GB, 512MiB or 1000000"
-        ) from None
+        raise ConvertError(f"{text!r} is not a size: give one like 5GB, 512MiB or 1000") from None

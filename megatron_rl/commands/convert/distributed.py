@@ -1,7 +1,6 @@
-"""Parameters of a Megatron distributed checkpoint (torch_dist), written by any layout.
+"""Parameters of a Megatron distributed checkpoint, written by any layout.
 
-The format is that of `torch.distributed.checkpoint`: `.metadata` maps rectangles of tensors to byte
-ranges of `*.distcp` files.
+In `torch_dist`, `.metadata` maps rectangles of tensors to byte ranges of `*.distcp` files.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ BACKEND = "torch_dist"
 
 
 def locate(directory: Path) -> Path:
-    """Return the folder with `.metadata` of a checkpoint directory.
-
-    It is that folder, a directory of a Megatron pretraining script (with its
-    `latest_checkpointed_iteration.txt`), or a checkpoint of a training run.
+    """Return the folder with `.metadata`, given it, a training run's checkpoint or Megatron's.
 
     Raises:
-        ConvertError: none of them.
+        ConvertError: none of them. Megatron's pretraining script writes a `TRACKER` file.
     """
     tracker, folder = directory / TRACKER, directory
     if tracker.is_file():
@@ -62,9 +58,7 @@ class MegatronCheckpoint:
         self._reader, config = FileSystemReader(folder), folder / "metadata.json"
         backend = json.loads(config.read_text())["sharded_backend"] if config.is_file() else None
         if backend != BACKEND:
-            raise ConvertError(
-                f"{config}: sharded_backend is {backend!r}: only {BACKEND!r} can be read"
-            )
+            raise ConvertError(f"{config}: sharded_backend is {backend!r}, not {BACKEND!r}")
         try:
             self._metadata = self._reader.read_metadata()
         except (pickle.UnpicklingError, EOFError) as e:
@@ -73,26 +67,24 @@ class MegatronCheckpoint:
 
     def _find(self, weight: Weight) -> tuple[str, Any, StoredParameter]:
         """Return key, metadata and position of a parameter of the expected shape."""
-        tried: list[str] = []
-        for stacked in (True, False):
-            stored = stored_parameter(self.architecture, weight, stacked)
-            for key in stored.keys:
-                tried.append(key)
-                tensor = self._metadata.state_dict_metadata.get(key)
-                if not isinstance(tensor, dcp.TensorStorageMetadata):
-                    continue
-                size, expected = list(tensor.size), [*stored.stack, *weight.shape]
-                if isinstance(weight.split, VocabularyRows):  # it may be padded
-                    size[0] = min(size[0], expected[0])
-                if size != expected:
-                    raise ConvertError(
-                        f"{self.folder}: {key} is {size}, but config.json makes it {expected}"
-                    )
-                return key, tensor, stored
+        layouts = (
+            stored_parameter(self.architecture, weight, stacked) for stacked in (True, False)
+        )
+        by_key = {key: stored for stored in layouts for key in stored.keys}
+        for key, stored in by_key.items():
+            tensor = self._metadata.state_dict_metadata.get(key)
+            if not isinstance(tensor, dcp.TensorStorageMetadata):
+                continue
+            size, expected = list(tensor.size), [*stored.stack, *weight.shape]
+            if isinstance(weight.split, VocabularyRows):  # it may be padded
+                size[0] = min(size[0], expected[0])
+            if size != expected:
+                raise ConvertError(f"{self.folder}: {key} is {size}, but config.json: {expected}")
+            return key, tensor, stored
         raise ConvertError(
-            f"{self.folder}: no tensor of the names {', '.join(dict.fromkeys(tried))}: the"
-            " checkpoint is of another model than config.json, or in an unsupported format"
-            " (fsdp_dtensor, singleton shards)"
+            f"{self.folder}: no tensor of the names {', '.join(by_key)}: the checkpoint is of"
+            " another model than config.json, or of a format that is not supported (fsdp_dtensor,"
+            " singleton shards)"
         )
 
     def dtype(self, weight: Weight) -> torch.dtype:
@@ -121,5 +113,4 @@ class _ReadInto(DefaultLoadPlanner):
         self._out = out
 
     def lookup_tensor(self, index: dcp.MetadataIndex) -> Tensor:
-        """Return the tensor to fill."""
         return self._out

@@ -45,18 +45,16 @@ def layers_are_stacked(architecture: Architecture) -> bool:
 
 def stored_parameter(architecture: Architecture, weight: Weight, stacked: bool) -> StoredParameter:
     """Return the position of a parameter, with `stacked` layers or with layers by name."""
-    name = weight.megatron
-    stack: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()
+    name, stack, index = weight.megatron, list[int](), list[int]()
     if weight.layer is not None and stacked:
-        stack, index = (architecture.layers,), (weight.layer,)
+        stack, index = [architecture.layers], [weight.layer]
         name = name.replace(f".layers.{weight.layer}.", ".layers.")
     if weight.expert is not None:
-        stack, index = (*stack, architecture.experts), (*index, weight.expert)
+        stack, index = [*stack, architecture.experts], [*index, weight.expert]
         name = name.replace(f".local_experts.{weight.expert}.", ".experts.")
     name = transformer_engine_name(name)
     keys = dict.fromkeys((name.replace(_TE_MOE_NORM, _LOCAL_MOE_NORM), name))
-    return StoredParameter(tuple(keys), stack, index)
+    return StoredParameter(tuple(keys), tuple(stack), tuple(index))
 
 
 def extra_states(parameter: StoredParameter) -> list[str]:
@@ -69,11 +67,9 @@ def extra_states(parameter: StoredParameter) -> list[str]:
     names = []
     for key in parameter.keys:
         module, _, last = key.rpartition(".")
-        if last != "weight" or module in ("embedding.word_embeddings", "output_layer"):
-            continue
-        if not module.endswith("router"):
+        if last == "weight" and not module.endswith(("word_embeddings", "output_layer", "router")):
             names.append(f"{module}._extra_state{shard}")
-        if module.endswith("self_attention.linear_proj"):
+        if module.endswith("self_attention.linear_proj") and last == "weight":
             core = module.removesuffix("linear_proj") + "core_attention"
             names.append(f"{core}._extra_state{shard}")
     return names

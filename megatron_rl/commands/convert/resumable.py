@@ -1,12 +1,11 @@
 """A directory whose files are written once each, so that a killed conversion can be resumed.
 
-Until it is complete, everything is in a hidden folder next to the target:
+Until it is complete, everything is in a hidden folder next to it, `.<target>.converting`:
 
-    .<target>.converting/
-        settings.json       source files and options; a restart with others is rejected
-        lock                held by the running process
-        model.safetensors.pickle    this file is on disk: its SHA-256 and result
-        tree/               the files of the target; renamed to the target at the very end
+    settings.json       source files and options; a restart with others is rejected
+    lock                held by the running process
+    model.safetensors.pickle    this file is on disk: its SHA-256 and result
+    tree/               the files of the target; renamed to the target at the very end
 
 `SHA256SUMS` in the target lists every other file in the format of `sha256sum`.
 """
@@ -20,7 +19,7 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,9 @@ from megatron_rl.files import replace_file
 SUMS = "SHA256SUMS"
 
 Writers = dict[str, Callable[[Path], Any]]
-"""Path in the target -> function that writes the file to a path and returns a result."""
+"""Path in the target -> function that writes this large file to a path and returns a result."""
+Finish = Callable[[Path, list[Any]], None]
+"""Writes all other files, given the folder and the results of the large ones."""
 
 
 class ConvertError(ValueError):
@@ -44,25 +45,18 @@ class Output:
     """A directory to make and the way to write it."""
 
     target: Path
-    """Must not exist."""
     file_bytes: int
-    """Size of a file."""
     workers: int = 1
     """Number of files written at once."""
     quiet: bool = False
     """Print nothing about progress."""
 
     def write(
-        self,
-        settings: dict[str, Any],
-        sources: Sequence[Path],
-        files: Writers,
-        finish: Callable[[Path, list[Any]], None],
+        self, settings: dict[str, Any], sources: list[Path], files: Writers, finish: Finish
     ) -> Path:
         """Write the files that are not recorded yet, finish, and rename the result to the target.
 
-        `settings` are the options of the conversion (JSON), `sources` the files that it reads,
-        `files` all large files; `finish` writes the rest, given the folder and their results.
+        `settings` are the options of the conversion (JSON), `sources` the files that it reads.
 
         Raises:
             ConvertError: the target exists, another process is writing it, or a killed conversion
@@ -75,8 +69,7 @@ class Output:
             finish(tree, [result for _, result in written.values()])
             sums = {name: digest for name, (digest, _) in written.items()}
             sums |= {name: file_sum(tree / name) for name in _files_below(tree) - sums.keys()}
-            lines = [f"{sums[name]}  {name}\n" for name in sorted(sums)]
-            replace_file(tree / SUMS, "".join(lines))
+            replace_file(tree / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
             tree.rename(self.target)
             shutil.rmtree(folder)
         return self.target
@@ -115,9 +108,8 @@ def _work_folder(target: Path, settings: dict[str, Any]) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConvertError(
-                f"{target} is being converted by another process: wait for it, or end it"
-            ) from None
+            text = f"{target} is being converted by another process: wait for it, or end it"
+            raise ConvertError(text) from None
         path = folder / "settings.json"
         if not path.is_file():
             replace_file(path, json.dumps(settings, indent=1))

@@ -20,29 +20,24 @@ WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.j
 
 
 class SafetensorsDirectory:
-    """Tensors of the safetensors files of a directory.
+    """Tensors of `model.safetensors`, of the files of an `INDEX`, or of those of a glob `pattern`.
 
     A file is mapped only while one of its tensors is in use: resident memory is that of the bytes
     in use, not of every page that was ever read.
-
-    Args:
-        directory: with `model.safetensors`, or `model.safetensors.index.json` and its files.
-        pattern: read the files of this glob pattern instead, without an index.
 
     Raises:
         ConvertError: a file is missing or torn, or index and files differ.
     """
 
     def __init__(self, directory: Path, pattern: str = "model.safetensors") -> None:
-        self.directory, index = directory, directory / INDEX
+        self.directory, index, names = directory, directory / INDEX, None
         self.files = sorted(directory.glob(pattern)) or [directory / pattern]
         self.tensors: dict[str, Tensor] = {}
         """Every tensor on the meta device: its shape and dtype."""
         self.file_of: dict[str, Path] = {}
-        listed: dict[str, str] | None = None
         if pattern == "model.safetensors" and index.is_file():
-            listed = json.loads(index.read_text())["weight_map"]
-            self.files = [directory / name for name in sorted(set(listed.values()))]
+            names = json.loads(index.read_text())["weight_map"]
+            self.files = [directory / name for name in sorted(set(names.values()))]
         for path in self.files:
             if not path.is_file():
                 raise ConvertError(f"{path}: missing; the checkpoint is incomplete")
@@ -53,11 +48,9 @@ class SafetensorsDirectory:
                         self.tensors[name] = torch.empty_like(tensor, device="meta")
                         self.file_of[name] = path
             except SafetensorError as e:
-                raise ConvertError(
-                    f"{path}: not a safetensors file, or truncated ({e}): fetch it again"
-                ) from None
-        if listed is not None and listed.keys() != self.tensors.keys():
-            differ = sorted(listed.keys() ^ self.tensors.keys())
+                text = f"{path}: not a safetensors file, or truncated ({e}): fetch it again"
+                raise ConvertError(text) from None
+        if names is not None and (differ := sorted(names.keys() ^ self.tensors.keys())):
             raise ConvertError(f"{index}: names differ from those in its files: {differ[:5]}")
 
     def read(self, name: str) -> Tensor:

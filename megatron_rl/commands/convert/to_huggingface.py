@@ -1,7 +1,6 @@
 """Megatron's distributed checkpoint, of any layout -> a Hugging Face directory.
 
-The files are those of `save_pretrained`: `model.safetensors`, or `model-00001-of-00005.safetensors`
-and so on with `model.safetensors.index.json`, and the files without weights.
+The files are those of `save_pretrained`, and those without weights.
 """
 
 from __future__ import annotations
@@ -97,9 +96,8 @@ def _write_shard(
                 if name not in out:
                     out[name] = torch.empty_like(tensors[name], device="cpu")
                 out[name][weight.index] = part
-    for name in tensors.keys() - out.keys():
-        assert untouched is not None
-        out[name] = untouched.read(name)
+    if untouched is not None:
+        out |= {name: untouched.read(name) for name in tensors.keys() - out.keys()}
     save_file(out, path, metadata={"format": "pt"})
 
 

@@ -55,10 +55,11 @@ def convert(source: Path, output: Output) -> Path:
     source = source.resolve()
     arch, reader = architecture(read_config(source)), SafetensorsDirectory(source)
     untouched = {name: reader.tensors[name] for name in arch.passthrough(reader.tensors)}
-    expected = arch.shapes()
-    actual = {n: tuple(t.shape) for n, t in reader.tensors.items() if n not in untouched}
+    expected, actual = arch.shapes(), {n: tuple(t.shape) for n, t in reader.tensors.items()}
+    leftovers = arch.leftovers(actual.keys() - expected)
+    unknown = actual.keys() - expected - untouched.keys() - set(leftovers)
     problems = [f"{name} is missing" for name in sorted(expected.keys() - actual)]
-    problems += [f"{name} is unknown" for name in sorted(actual.keys() - expected)]
+    problems += [f"{name} is unknown" for name in sorted(unknown)]
     problems += [
         f"{name} is {list(actual[name])}, but config.json makes it {list(shape)}"
         for name, shape in expected.items()
@@ -67,15 +68,24 @@ def convert(source: Path, output: Output) -> Path:
     if problems:
         text = "; ".join(problems[:5])
         raise ConvertError(f"{source} does not hold the tensors of its config.json: {text}")
+    embedding = arch.weights()[0].hf[0]
+    for name in (name for name in leftovers if name.endswith("lm_head.weight")):
+        if not reader.read(name).equal(reader.read(embedding)):
+            raise ConvertError(
+                f"{source} has another {name} than {embedding}, and its config.json ties them: set"
+                f" tie_word_embeddings to false there to convert both, or remove {name}"
+            )
+    if leftovers and not output.quiet:
+        first = ", ".join(sorted(leftovers)[:3])
+        print(f"ignoring {len(leftovers)} tensors that the model does not have ({first})")
     plan = CheckpointPlan(reader, arch, output.file_bytes)
     files: Writers = {
         f"{RELEASE}/__{number}_0.distcp": functools.partial(_write_part, plan, number)
         for number in range(len(plan.parts))
     }
+    pattern = "huggingface/untouched{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(
-        untouched,
-        max_shard_size=output.file_bytes,
-        filename_pattern="huggingface/untouched{suffix}.safetensors",
+        untouched, max_shard_size=output.file_bytes, filename_pattern=pattern
     )
     for file, names in split.filename_to_tensors.items():
         files[file] = functools.partial(_write_untouched, reader, names)
@@ -99,18 +109,16 @@ class CheckpointPlan(DefaultSavePlanner):
         self.state = dcp.MetadataIndex("extra_states")
         """The one object; all `_extra_state` objects are copies of it."""
         self.parts = [[planner.WriteItem(self.state, planner.WriteItemType.BYTE_IO)]]
-        """Items of each file."""
         self.copies: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
         """Other index of written data -> the index that it is written under."""
         self._weights: dict[dcp.MetadataIndex, Weight] = {}
         stacked = layers_are_stacked(arch)
-        for weight in arch.weights():
-            if weight.exported:  # tied: Megatron stores the embedding once
-                stored = stored_parameter(arch, weight, stacked)
-                self._add(weight, stored)
-                for name in extra_states(stored):
-                    self.contents[name] = dcp.BytesStorageMetadata()
-                    self.copies[dcp.MetadataIndex(name)] = self.state
+        for weight in (w for w in arch.weights() if w.exported):  # tied: stored once
+            stored = stored_parameter(arch, weight, stacked)
+            self._add(weight, stored)
+            for name in extra_states(stored):
+                self.contents[name] = dcp.BytesStorageMetadata()
+                self.copies[dcp.MetadataIndex(name)] = self.state
 
     def _add(self, weight: Weight, stored: StoredParameter) -> None:
         key, dtypes = stored.keys[0], {self.source.tensors[name].dtype for name in weight.hf}
@@ -143,9 +151,8 @@ class CheckpointPlan(DefaultSavePlanner):
             if self._filled and self._filled + count * row_bytes > self.part_bytes:
                 self.parts.append([])
                 self._filled = 0
-            self.parts[-1].append(
-                planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
-            )
+            item = planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
+            self.parts[-1].append(item)
             self._filled += count * row_bytes
 
     def resolve_data(self, write_item: planner.WriteItem) -> Tensor | io.BytesIO:
@@ -159,8 +166,7 @@ class CheckpointPlan(DefaultSavePlanner):
         if weight.index is not None:
             tensors = [tensor[weight.index] for tensor in tensors]
         axis = -len(weight.shape)
-        begin = chunk.offsets[axis]
-        rows = weight.pack.to_megatron(tensors)[begin : begin + chunk.sizes[axis]]
+        rows = weight.pack.to_megatron(tensors).narrow(0, chunk.offsets[axis], chunk.sizes[axis])
         return rows.contiguous().view(chunk.sizes)
 
 

@@ -75,6 +75,22 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     assert_same(content(to_hf(tmp_path / "megatron", tmp_path / "back")), tensors)
 
 
+def test_leftovers_of_other_tools_are_ignored_unless_they_are_another_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = models.write(tmp_path / "hf", "tiny_dense", tie_word_embeddings=True)
+    head = tensors["model.embed_tokens.weight"].clone()
+    left = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": head}
+    save_file({**tensors, **left}, tmp_path / "hf" / "model.safetensors")
+    assert main_exits(["convert", str(tmp_path / "hf"), str(tmp_path / "megatron")]) == 0
+    assert "2 tensors that the model does not have (lm_head.weight" in capsys.readouterr().out
+    assert_same(content(to_hf(tmp_path / "megatron", tmp_path / "back")), tensors)
+    head[0, 0] += 1
+    save_file({**tensors, **left}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"has another lm_head.weight than model.embed_tokens"):
+        to_distributed(tmp_path / "hf", tmp_path / "no")
+
+
 def test_chunks_of_a_large_tensor_are_reassembled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
