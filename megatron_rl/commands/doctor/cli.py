@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from megatron_rl.config import RunConfig
 
 app = typer.Typer()
-
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
 RENDEZVOUS_PORT = 29500
 """torchrun's default."""
 STARTS_PROCESSES = ("Transformer Engine", "all-reduce", "weights between nodes")
-"""Checks that a quick report leaves out."""
 PORT = "Port that must be free; may be repeated [29500]."
 QUICK = "Only checks that start no process (a health check)."
 
@@ -56,14 +54,12 @@ def doctor(
     checks, failed = [], []
     for name, result in run_checks(run, python, ports, quick):
         checks.append({"check": name, **asdict(result)})
-        if result.status == "fail":
-            failed.append(name)
+        failed += [name] * (result.status == "fail")
         if as_json:
             continue
         console.print(f"{MARKS[result.status]} {name}: ", end="")
-        console.print(result.detail, markup=False)
-        if result.remedy:
-            console.print(f"     -> {result.remedy}", markup=False)
+        remedy = f"\n     -> {result.remedy}" if result.remedy else ""
+        console.print(result.detail + remedy, markup=False)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": checks}, indent=1))
     elif failed:
@@ -76,10 +72,7 @@ def doctor(
 def run_checks(
     run: RunConfig, python: str, ports: list[int], quick: bool
 ) -> Iterator[tuple[str, Result]]:
-    """Yield the lines of the report as soon as they are known, causes before consequences.
-
-    `python` is the generators' interpreter; `quick` starts no process.
-    """
+    """Yield the lines of the report as soon as they are known, causes before consequences."""
     yield from _lines("python", software_checks.check_python)
     gpus = software_checks.check_gpus()
     yield from gpus.items()
@@ -91,7 +84,7 @@ def run_checks(
         answer, line = software_checks.probe_generator(python)
         yield "generator environment", line
     shared, in_directory = weight_checks.stored_bytes(run)
-    root = weight_checks.store_folder(run)
+    root, needed = run.weights.directory or SHARED_MEMORY, weight_checks.needs_reads(run)
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
         "versions": partial(software_checks.check_versions, answer, cuda=cuda),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
@@ -107,9 +100,7 @@ def run_checks(
         **{f"port {port}": partial(node_checks.check_port, port) for port in ports},
         "all-reduce": partial(node_checks.check_all_reduce, cuda=cuda),
         "weight store": partial(weight_checks.check_store, root, cuda=cuda),
-        "weights between nodes": partial(
-            weight_checks.check_reads, python, needed=weight_checks.needs_reads(run)
-        ),
+        "weights between nodes": partial(weight_checks.check_reads, python, needed=needed),
     }
     if run.weights.directory is None:
         del checks["weights.directory"]

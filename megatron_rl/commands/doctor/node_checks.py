@@ -50,19 +50,16 @@ def check_open_files() -> Result:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= 4096:
         return Result("ok", "the limit is high enough")
-    return Result(
-        "note",
+    detail = (
         f"at most {hard} in a process, and the orchestrator needs one for each generator and three"
         " for each verifier worker; for large runs raise the hard limit (docker run --ulimit"
-        " nofile=65536, LimitNOFILE= of the service that starts jobs)",
+        " nofile=65536, LimitNOFILE= of the service that starts jobs)"
     )
+    return Result("note", detail)
 
 
 def check_shared_memory(folder: Path, versions: float, *, cuda: bool) -> Result:
-    """Check for space for two versions of the weights, NCCL and vLLM's queues.
-
-    `versions` are bytes of weights (`weight_checks.stored_bytes`). Docker's 64 MB are too little.
-    """
+    """Check for space for bytes of weight versions, NCCL and vLLM's queues."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Result("fail", f"{folder} is not a writable folder", "mount a tmpfs there")
     remove_unused(folder, FOLDER_PREFIX)  # of runs that were killed, as the next run does
@@ -98,10 +95,8 @@ def check_port(port: int) -> Result:
             detail = f"cannot be bound: {e.strerror}"
             if e.errno == errno.EADDRINUSE:
                 detail = f"in use{_holder(port)}"
-            remedy = (
-                "end that process, or use another port above 1023 for torchrun (--rdzv-endpoint"
-                " HOST:PORT, MASTER_PORT; --standalone picks a free one)"
-            )
+            remedy = "end that process, or use another port above 1023 for torchrun ("
+            remedy += "--rdzv-endpoint HOST:PORT, MASTER_PORT; --standalone picks a free one)"
             return Result("fail", detail, remedy)
     return Result("ok", "free")
 
@@ -111,10 +106,9 @@ def _holder(port: int) -> str:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid is not None:
-                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+        for c in psutil.net_connections("tcp"):
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == port and c.pid is not None:
+                return f" by process {c.pid} ({psutil.Process(c.pid).name()})"
     return ""
 
 
@@ -137,6 +131,5 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
     if backend == "gloo":
         remedy = (
             "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
-            " (lo on one node)"
         )
     return {name: Result("fail", errors[0], remedy)}

@@ -1,13 +1,14 @@
 """Two processes, of which one reads the other's memory through NIXL.
 
-python -m megatron_rl.commands.doctor.read_probe          prints its memory, serves until killed
-python -m megatron_rl.commands.doctor.read_probe LINE     reads it, prints bytes per second
+python -m megatron_rl.commands.doctor.read_probe COMMAND...   starts COMMAND LINE, which reads it
+python -m megatron_rl.commands.doctor.read_probe LINE         reads it, prints bytes per second
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -25,14 +26,16 @@ def _data() -> np.ndarray:
     return np.arange(NUM_BYTES // 8, dtype=np.int64).view(np.uint8)
 
 
-def serve() -> None:
-    """Print how to read this process, and let others read until the parent is gone."""
-    agent, data, parent = Agent(f"doctor-source-{os.getpid()}"), _data(), os.getppid()
+def serve(command: list[str]) -> int:
+    """Let a command, to which a line is appended, read this process; return its exit status."""
+    agent, data = Agent(f"doctor-source-{os.getpid()}"), _data()
     agent.register([data])
-    print(json.dumps([agent.metadata().hex(), data.ctypes.data]), flush=True)
-    while os.getppid() == parent:
-        agent.progress()
-        time.sleep(0.001)
+    line = json.dumps([agent.metadata().hex(), data.ctypes.data])
+    with subprocess.Popen([*command, line]) as reader:
+        while reader.poll() is None:
+            agent.progress()
+            time.sleep(0.001)
+    return reader.returncode
 
 
 def read(line: str) -> float:
@@ -58,7 +61,6 @@ def read(line: str) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(MARK + json.dumps(read(sys.argv[1])))
-    else:
-        serve()
+    if len(sys.argv) > 2:
+        sys.exit(serve(sys.argv[1:]))
+    print(MARK + json.dumps(read(sys.argv[1])))

@@ -82,10 +82,8 @@ def check_gpus() -> dict[str, Result]:
     if not Path("/proc/driver/nvidia/version").exists():
         detail = "none: everything runs on CPU (gloo, vLLM's CPU build), at laptop size"
         return {"GPUs": Result("note", detail)}
-    remedy = (
-        "install a torch whose CUDA the driver supports, and make the devices visible to this"
-        " process (docker run --gpus all; CUDA_VISIBLE_DEVICES)"
-    )
+    remedy = "install a torch whose CUDA the driver supports, and make the devices visible to this"
+    remedy += " process (docker run --gpus all; CUDA_VISIBLE_DEVICES)"
     detail = f"an NVIDIA driver is loaded, but torch {torch.__version__} finds no device"
     return {"GPUs": Result("fail", detail, remedy)}
 
@@ -95,10 +93,8 @@ def probe_generator(python: str) -> tuple[dict[str, Any], Result]:
     # -P: the folder of the probe has modules that must not be importable by name.
     text, error = output_of([python, "-P", generator_probe.__file__])
     if error:
-        remedy = (
-            "set roles.generator_python (or MEGATRON_RL_GENERATOR_PYTHON) to a working"
-            " interpreter, or unset it if vLLM is in this environment"
-        )
+        remedy = "set roles.generator_python (or MEGATRON_RL_GENERATOR_PYTHON) to a working"
+        remedy += " interpreter, or unset it if vLLM is in this environment"
         return {}, Result("fail", f"{python}: {error}", remedy)
     answer: dict[str, Any] = json.loads(text.rpartition(generator_probe.MARK)[2])
     if answer["versions"][PACKAGE] is None:
@@ -109,11 +105,7 @@ def probe_generator(python: str) -> tuple[dict[str, Any], Result]:
 
 
 def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
-    """Check all versions against `setup.py`: one line per package, and one for the base.
-
-    Raises:
-        PackageNotFoundError: this package is not installed (an editable installation will do).
-    """
+    """Check all versions against `setup.py`: one line per package, and one for the base."""
     results, base = {}, []
     for requirement in map(Requirement, importlib.metadata.requires(PACKAGE) or []):
         name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
@@ -223,6 +215,5 @@ def check_nccl(answer: dict[str, Any], *, cuda: bool) -> Result:
             why = state.get("error", "torch has loaded no libnccl.so.2")
             remedy = f"install a torch with CUDA in the {side}'s environment"
             return Result("fail", f"{side}: {why}", remedy)
-    libraries = {side: state["value"] for side, state in sides.items()}
-    text = ", ".join(f"{side} {v['version']} ({v['path']})" for side, v in libraries.items())
-    return Result("ok", text)
+    libraries = ((side, state["value"]) for side, state in sides.items())
+    return Result("ok", ", ".join(f"{side} {v['version']} ({v['path']})" for side, v in libraries))

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import json
-import select
-import subprocess
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from megatron_rl.commands.doctor import Result, read_probe, software_checks
+from megatron_rl.commands.plan.host_memory import host_memory
+from megatron_rl.commands.plan.layouts import layout_problems
+from megatron_rl.commands.plan.nodes import nodes_of
+from megatron_rl.commands.plan.plan_report import read_architecture
+from megatron_rl.commands.plan.tensors import update_bytes
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Bucket, Manifest, TensorInfo
 from megatron_rl.weights.manifest import WeightsError, checksum
-from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, VERSIONS_HELD, Store
+from megatron_rl.weights.store import FOLDER_PREFIX, VERSIONS_HELD, Store
 
-SECONDS = 60.0
-"""Time limit of the source of a read, until it is ready; importing NIXL takes a few."""
 VALUES = 2**18
 
 
 def stored_bytes(run: RunConfig) -> tuple[float, float]:
     """Return the bytes of versions in the fullest node's shared memory, and in weights.directory.
 
-    Zeros if the model's configuration is not here, or its layout does not divide it: starting the
-    run, and `megatron-rl plan`, say so.
+    Zeros without the model's configuration or a layout that divides it: `megatron-rl plan` says so.
     """
-    from megatron_rl.commands.plan.host_memory import host_memory
-    from megatron_rl.commands.plan.layouts import layout_problems
-    from megatron_rl.commands.plan.plan_report import read_architecture
-    from megatron_rl.commands.plan.tensors import update_bytes
-
     try:
         architecture = read_architecture(run)
     except ConfigError:
@@ -45,8 +39,6 @@ def stored_bytes(run: RunConfig) -> tuple[float, float]:
 
 def check_directory(folder: Path, num_bytes: float) -> Result:
     """Check `weights.directory` for space for its versions."""
-    import shutil
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -67,7 +59,7 @@ def check_store(root: Path, *, cuda: bool) -> Result:
 
     from megatron_rl.weights.loading import NodeStores
 
-    values = torch.arange(VALUES, dtype=torch.int32).view(torch.float32)
+    values = torch.arange(VALUES, dtype=torch.float32)
     data = values.view(torch.uint8).numpy()
     info = TensorInfo(name="x", dtype="float32", shape=(VALUES,))
     bucket = Bucket(0, (info,), data.size, checksum(data))
@@ -83,62 +75,29 @@ def check_store(root: Path, *, cuda: bool) -> Result:
     except (OSError, WeightsError) as e:
         remedy = f"give {root} free space and locks (flock), or set weights.directory elsewhere"
         return Result("fail", str(e), remedy)
-    if np.array_equal(loaded["x"].view(torch.uint8).numpy(), data):
+    if loaded["x"].equal(values):
         return Result("ok", f"{data.size / 2**20:g} MiB through {root}")
     return Result("fail", "loaded other weights", f"check the file system of {root}")
 
 
 def check_reads(python: str, *, needed: bool) -> Result:
-    """Let the generators' interpreter `python` read this one's memory through NIXL.
-
-    A failure is a note unless the run needs it: it has several nodes and no weights.directory.
-    """
-    result = _read(python)
-    if result.status == "fail" and not needed:
-        return Result("note", f"{result.detail}; only runs on several nodes need it", result.remedy)
-    return result
-
-
-def _read(python: str) -> Result:
+    """Let the interpreter `python` read this one's memory through NIXL; not `needed`: a note."""
+    module = ["-P", "-m", read_probe.__name__]
+    text, error = software_checks.output_of([sys.executable, *module, python, *module])
+    if not error:
+        rate = json.loads(text.rpartition(read_probe.MARK)[2]) / 1e9
+        detail = f"{read_probe.NUM_BYTES / 2**20:g} MiB at {rate:.1f} GB/s on this node"
+        return Result("ok", detail)
     remedy = (
         "pip install nixl-cu13 in both environments, and set UCX_LOG_LEVEL=info for UCX's own"
         " reasons; or set weights.directory to a folder that all nodes share"
     )
-    command = ["-P", "-m", read_probe.__name__]
-    with (
-        tempfile.TemporaryFile() as errors,
-        subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-        ) as source,
-    ):  # fmt: skip
-        assert source.stdin is not None and source.stdout is not None
-        try:
-            ready, _, _ = select.select([source.stdout], [], [], SECONDS)
-            line = source.stdout.readline() if ready else ""
-            if not line:
-                errors.seek(0)
-                last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-                last = last or f"the source was not ready within {SECONDS:g} s"
-                return Result("fail", f"{sys.executable}: {last}", remedy)
-            text, error = software_checks.output_of([python, *command, line])
-        finally:
-            source.kill()
-    if error:
-        return Result("fail", f"{python}: {error}", remedy)
-    rate = json.loads(text.rpartition(read_probe.MARK)[2])
-    return Result(
-        "ok", f"{read_probe.NUM_BYTES / 2**20:g} MiB at {rate / 1e9:.1f} GB/s on this node"
-    )
-
-
-def store_folder(run: RunConfig) -> Path:
-    """Return the folder in which the trainer's ranks keep versions."""
-    return run.weights.directory or SHARED_MEMORY
+    detail = f"{python} reads the memory of {sys.executable}: {error}"
+    if needed:
+        return Result("fail", detail, remedy)
+    return Result("note", f"{detail}; only runs on several nodes need it", remedy)
 
 
 def needs_reads(run: RunConfig) -> bool:
     """Return True if nodes of this run take versions from others."""
-    from megatron_rl.commands.plan.nodes import nodes_of
-
     return bool(nodes_of(run).stores)
