@@ -1,7 +1,5 @@
 """The `megatron-rl` command."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -38,7 +36,6 @@ silence_notices()
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Config = Annotated[Path | None, Option(help="YAML file of the run; omit for the defaults.")]
-Plan = Annotated[bool, Option("--plan", help="Print the resolved plan and start nothing.")]
 DRY_RUN = "Print configuration, roles, paths, memory and launch lines; start nothing."
 
 
@@ -46,7 +43,7 @@ DRY_RUN = "Print configuration, roles, paths, memory and launch lines; start not
 def train(
     context: typer.Context,
     config: Config = None,
-    plan: Plan = False,
+    plan: Annotated[bool, Option("--plan", help="Print the resolved plan; start nothing.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
 ) -> None:
     """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.

@@ -1,17 +1,11 @@
 """`megatron-rl recipes`: list the recipes, show the values of one, and compare two."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Recipes: lists them; `show NAME` and `diff A B` print values.",
-)
+app = typer.Typer(help="Recipes: lists them; `show NAME` and `diff A B` print values.")
 
 Name = Annotated[str, typer.Argument(help="Name of a recipe (`megatron-rl recipes`).")]
 All = Annotated[bool, typer.Option("--all", help="All keys, with those of machine and task.")]
@@ -38,11 +32,8 @@ def show(name: Name, every: All = False) -> None:
 
     recipe, values = recipes.load(name), resolved(name)
     print(f"# {recipe.name}: {recipe.summary}")
-    print(f"# source: {recipe.source}")
-    if recipe.notes:
-        print(f"# notes: {recipe.notes}")
-    if recipe.base:
-        print(f"# based on: {recipe.base}")
+    lines = {"source": recipe.source, "notes": recipe.notes, "based on": recipe.base}
+    print(*(f"# {key}: {text}\n" for key, text in lines.items() if text), sep="", end="")
     if not every:
         values = {key: values[key] for key in RECIPE_SECTIONS}
     print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100), end="")
@@ -67,19 +58,17 @@ def resolved(name: str) -> dict[str, Any]:
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
     """List (dotted key, value in a, value in b) where they differ; `-` for a missing key."""
-    left, right = _flatten(a), _flatten(b)
+    left, right = dict(_flatten(a)), dict(_flatten(b))
     rows = [(k, str(left.get(k, "-")), str(right.get(k, "-"))) for k in {**left, **right}]
     return [(key, x, y) for key, x, y in rows if x != y and key != "recipe"]
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            yield prefix + key, value
 
 
 def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

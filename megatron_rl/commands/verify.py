@@ -1,7 +1,5 @@
 """`megatron-rl verify` and `megatron-rl rewards try`: verdicts at the terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -117,22 +115,19 @@ def _counts(verdicts: list[Verdict]) -> str:
 
 def _read(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
     """Read the rows of a JSON Lines file, which must have these texts."""
+    from megatron_rl.data.tables import read_lines
+
     if not path.is_file():
         _fail(f"{path}: no such file")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except ValueError as e:
-            _fail(f"{path}:{number}: not JSON: {e}")
-        texts = rows[-1] if isinstance(rows[-1], dict) else {}
-        if missing := [name for name in required if not isinstance(texts.get(name), str)]:
-            _fail(f"{path}:{number}: no text under {', '.join(missing)}")
+    rows = list(read_lines(path, str(path)))
+    for row in rows:
+        missing = [name for name in required if not isinstance(row.values.get(name), str)]
+        if row.problem or missing:
+            problem = row.problem or f"no text under {', '.join(missing)}"
+            _fail(f"{path}:{row.line}: {problem}")
     if not rows:
         _fail(f"{path}: no rows")
-    return rows
+    return [row.values for row in rows]
 
 
 def _verdicts(

@@ -5,8 +5,6 @@ Question `5+7+5*8=?`; a right completion is
 Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermediate is in 0..50.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator
@@ -58,19 +56,18 @@ def make_split(
     """
     rng = random.Random(f"arithmetic split {seed}")
     heldout: dict[ArithmeticProblem, None] = {}
+    edges = list(accumulate(task.operand_weights))
     while len(heldout) < task.heldout_prompts:
         position = (len(heldout) + 0.5) / task.heldout_prompts
-        heldout.setdefault(_draw(rng, task, _stratum(task.operand_weights, position)))
+        operands = 2 + bisect_left(edges, position * edges[-1])  # shares are exact, not drawn
+        heldout.setdefault(_draw(rng, task, operands))
     train = [_draw_outside(heldout, rng, task) for _ in range(task.train_prompts)]
     return train, list(heldout)
 
 
 def questions(problems: Iterable[ArithmeticProblem]) -> list[Question]:
     """Convert problems to questions, numbered from 0."""
-    return [
-        Question(id=str(i), kind="exact", prompt=p.question, gold=str(p.answer))
-        for i, p in enumerate(problems)
-    ]
+    return [Question(str(i), "exact", p.question, str(p.answer)) for i, p in enumerate(problems)]
 
 
 def demonstrations(
@@ -101,12 +98,6 @@ def _demonstration(rng: random.Random, problem: ArithmeticProblem, thinking: int
     elif style < GUESS_AFTER_PREFIX + REDO_WORK:
         body = body + body
     return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
-
-
-def _stratum(weights: tuple[float, ...], position: float) -> int:
-    """Return the length at a position in (0, 1), so that the shares of a list are exact."""
-    edges = list(accumulate(weights))
-    return 2 + bisect_left(edges, position * edges[-1])
 
 
 def _draw_outside(

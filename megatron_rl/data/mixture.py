@@ -5,8 +5,6 @@ after n prompts a task has had its share to within one prompt per task), so the 
 batch does not drift, and a resumed run draws the same prompts.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from itertools import accumulate
@@ -51,11 +49,6 @@ class Mixture:
         # Different phases, so that the tasks do not all begin at once.
         rng = random.Random(f"mixture {seed}")
         self._credit = {task: rng.random() * 1e-3 for task in curricula}
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks."""
-        return tuple(self.curricula)
 
     @property
     def excluded(self) -> int:

@@ -6,8 +6,6 @@ other: then one is the other with words before or after it. Questions too short 
 overlap when their words are the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A Hugging Face model has its chat template. The tiny models have a vocabulary of
 characters, the markers, and `\boxed{`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

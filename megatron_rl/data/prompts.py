@@ -1,14 +1,14 @@
 """The prompts of a run: questions of each task, split, formatted and tokenized."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from megatron_rl.config import (
     ArithmeticTask,
@@ -26,9 +26,6 @@ from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError, Question, fingerprint
 from megatron_rl.data.reasoning import make_reasoning
 from megatron_rl.data.tables import Fields, Source, read_questions
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +89,10 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
         for part, questions in (("train", pool), ("heldout", heldout)):
             digest.update(f"{name}\0{fingerprint(questions)}\0".encode())
             _add(prompts[part], config, name, questions, tokenizer, form)
-    if len(prompts["train"]) < config.schedule.prompts_per_step:
+    step, total = config.schedule.prompts_per_step, len(prompts["train"])
+    if total < step:
         raise ConfigError(
-            f"schedule.prompts_per_step is {config.schedule.prompts_per_step}: the tasks have"
-            f" {len(prompts['train'])} training prompts"
+            f"schedule.prompts_per_step is {step}: the tasks have {total} training prompts"
         )
     return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
 
@@ -114,12 +111,12 @@ def _add(
     unknown = getattr(tokenizer.model, "unk_token", None)
     unknown_id = tokenizer.token_to_id(unknown) if unknown else None
     for q in questions:
-        text = form(q.prompt)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        prompt = make_prompt(q, len(prompts), name, tokenizer, form)
+        ids = prompt.token_ids
         if unknown_id is not None and unknown_id in ids:
             raise ConfigError(
                 f"{key}: question {q.id} has characters that the model's tokenizer does not know:"
-                f" {text[:80]!r}; take another task, or another model"
+                f" {prompt.text[:80]!r}; take another task, or another model"
             )
         if len(ids) > limit:
             if isinstance(task, DataSetTask) and task.drop_long_prompts:
@@ -129,8 +126,15 @@ def _add(
                 f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
                 f" {len(ids)} tokens; raise it{remedy}"
             )
-        meta = {"eos": form.eos, **q.meta} if q.kind == "exact" else q.meta
-        prompts.append(Prompt(len(prompts), text, ids, q.gold, name, q.kind, meta, q.difficulty))
+        prompts.append(prompt)
+
+
+def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: PromptFormat) -> Prompt:
+    """Format and tokenize a question of a task; `i` is its index in the list of prompts."""
+    text = form(q.prompt)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    meta = {"eos": form.eos, **q.meta} if q.kind == "exact" else q.meta
+    return Prompt(i, text, ids, q.gold, task, q.kind, meta, q.difficulty)
 
 
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:

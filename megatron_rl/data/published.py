@@ -1,7 +1,5 @@
 """Published data sets by name: their source on the hub and the names of their fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,9 +70,5 @@ def load_benchmark(
         raise DataError(
             f"evaluation set {name!r} is unknown: use one of {', '.join(BENCHMARKS)}, or a .jsonl"
         )
-    return read_questions(
-        Source(local or benchmark.source, split=benchmark.split),
-        kind=benchmark.kind,
-        fields=benchmark.fields,
-        template=template,
-    )
+    source = Source(local or benchmark.source, split=benchmark.split)
+    return read_questions(source, kind=benchmark.kind, fields=benchmark.fields, template=template)

@@ -1,7 +1,5 @@
 """A question with its right answer, before it becomes a tokenized prompt."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

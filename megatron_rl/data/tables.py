@@ -5,8 +5,6 @@ answer `007` is not read as a number. Everything else (JSON, Parquet, Arrow, fol
 `save_to_disk`, data sets on the hub) is read by the `datasets` library (extra `data`).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator
@@ -236,10 +234,7 @@ def _files(source: Source) -> list[Path]:
 
 def _read_file(path: Path, name: str) -> Iterator[TableRow]:
     if path.suffix == ".jsonl":
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(name, number, line)
+        yield from read_lines(path, name)
     elif path.suffix == ".csv":
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -252,15 +247,20 @@ def _read_file(path: Path, name: str) -> Iterator[TableRow]:
         raise DataError(f"{path}: unknown file type, use one of {', '.join(SUFFIXES)}")
 
 
-def _parse_line(name: str, number: int, line: bytes) -> TableRow:
-    try:
-        values = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as e:
-        return TableRow(name, number, problem=f"not JSON: {e}")
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        return TableRow(name, number, problem=f"expected an object, found {kind}")
-    return TableRow(name, number, values)
+def read_lines(path: Path, name: str) -> Iterator[TableRow]:
+    """Yield the rows of a JSON Lines file, blank lines left out; `name` is their `file`."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            values, problem = {}, ""
+            try:
+                values = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as e:
+                problem = f"not JSON: {e}"
+            if not isinstance(values, dict):
+                values, problem = {}, f"expected an object, found {type(values).__name__}"
+            yield TableRow(name, number, values, problem)
 
 
 def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:

@@ -12,8 +12,6 @@
 so does the path of another file in this format, without variants: `--recipe my_recipe.yaml`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.prepare.prepare import REASONS, prepare
-from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+from megatron_rl.commands.prepare.prepare import REASONS, PrepareSettings, prepare
 from megatron_rl.data.overlap import Overlap
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.data.published import TRAINING_SETS

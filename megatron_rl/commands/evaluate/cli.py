@@ -1,23 +1,14 @@
 """`megatron-rl evaluate`: pass rates of a checkpoint on evaluation sets."""
 
-from __future__ import annotations
-
 import json
 import sys
-import tempfile
-import time
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-if TYPE_CHECKING:
-    from megatron_rl.commands.evaluate.model_source import ModelSource
-    from megatron_rl.commands.evaluate.results import Row
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer()
 
 PATH_HELP = "Hugging Face directory, checkpoint of a run, or a run's folder (its newest)."
 DATA_HELP = """aime2024, aime2025, math500, livecodebench, NAME=PATH of a local copy, a .jsonl, or
@@ -56,7 +47,7 @@ def evaluate(
     `--generation.answer_budget_tokens 4096`.
     """
     from megatron_rl.commands.convert.resumable import ConvertError
-    from megatron_rl.commands.evaluate import results
+    from megatron_rl.commands.evaluate import evaluation_run, results
     from megatron_rl.commands.evaluate.model_source import find_source
     from megatron_rl.config import ConfigError
     from megatron_rl.data.question import DataError
@@ -80,7 +71,8 @@ def evaluate(
             "thinking_budget_tokens": g.thinking_budget_tokens[1],
             "answer_budget_tokens": g.answer_budget_tokens,
         }
-        result, rows = _evaluate(source, data or ["run"], sampling, limit, verifier, huggingface)
+        sets = (data or ["run"], limit, verifier)
+        result, rows = evaluation_run.evaluate(source, *sets, sampling, huggingface)
     except (ConfigError, ConvertError, DataError, RunError) as e:
         print(f"megatron-rl evaluate: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -93,51 +85,3 @@ def evaluate(
     if fit_file is not None:
         name = series or (source.path if source.run is None else source.run.resolve()).name
         results.add_points(fit_file, results.fit_rows(result, name))
-
-
-def _evaluate(
-    source: ModelSource,
-    data: list[str],
-    sampling: dict[str, Any],
-    limit: int | None,
-    verifier: str,
-    huggingface: Path | None,
-) -> tuple[dict[str, Any], list[Row]]:
-    """Return the object of --json and the rows of --jsonl."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-    from tokenizers import Tokenizer
-
-    from megatron_rl.commands.evaluate import results
-    from megatron_rl.commands.evaluate.evaluation_run import sample_and_verify
-    from megatron_rl.commands.evaluate.evaluation_sets import load_sets
-    from megatron_rl.commands.evaluate.model_source import huggingface_directory
-    from megatron_rl.data import read_format
-
-    config, n = source.config, sampling["samples"]
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_") as folder:
-        model = huggingface_directory(source, huggingface or Path(folder) / "model")
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        form = read_format(model, config.generation.think_start)
-        sets = load_sets(data, config, tokenizer, form, kind=verifier, limit=limit)
-        prompts = [prompt for pairs in sets.values() for _, prompt in pairs]
-        started = time.monotonic()
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task("completions", total=n * len(prompts))
-            advance = partial(progress.advance, bar)
-            samples = sample_and_verify(config, model, prompts, sampling, advance)
-    rows = results.completion_rows(sets, samples, tokenizer, config.generation.think_end)
-    by_set = [results.set_results(name, [r for r in rows if r["data"] == name], n) for name in sets]
-    if limit is None and source.evaluation is not None:
-        by_set = [results.compare_with_run(one, source.evaluation) for one in by_set]
-    result = {
-        "schema": results.SCHEMA,
-        "checkpoint": str(source.path),
-        "step": source.step,
-        "compute": source.compute,
-        "sampling": sampling,
-        "seconds": time.monotonic() - started,
-        "sets": by_set,
-    }
-    return result, rows

@@ -4,8 +4,6 @@
 are equal, None is no answer.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

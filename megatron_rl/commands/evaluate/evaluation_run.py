@@ -1,9 +1,7 @@
-"""A run without training: the orchestrator and one generator as child processes.
+"""A run without training on evaluation sets: orchestrator and one generator as child processes.
 
 `python -m megatron_rl.commands.evaluate.evaluation_run CONFIG ENDPOINT MODEL` is the generator.
 """
-
-from __future__ import annotations
 
 import contextlib
 import signal
@@ -13,20 +11,112 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from tokenizers import Tokenizer
 
 from megatron_rl import launch
+from megatron_rl.commands.evaluate import results
+from megatron_rl.commands.evaluate.model_source import ModelSource, huggingface_directory
 from megatron_rl.config import RunConfig
-from megatron_rl.data import Prompt
+from megatron_rl.data import Prompt, load_prompts, read_format
+from megatron_rl.data.prompt_format import PromptFormat
+from megatron_rl.data.prompts import make_prompt
+from megatron_rl.data.published import load_benchmark
+from megatron_rl.data.question import DataError
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
 from megatron_rl.orchestrator.evaluation import EvaluatedSample
 
 MODULE = "megatron_rl.commands.evaluate.evaluation_run"
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
+
+
+def evaluate(
+    source: ModelSource,
+    names: list[str],
+    limit: int | None,
+    kind: str,
+    sampling: dict[str, Any],
+    huggingface: Path | None,
+) -> tuple[dict[str, Any], list[results.Row]]:
+    """Evaluate a model on sets of these names; return the object of --json and rows of --jsonl.
+
+    `limit` and `kind` are those of `load_sets`, `sampling` is that of `sample_and_verify`, and
+    `huggingface` is a folder that keeps the conversion.
+
+    Raises:
+        ConvertError: a checkpoint that cannot be converted.
+        DataError: as from `load_sets`.
+        RunError: as from `sample_and_verify`.
+    """
+    config, n = source.config, sampling["samples"]
+    with tempfile.TemporaryDirectory(prefix="megatron_rl_") as folder:
+        model = huggingface_directory(source, huggingface or Path(folder) / "model")
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        form = read_format(model, config.generation.think_start)
+        sets = load_sets(names, config, tokenizer, form, kind=kind, limit=limit)
+        prompts = [prompt for pairs in sets.values() for _, prompt in pairs]
+        started = time.monotonic()
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("completions", total=n * len(prompts))
+            advance = partial(progress.advance, bar)
+            samples = sample_and_verify(config, model, prompts, sampling, advance)
+    rows = list(results.completion_rows(sets, samples, tokenizer, config.generation.think_end))
+    by_set = [results.set_results(name, [r for r in rows if r["data"] == name], n) for name in sets]
+    if limit is None and source.evaluation is not None:
+        by_set = [results.compare_with_run(one, source.evaluation) for one in by_set]
+    return {
+        "schema": results.SCHEMA,
+        "checkpoint": str(source.path),
+        "step": source.step,
+        "compute": source.compute,
+        "sampling": sampling,
+        "seconds": time.monotonic() - started,
+        "sets": by_set,
+    }, rows
+
+
+def load_sets(
+    names: list[str],
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    form: PromptFormat,
+    *,
+    kind: str,
+    limit: int | None,
+) -> results.Sets:
+    """Load at most `limit` questions of each set; the run's held-out prompts are a set per task.
+
+    A name is `run`, one of `data.published.BENCHMARKS`, `name=path` of a local copy, or a .jsonl
+    file, whose rows without a `kind` have the verifier `kind`.
+
+    Raises:
+        DataError: no such set, one that cannot be read, or two of one name.
+    """
+    sets: results.Sets = {}
+    for name in names:
+        new: results.Sets = {}
+        if name == "run":
+            heldout = load_prompts(config, tokenizer, form).heldout
+            several = len({p.task for p in heldout}) > 1
+            for p in heldout:
+                new.setdefault(f"run/{p.task}" if several else "run", []).append((str(p.id), p))
+        else:
+            file, _, local = name.partition("=")
+            label = Path(file).stem if file.endswith(".jsonl") else file
+            numbered = enumerate(load_benchmark(file, local or None, kind=kind))
+            new[label] = [(q.id, make_prompt(q, i, label, tokenizer, form)) for i, q in numbered]
+        if doubled := sets.keys() & new:
+            raise DataError(f"evaluation sets: {', '.join(doubled)} is named twice")
+        sets |= new
+    return {label: prompts[:limit] for label, prompts in sets.items()}
 
 
 def sample_and_verify(

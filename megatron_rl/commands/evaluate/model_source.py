@@ -4,15 +4,13 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `checkpoints/step_000020/` 
 `trainer.json`) and, after its end, the Hugging Face directory `final/`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
-from megatron_rl.metrics.metrics_file import Row, read_metrics
+from megatron_rl.metrics.metrics_file import read_metrics
 
 COMPUTE = ("compute_tokens", "compute_device_hours", "compute_flops", "wall_seconds")
 
@@ -74,18 +72,12 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
         step = json.loads((run / "summary.json").read_text())["steps"]
     settings = load_config(file, ["--output_dir", str(run), *overrides])  # it may have moved
     rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
-    return ModelSource(path, is_megatron, settings, run, step, *_measurements(step, rows))
-
-
-def _measurements(
-    step: int | None, rows: list[Row]
-) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """Return the compute spent at a weight version, and the run's evaluation of it."""
     evaluations = [r for r in rows if r["kind"] == "eval" and r["step"] == step]
     steps = [r for r in rows if r["kind"] == "step" and r["step"] + 1 == step]
     last = [*steps, *evaluations][-1:]
     compute = {name: row[name] for row in last for name in COMPUTE if name in row}
-    return compute, evaluations[-1] if evaluations else None
+    evaluation = evaluations[-1] if evaluations else None
+    return ModelSource(path, is_megatron, settings, run, step, compute, evaluation)
 
 
 def huggingface_directory(source: ModelSource, target: Path) -> Path:

@@ -12,11 +12,9 @@
 as in metrics.jsonl); the other standard errors are over prompts.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from megatron_rl.commands.evaluate.estimators import by_difficulty, estimates
-from megatron_rl.commands.evaluate.evaluation_sets import Sets
+from megatron_rl.data import Prompt
 from megatron_rl.files import replace_file
 from megatron_rl.orchestrator.evaluation import EvaluatedSample, sampling_stderr
 from megatron_rl.rewards import Outcome, Verdict
@@ -41,6 +39,8 @@ RIGHT = "right"
 WITHOUT_VOTES = frozenset({"code"})
 """Verifiers of answers that have no majority: equal programs are hardly ever equal texts."""
 Row = dict[str, Any]
+Sets = dict[str, list[tuple[str, Prompt]]]
+"""Name of a set -> (id of the question in its data set, prompt)."""
 
 
 def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
@@ -62,32 +62,28 @@ def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
 
 def completion_rows(
     sets: Sets, samples: Iterable[EvaluatedSample], tokenizer: Tokenizer, think_end: str
-) -> list[Row]:
-    """Return the row of `--jsonl` for each completion; prompts are numbered over all sets."""
+) -> Iterator[Row]:
+    """Yield the row of `--jsonl` for each completion; prompts are numbered over all sets."""
     prompts = [(name, *pair) for name, pairs in sets.items() for pair in pairs]
-    rows = []
     for sample, verdict in samples:
         data, question_id, prompt = prompts[sample.prompt_id]
         text = str(tokenizer.decode(sample.token_ids, skip_special_tokens=False))
-        rows.append(
-            {
-                "data": data,
-                "id": question_id,
-                "sample": sample.index,
-                "kind": prompt.kind,
-                "difficulty": prompt.difficulty,
-                "prompt": prompt.text,
-                "gold": prompt.gold,
-                "completion": text,
-                "tokens": len(sample.token_ids),
-                "truncated": sample.finish_reason == "length",
-                "interrupted": sample.forced != (0, 0),
-                "verdict": verdict.outcome.value,
-                "reason": verdict.reason,
-                "vote": vote(prompt.kind, text, verdict, think_end),
-            }
-        )
-    return rows
+        yield {
+            "data": data,
+            "id": question_id,
+            "sample": sample.index,
+            "kind": prompt.kind,
+            "difficulty": prompt.difficulty,
+            "prompt": prompt.text,
+            "gold": prompt.gold,
+            "completion": text,
+            "tokens": len(sample.token_ids),
+            "truncated": sample.finish_reason == "length",
+            "interrupted": sample.forced != (0, 0),
+            "verdict": verdict.outcome.value,
+            "reason": verdict.reason,
+            "vote": vote(prompt.kind, text, verdict, think_end),
+        }
 
 
 def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:
@@ -96,11 +92,9 @@ def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:
     answers = np.array([row["vote"] for row in rows], dtype=object).reshape(-1, n)
     votes = None if any(row["kind"] in WITHOUT_VOTES for row in rows) else answers
     levels = [row["difficulty"] or "none" for row in rows[::n]]
-    means = {
-        "completion_tokens_mean": "tokens",
-        "truncated_fraction": "truncated",
-        "interrupted_fraction": "interrupted",
-    }
+    tokens, truncated, interrupted = (
+        float(np.mean([row[key] for row in rows])) for key in ("tokens", "truncated", "interrupted")
+    )
     return {
         "data": name,
         "samples_per_prompt": n,
@@ -109,7 +103,9 @@ def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:
         **estimates(passed, votes),
         "by_difficulty": by_difficulty(levels, passed, votes),
         "verdicts": dict(sorted(Counter(row["verdict"] for row in rows).items())),
-        **{mean: float(np.mean([row[key] for row in rows])) for mean, key in means.items()},
+        "completion_tokens_mean": tokens,
+        "truncated_fraction": truncated,
+        "interrupted_fraction": interrupted,
     }
 
 

@@ -1,20 +1,13 @@
 """`megatron-rl data`: prompt sets from public data sets."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
-
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Prompt sets: prepare one."
-)
+app = typer.Typer(no_args_is_help=True, help="Prompt sets: prepare one.")
 
 SOURCE = "polaris, deepcoder, another data set's name on the hub, a file or a folder."
 OUTPUT = "Folder for train.jsonl, heldout.jsonl, dropped.jsonl, report.json."
@@ -62,12 +55,13 @@ def prepare(
     The same input gives the same bytes. Rows that are dropped are in dropped.jsonl, with line and
     reason.
     """
-    from megatron_rl.commands.prepare.prepare_settings import PrepareSettings
+    from megatron_rl.commands.prepare import prepare as preparation
     from megatron_rl.data.published import TRAINING_SETS, DataSet
+    from megatron_rl.data.question import DataError
 
     known = TRAINING_SETS.get(source, DataSet(source))
     prompt, gold = prompt_field or known.fields.prompt, answer_field or known.fields.gold
-    settings = PrepareSettings(
+    settings = preparation.PrepareSettings(
         source=str(local or known.source),
         name=source if source in TRAINING_SETS else Path(source).stem,
         kind=kind or known.kind,
@@ -86,13 +80,6 @@ def prepare(
         keep_unreadable=keep_unreadable,
         seed=seed,
     )
-    _prepare(settings, output)
-
-
-def _prepare(settings: PrepareSettings, output: Path) -> None:
-    from megatron_rl.commands.prepare import prepare as preparation
-    from megatron_rl.data.question import DataError
-
     try:
         report = preparation.prepare(settings, output, lambda line: print(line, file=sys.stderr))
     except DataError as e:

@@ -11,23 +11,20 @@ bytes:
 `template: "{prompt}"` there). The files are written into a temporary folder and moved at the end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.convert.resumable import file_sum
-from megatron_rl.commands.prepare.prepare_settings import PrepareSettings, make_check
 from megatron_rl.data.overlap import Overlap, words
 from megatron_rl.data.question import DataError, Question, apply_template
-from megatron_rl.data.tables import Source, make_question, read_rows
+from megatron_rl.data.tables import Fields, Source, make_question, read_rows
 
 FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
@@ -45,6 +42,32 @@ REASONS = {
 MAX_WARNINGS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class PrepareSettings:
+    """All inputs of the written files; they are recorded in report.json."""
+
+    source: str
+    name: str
+    """Prefix of the questions' ids."""
+    kind: str = "math"
+    fields: Fields = field(default_factory=Fields)
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    revision: str | None = None
+    template: str | None = None
+    against: tuple[str, ...] = ()
+    """Evaluation sets: `name`, `name=path of a local copy`, or a .jsonl."""
+    ngram_words: int = 8
+    overlap: float = 0.5
+    heldout: int = 1000
+    tokenizer: str | None = None
+    """Folder with a tokenizer.json, or the file."""
+    max_tokens: int = 2048
+    max_answer_kib: int = 4096
+    keep_unreadable: bool = False
+    seed: int = 0
+
+
 @dataclass(slots=True)
 class _Entry:
     """The facts about a row that decide where it goes."""
@@ -60,13 +83,6 @@ class _Entry:
     """Digest of the answer."""
     reason: str = ""
     detail: str = ""
-
-    def examine(self, question: Question) -> None:
-        self.id, self.text = question.id, question.prompt
-        key = " ".join(words(question.prompt)) or question.prompt.strip()
-        # Copies of a programming problem may have different tests.
-        gold = "" if question.kind == "code" else "".join(question.gold.split()).strip("$.")
-        self.key, self.gold = _digest(key), _digest(gold)
 
     def drop(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
@@ -100,7 +116,7 @@ def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) ->
 
     Prompts stay on disk because the tests of programming problems may not fit into memory.
     """
-    check = make_check(settings)
+    check = _make_check(settings)
     entries: list[_Entry] = []
     with path.open("w", encoding="utf-8") as file:
         for subset in settings.subsets:
@@ -116,11 +132,15 @@ def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) ->
                 else:
                     meta = {k: v for k, v in question.meta.items() if v not in (None, "", [], {})}
                     meta |= {"subset": subset} if subset else {}
-                    question = replace(question, id=f"{prefix}/{question.id}", meta=meta)
-                    entry.examine(question)
-                    entry.drop(*check(question))
+                    q = replace(question, id=f"{prefix}/{question.id}", meta=meta)
+                    entry.id, entry.text = q.id, q.prompt
+                    entry.key = _digest(" ".join(words(q.prompt)) or q.prompt.strip())
+                    # Copies of a programming problem may have different tests.
+                    gold = "" if q.kind == "code" else "".join(q.gold.split()).strip("$.")
+                    entry.gold = _digest(gold)
+                    entry.drop(*check(q))
                     if not entry.reason:
-                        file.write(_prompt_row(question, settings.template))
+                        file.write(_prompt_row(q, settings.template))
                 file.write("\n")
     if not entries:
         raise DataError(f"{settings.source}: no rows")
@@ -229,3 +249,53 @@ def _write(
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, str]]:
+    """Make the check of a question: returns (reason, detail) to drop it, or two empty strings.
+
+    Raises:
+        DataError: `settings.tokenizer` does not exist.
+    """
+    count_tokens = _token_counter(settings.tokenizer)
+
+    def check(question: Question) -> tuple[str, str]:
+        kib = len(question.gold.encode()) / 1024
+        if kib > settings.max_answer_kib:
+            return "large", f"{kib:.0f} KiB"
+        if not settings.keep_unreadable and (problem := _unreadable(question)):
+            return "unreadable", problem
+        tokens = count_tokens(apply_template(question, settings.template).prompt)
+        return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
+
+    return check
+
+
+def _token_counter(tokenizer: str | None) -> Callable[[str], int]:
+    if tokenizer is None:
+        return lambda text: 0
+    from tokenizers import Tokenizer
+
+    path = Path(tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"--tokenizer: {path}: no such file; give a folder with a tokenizer.json")
+    loaded = Tokenizer.from_file(str(path))
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+
+
+def _unreadable(question: Question) -> str:
+    """Return the reason why the verifier can never accept an answer; empty if it can."""
+    if question.kind == "code":
+        from megatron_rl.rewards.code.cases import BadTests, read_cases
+        from megatron_rl.rewards.code.code_verdict import function_name
+
+        try:
+            read_cases(question.gold, function_name(question.meta))
+        except BadTests as e:
+            return str(e)[:200]
+    if question.kind == "math":
+        from megatron_rl.rewards.math.verdict import is_readable
+
+        return "" if is_readable(question.gold) else f"answer {question.gold[:80]!r}"
+    return ""
