@@ -24,9 +24,6 @@ _ENTERED = "MEGATRON_RL_GENERATOR_ENTERED"
 _LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
-# ---------------------------------------------------------------- torchrun and ranks
-
-
 def gpu_count() -> int:
     """Return the number of visible GPUs of this node."""
     import torch
@@ -73,28 +70,19 @@ def torchrun_for(
         gpus = needed
     per_node = min(gpus, -(-needed // nodes))
     if per_node * nodes != needed:
-        raise _other_number_of_nodes(config, needed, nodes, gpus)
+        wide = -(-needed // gpus)
+        raise ConfigError(
+            f"{config} needs {needed} ranks, one GPU each, and {nodes} node(s) of {gpus} GPU(s)"
+            f" have {gpus * nodes}: start it on {wide} node(s) with torchrun --nnodes {wide}"
+            f" --nproc-per-node {needed // wide}, ask `megatron-rl plan` for a layout of another"
+            " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
+        )
     if nodes == 1:
         return ["--standalone", f"--nproc-per-node={per_node}"]
     # The port of the torchrun that started this process stays taken while it lives.
-    port = int(environment["MASTER_PORT"]) + 1
-    return [
-        f"--nnodes={nodes}",
-        f"--node-rank={environment['GROUP_RANK']}",
-        f"--master-addr={environment['MASTER_ADDR']}",
-        f"--master-port={port}",
-        f"--nproc-per-node={per_node}",
-    ]
-
-
-def _other_number_of_nodes(config: str, needed: int, nodes: int, gpus: int) -> ConfigError:
-    wide = -(-needed // gpus)
-    return ConfigError(
-        f"{config} needs {needed} ranks, one GPU each, and {nodes} node(s) of {gpus} GPU(s)"
-        f" have {gpus * nodes}: start it on {wide} node(s) with torchrun --nnodes {wide}"
-        f" --nproc-per-node {needed // wide}, ask `megatron-rl plan` for a layout of another"
-        " size (--world), or hide the GPUs to run on CPU (CUDA_VISIBLE_DEVICES=)"
-    )
+    port, rank = int(environment["MASTER_PORT"]) + 1, environment["GROUP_RANK"]
+    master = [f"--master-addr={environment['MASTER_ADDR']}", f"--master-port={port}"]
+    return [f"--nnodes={nodes}", f"--node-rank={rank}", *master, f"--nproc-per-node={per_node}"]
 
 
 def exec_torchrun(options: Sequence[str], arguments: Sequence[str]) -> None:
@@ -119,9 +107,6 @@ def check_world_size(config: RunConfig, needed: int) -> None:
         )
 
 
-# ---------------------------------------------------------------- torchrun's store
-
-
 def connect_store(config: RunConfig) -> Any:
     """Connect to torchrun's key-value store, under a prefix of this start of the run."""
     from torch.distributed import PrefixStore, TCPStore
@@ -135,9 +120,6 @@ def connect_store(config: RunConfig) -> Any:
         timeout=timedelta(seconds=config.timeouts.startup_seconds),
     )
     return PrefixStore(f"megatron_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-# ---------------------------------------------------------------- the generators' interpreter
 
 
 def generator_python(config: RunConfig) -> str | None:

@@ -50,7 +50,13 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
     name = "the default configuration" if path is None else str(path)
     torchrun = launch.torchrun_for(needed, name, roles.gpus_per_node, one_gpu=roles.one_gpu)
     if torchrun is not None:
-        _check_before_ranks_start(config, command)
+        # Raise what every rank would raise, once.
+        from megatron_rl.models.start_checkpoint import start_directory
+
+        start_directory(config)
+        upstream.check(megatron_fixes.FIXES)
+        if command == "train" and launch.generator_python(config) in (None, sys.executable):
+            upstream.check(vllm_fixes.FIXES)
         launch.exec_torchrun(torchrun, arguments)
     launch.check_world_size(config, needed)
 
@@ -67,16 +73,6 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
         run_generator_rank(config, rank, store)
     else:
         run_trainer_rank(config, rank, store, reinforce=command == "train")
-
-
-def _check_before_ranks_start(config: RunConfig, command: Command) -> None:
-    """Raise what every rank would raise, once."""
-    from megatron_rl.models.start_checkpoint import start_directory
-
-    start_directory(config)
-    upstream.check(megatron_fixes.FIXES)
-    if command == "train" and launch.generator_python(config) in (None, sys.executable):
-        upstream.check(vllm_fixes.FIXES)
 
 
 def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: bool) -> None:
@@ -207,9 +203,8 @@ def train_loop(
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
     from megatron_rl.trainer.step import Trainer, next_batch
 
-    trainer = Trainer(config, policy)
-    publisher.publish(start_step)
-    step = start_step
+    trainer, step = Trainer(config, policy), start_step
+    publisher.publish(step)
     while True:
         started = time.perf_counter()
         batch, interrupted = next_batch(client, step, stop_requested)

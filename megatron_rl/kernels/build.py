@@ -60,15 +60,12 @@ def cache_directory() -> Path:
 def find_nvcc() -> str | None:
     """Return the path of nvcc, from `$CUDA_HOME/bin` or PATH."""
     home = os.environ.get("CUDA_HOME")
-    if home and (nvcc := shutil.which("nvcc", path=str(Path(home) / "bin"))):
-        return nvcc
-    return shutil.which("nvcc")
+    return (home and shutil.which("nvcc", path=str(Path(home) / "bin"))) or shutil.which("nvcc")
 
 
 def _compiler() -> str:
     name = os.environ.get("CXX", "g++")
-    path = shutil.which(name)
-    if path is None:
+    if (path := shutil.which(name)) is None:
         raise BuildError(f"no C++ compiler: {name} is not on PATH (set CXX, or install g++)")
     return path
 
@@ -127,8 +124,7 @@ def build(out: Path, *, cuda: bool) -> Path:
         work = Path(name)
         for source in sources:
             own = _X86 if source == "gemm_bf16.cpp" else ()
-            target = work / f"{source}.o"
-            _run([compiler, *flags, *own, "-c", SOURCES / source, "-o", target])
+            _run([compiler, *flags, *own, "-c", SOURCES / source, "-o", work / f"{source}.o"])
         objects, linker, prefix = [work / f"{s}.o" for s in sources], [compiler], "-Wl,"
         if cuda:
             assert nvcc is not None
@@ -194,11 +190,10 @@ def find_or_build(*, cuda: bool) -> Path:
         BuildError: there is none and it can't be built.
     """
     names = [library_name(True)] if cuda else [library_name(False), library_name(True)]
-    directories = [INSTALLED, cache_directory()]
-    for path in [d / n for d in directories for n in names]:
+    for path in [d / n for d in (INSTALLED, cache_directory()) for n in names]:
         if path.is_file():
             return path
-    target = directories[1] / names[0]
+    target = cache_directory() / names[0]
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one rank builds; the others wait for the file
@@ -214,8 +209,7 @@ def main() -> None:
     if parser.parse_args().install:
         print(build_for_install(INSTALLED) or "")
     else:
-        cuda = wants_cuda()
-        print(build(cache_directory() / library_name(cuda), cuda=cuda))
+        print(build(cache_directory() / library_name(cuda := wants_cuda()), cuda=cuda))
 
 
 if __name__ == "__main__":

@@ -26,19 +26,14 @@ def row_stats(
 ) -> Tensor:
     """Return [4, C]: top logit, sum of e^d, sum of d e^d, target's logit; d = scale (x - top)."""
     x_CV, column_C, here_C = _columns(logits_CV, targets_C, first, columns)
-    stats_4C = logits_CV.new_empty(4, logits_CV.shape[0])
-    stats_4C[0] = NO_TOP
-    stats_4C[1:3] = 0.0
-    stats_4C[3] = float("-inf")
-    if columns:
-        top_C = x_CV.amax(1).clamp(min=NO_TOP)
-        d_CV = (x_CV - top_C[:, None]) * scale
-        e_CV = d_CV.exp()
-        stats_4C[0] = top_C
-        stats_4C[1] = e_CV.sum(1)
-        stats_4C[2] = (d_CV.clamp(min=-1e4) * e_CV).sum(1)
-        stats_4C[3] = torch.where(here_C, x_CV.gather(1, column_C[:, None])[:, 0], float("-inf"))
-    return stats_4C
+    if not columns:
+        empty_4 = logits_CV.new_tensor([NO_TOP, 0.0, 0.0, float("-inf")])
+        return empty_4[:, None].repeat(1, len(logits_CV))
+    top_C = x_CV.amax(1).clamp(min=NO_TOP)
+    d_CV = (x_CV - top_C[:, None]) * scale
+    e_CV = d_CV.exp()
+    target_C = torch.where(here_C, x_CV.gather(1, column_C[:, None])[:, 0], float("-inf"))
+    return torch.stack([top_C, e_CV.sum(1), (d_CV.clamp(min=-1e4) * e_CV).sum(1), target_C])
 
 
 def merge_rows(stats_R4C: Tensor, scale: float) -> Tensor:

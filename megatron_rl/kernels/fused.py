@@ -108,8 +108,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad_TH, weight_grad_VH = ctx.saved_tensors
-        factor = grads[0]
+        (hidden_grad_TH, weight_grad_VH), factor = ctx.saved_tensors, grads[0]
         if ctx.loss_scale is not None:
             torch._assert_async(
                 factor == ctx.loss_scale,
@@ -157,11 +156,10 @@ class _LogProbs(torch.autograd.Function):
             weight_grad_VH=main_grad,
             **ctx.settings,
         )
-        if weight_grad_VH is not None:
-            if main_grad is not None:
-                weight_grad_VH = _mark_added(weight_VH)
-            else:
-                weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
+        if weight_grad_VH is not None and main_grad is not None:
+            weight_grad_VH = _mark_added(weight_VH)
+        elif weight_grad_VH is not None:
+            weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_TH, weight_grad_VH, None, None
 
 

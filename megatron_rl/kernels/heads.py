@@ -84,8 +84,7 @@ class Upcast(HeadProducts):
     """fp32 products of fp32 operands or of exact upcasts, a block of the weight at a time."""
 
     def __init__(self, tf32: bool, device: str) -> None:
-        self.tf32 = tf32
-        self.on_cuda = device == "cuda"
+        self.tf32, self.on_cuda = tf32, device == "cuda"
         self.name = f"{'TF32' if tf32 and self.on_cuda else 'fp32'} products of exact upcasts"
 
     @contextmanager
@@ -105,12 +104,10 @@ class Upcast(HeadProducts):
         if weight_VH.dtype == torch.float32:
             yield slice(None), weight_VH
             return
-        scratch_BH: Tensor | None = None
         step = _upcast_rows(len(weight_VH))
+        scratch_BH = torch.empty_like(weight_VH[:step], dtype=torch.float32)
         for v in range(0, len(weight_VH), step):
             part_BH = weight_VH[v : v + step]
-            if scratch_BH is None:
-                scratch_BH = torch.empty_like(part_BH, dtype=torch.float32)
             yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
 
     @override
@@ -129,11 +126,10 @@ class Upcast(HeadProducts):
 
     @override
     def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        hidden_CH, beta = hidden_CH.float(), 1.0 if add else 0.0
+        hidden_CH, beta, V = hidden_CH.float(), 1.0 if add else 0.0, len(out_VH)
+        step = V if grads_CV.dtype == torch.float32 else _upcast_rows(V)
         with self._mode():
-            fp32 = grads_CV.dtype == torch.float32
-            step = len(out_VH) if fp32 else _upcast_rows(len(out_VH))
-            for v in range(0, len(out_VH), max(step, 1)):
+            for v in range(0, V, max(step, 1)):
                 block = slice(v, v + step)
                 out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
 
@@ -195,30 +191,26 @@ class TransformerEngine(CudaTorch):
     def __init__(self, gemm: Callable[..., object]) -> None:
         self.gemm = gemm
 
-    def _takes(self, *tensors: Tensor) -> bool:
+    def _multiply(self, layout: str, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> bool:
         # cuBLASLt needs rows of a multiple of 16 bytes.
-        return all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in tensors)
+        takes = all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in (a, b, out))
+        if takes:
+            self.gemm(a, b, out_dtype=out.dtype, layout=layout, out=out, accumulate=add)
+        return takes
 
     @override
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        if self._takes(hidden_CH, weight_VH, out_CV):
-            self.gemm(weight_VH, hidden_CH, out_dtype=torch.float32, layout="TN", out=out_CV)
-        else:
+        if not self._multiply("TN", weight_VH, hidden_CH, out_CV):
             super().logits(hidden_CH, weight_VH, out_CV)
 
     @override
     def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        if self._takes(grads_CV, weight_VH, out_CH):
-            self.gemm(weight_VH, grads_CV, out_dtype=out_CH.dtype, layout="NN", out=out_CH)
-        else:
+        if not self._multiply("NN", weight_VH, grads_CV, out_CH):
             super().hidden_grad(grads_CV, weight_VH, out_CH)
 
     @override
     def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        if self._takes(grads_CV, hidden_CH, out_VH):
-            options = {"out_dtype": torch.float32, "layout": "NT", "accumulate": add}
-            self.gemm(hidden_CH, grads_CV, out=out_VH, **options)
-        else:
+        if not self._multiply("NT", hidden_CH, grads_CV, out_VH, add):
             super().weight_grad(grads_CV, hidden_CH, out_VH, add)
 
 
@@ -274,22 +266,16 @@ def select(
     if operands not in (torch.bfloat16, torch.float32):
         raise ValueError(f"hidden states and head are {operands}: bf16 or fp32 are supported")
     load()
-    tf32 = precision == "tf32"
+    tf32, rounded = precision == "tf32", precision == "bf16"
     grads = {"auto": operands, "bf16": torch.bfloat16, "fp32": torch.float32}[logit_grads]
-    forward: HeadProducts = Upcast(tf32, device)
-    backward = forward
-    if operands == torch.bfloat16:
-        forward = _bf16_products(device, tf32)
-        backward = forward if grads == torch.bfloat16 else backward
-    products, rounded = forward, precision == "bf16"
+    upcast = Upcast(tf32, device)
+    forward = _bf16_products(device, tf32) if operands == torch.bfloat16 else upcast
+    backward = forward if grads == operands == torch.bfloat16 else upcast
+    products = forward
     if rounded or backward is not forward:
         products = Combined(forward, backward, rounded)
     log.info(
-        "LM head: precision %s, %s operands, %s logit gradients on %s: %s",
-        precision,
-        operands,
-        grads,
-        device,
-        products.name,
+        f"LM head: precision {precision}, {operands} operands, {grads} logit gradients on {device}:"
+        f" {products.name}"
     )
     return products, grads

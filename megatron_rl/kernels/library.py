@@ -24,22 +24,15 @@ from megatron_rl.kernels import build, cispo_reference
 
 log = logging.getLogger(__name__)
 
+_SHARD = "Tensor targets, int first, int columns, float scale"
+_CISPO = "Tensor generator_logprobs, Tensor advantages, Tensor weights, float max_ratio"
+_GRADS = "Tensor top, Tensor mass, Tensor coefficients, bool bf16"
 SCHEMAS = {
-    "row_stats": "(Tensor logits, Tensor targets, int first, int columns, float scale) -> Tensor",
-    "row_grads_": (
-        "(Tensor(a!) logits, Tensor targets, int first, int columns, float scale, Tensor top,"
-        " Tensor mass, Tensor coefficients, bool bf16) -> ()"
-    ),
-    "cispo_rows_": (
-        "(Tensor(a!) logits, Tensor targets, int first, int columns, float scale,"
-        " Tensor generator_logprobs, Tensor advantages, Tensor weights, float max_ratio,"
-        " bool bf16) -> Tensor"
-    ),
+    "row_stats": f"(Tensor logits, {_SHARD}) -> Tensor",
+    "row_grads_": f"(Tensor(a!) logits, {_SHARD}, {_GRADS}) -> ()",
+    "cispo_rows_": f"(Tensor(a!) logits, {_SHARD}, {_CISPO}, bool bf16) -> Tensor",
     "merge_rows": "(Tensor stats, float scale) -> Tensor",
-    "cispo_terms": (
-        "(Tensor logprobs, Tensor generator_logprobs, Tensor advantages, Tensor weights,"
-        " float max_ratio) -> Tensor"
-    ),
+    "cispo_terms": f"(Tensor logprobs, {_CISPO}) -> Tensor",
 }
 """Row operators; `csrc/library.cpp` registers the same ones."""
 GEMMS = ("bf16_logits_", "bf16_hidden_grad_", "bf16_weight_grad_")
@@ -74,11 +67,14 @@ def _open(path: Path) -> KernelLibrary:
     return KernelLibrary(path, bool(handle.megatron_rl_has_cuda()), kinds, best)
 
 
-def _define_reference(library: torch.library.Library, key: str, *, define: bool) -> None:
+def _register_reference(kind: str, *devices: str) -> None:
+    library = torch.library.Library("megatron_rl", kind)
     for name, schema in SCHEMAS.items():
-        if define:
+        if kind == "DEF":
             library.define(name + schema)
-        library.impl(name, getattr(cispo_reference, name), key)
+        for device in devices:
+            library.impl(name, getattr(cispo_reference, name), device)
+    _held.append(library)
 
 
 def _register_fakes(gemms: bool) -> None:
@@ -118,15 +114,12 @@ def load() -> KernelLibrary:
             cpu_kernel(library)
             if cuda and not library.cuda:
                 log.warning("%s holds no CUDA code: rows on GPU run in plain torch", path)
-                _held.append(torch.library.Library("megatron_rl", "IMPL"))
-                _define_reference(_held[-1], "CUDA", define=False)
+                _register_reference("IMPL", "CUDA")
             _register_fakes(gemms=True)
             return library
     cpu_kernel(REFERENCE)
     log.warning("kernels run as their plain torch reference: %s", reason)
-    _held.append(torch.library.Library("megatron_rl", "DEF"))
-    _define_reference(_held[-1], "CPU", define=True)
-    _define_reference(_held[-1], "CUDA", define=False)
+    _register_reference("DEF", "CPU", "CUDA")
     _register_fakes(gemms=False)
     return REFERENCE
 

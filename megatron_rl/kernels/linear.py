@@ -105,8 +105,7 @@ class _Chunks:
         logit_grads: heads.LogitGrads = "auto",
         chunk_bytes: int | None = None,
     ) -> None:
-        T, H = hidden_TH.shape
-        V = weight_VH.shape[0]
+        (T, H), V = hidden_TH.shape, len(weight_VH)
         if weight_VH.shape[1] != H or hidden_TH.dtype != weight_VH.dtype:
             raise ValueError(
                 f"hidden states are {hidden_TH.dtype} {list(hidden_TH.shape)}, the head is"
@@ -125,9 +124,8 @@ class _Chunks:
             raise ValueError(
                 f"vocabulary is {vocabulary}: the head has {V} rows on each of {size} ranks"
             )
-        self.first = rank * V
+        self.first, self.scale = rank * V, 1.0 / temperature
         self.columns = min(max(vocabulary - self.first, 0), V)
-        self.scale = 1.0 / temperature
         device, dtype = hidden_TH.device.type, hidden_TH.dtype
         self.products, grad_dtype = heads.select(precision, logit_grads, dtype, device)
         self.bf16 = grad_dtype == torch.bfloat16
@@ -158,13 +156,11 @@ class _Chunks:
         """Return [4, C] over the whole vocabulary: log-prob, entropy, largest logit, sum of e^d."""
         ops = torch.ops.megatron_rl
         stats_4C = ops.row_stats(logits_CV, *self.shard(chunk))
-        stats_R4C = stats_4C[None]
+        gathered = stats_4C
         if self.group is not None:
-            R, C = self.group.size(), stats_4C.shape[1]
-            gathered = stats_4C.new_empty(R * 4, C)
+            gathered = stats_4C.new_empty(self.group.size() * 4, stats_4C.shape[1])
             dist.all_gather_into_tensor(gathered, stats_4C, group=self.group)
-            stats_R4C = gathered.view(R, 4, C)
-        merged_4C: Tensor = ops.merge_rows(stats_R4C, self.scale)
+        merged_4C: Tensor = ops.merge_rows(gathered.view(-1, *stats_4C.shape), self.scale)
         return merged_4C
 
     def to_gradients(

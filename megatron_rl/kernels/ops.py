@@ -116,33 +116,25 @@ def _linear_cispo(
 
 
 @_linear_cispo.register_fake
-def _(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    hidden_grad, weight_grad = rest[4:6]
-    fp32 = {"dtype": torch.float32}
-    return (
-        hidden_TH.new_empty((), **fp32),
-        hidden_TH.new_empty(5, hidden_TH.shape[0], **fp32),
-        hidden_TH.new_empty(hidden_TH.shape if hidden_grad else 0),
-        weight_VH.new_empty(weight_VH.shape if weight_grad else 0, **fp32),
-    )
+def _(h: Tensor, w: Tensor, targets_T: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    hidden_shape, weight_shape = h.shape if rest[4] else 0, w.shape if rest[5] else 0
+    shapes = ((), (5, h.shape[0]), weight_shape)
+    loss, rows_5T, weight_grad_VH = (h.new_empty(s, dtype=torch.float32) for s in shapes)
+    return loss, rows_5T, h.new_empty(hidden_shape), weight_grad_VH
 
 
 def _save_cispo(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[2:])
-    ctx.dtype = inputs[1].dtype
-    ctx.requested = inputs[7:9]
+    ctx.dtype, ctx.requested = inputs[1].dtype, inputs[7:9]
     ctx.set_materialize_grads(False)
 
 
 def _cispo_backward(ctx: Any, grad: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
-    hidden_grad_TH, weight_grad_VH = ctx.saved_tensors
-    hidden = weight = None
-    if grad is not None and ctx.requested[0]:
-        hidden = hidden_grad_TH * grad.to(hidden_grad_TH.dtype)
-    if grad is not None and ctx.requested[1]:
-        weight = scaled(weight_grad_VH, grad, ctx.dtype)
+    if grad is None:
+        return (None,) * 15
+    hidden_TH, weight_VH = ctx.saved_tensors
+    hidden = hidden_TH * grad.to(hidden_TH.dtype) if ctx.requested[0] else None
+    weight = scaled(weight_VH, grad, ctx.dtype) if ctx.requested[1] else None
     return hidden, weight, *[None] * 13
 
 

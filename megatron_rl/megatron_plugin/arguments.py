@@ -55,23 +55,15 @@ def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
     Raises:
         ConfigError: as `load_config` does, or a `--rl-set` without "=".
     """
-    overrides: list[str] = []
     for item in own.rl_set:
         if "=" not in item:
             raise ConfigError(f"--rl-set {item}: expected KEY=VALUE, as schedule.max_lag_steps=4")
-        overrides.append(f"--{item}")
-    return load_config(own.rl_config, [*overrides, *extra])
+    return load_config(own.rl_config, [*(f"--{item}" for item in own.rl_set), *extra])
 
 
 _MEGATRONS = (
-    "parallel",
-    "optimizer",
-    "seed",
-    "roles.trainer_ranks",
-    "schedule.steps",
-    "precision.params",
-    "evaluation.every_steps",
-    "checkpoint",
+    *("parallel", "optimizer", "seed", "checkpoint", "roles.trainer_ranks", "schedule.steps"),
+    *("precision.params", "evaluation.every_steps"),
 )
 """Keys and sections that Megatron's own arguments decide."""
 
@@ -154,9 +146,8 @@ def check_model(model: Any, architecture: Architecture, directory: Path) -> None
     wrong = []
     for name, wanted in architecture.config_fields().items():
         value = getattr(model.config, name)
-        plain = isinstance(wanted, bool | int | float | str)
         same = math.isclose(value, wanted) if isinstance(wanted, float) else value == wanted
-        if plain and not same:
+        if isinstance(wanted, bool | int | float | str) and not same:
             wrong.append(f"{name} is {value!r} and should be {wanted!r}")
     if model.share_embeddings_and_output_weights != architecture.tied:
         wrong.append(f"tied embeddings should be {architecture.tied}")

@@ -59,11 +59,10 @@ class PluginSteps:
         complete_parameters: Callable[[], None],
     ) -> None:
         self._config, self._model = config, model
-        self._complete_parameters = complete_parameters
         self._client, self._publisher = client, publisher
-        self._step = start_step - 1
+        self._complete_parameters = complete_parameters
+        self._step, self._published = start_step - 1, -1
         self._current: _Step | None = None
-        self._published = -1
 
     @property
     def steps(self) -> int:
@@ -86,22 +85,21 @@ class PluginSteps:
     def _advance(self, step: int) -> None:
         config, model = self._config, self._model
         self.publish(step)
-        started = time.perf_counter()
+        began = time.perf_counter()
         batch, _ = next_batch(self._client, step, lambda: False)
-        wait_seconds = time.perf_counter() - started
+        started = time.perf_counter()
         if batch.stop:
             raise ConfigError(
                 f"step {step}: the orchestrator has no more batches, and Megatron continues to"
                 f" --train-iters; schedule.steps is {config.schedule.steps}"
             )
-        started = time.perf_counter()
         check_routed_experts(batch, model)
         micro_batches = micro_batches_of(batch, model)
         model.check_count(len(micro_batches), step)
         objective = Objective(config.algorithm, old_is_current(config, step))
         head = LmHead.of(config, model.architecture.vocabulary)
         self._step = step
-        self._current = _Step(batch, micro_batches, objective, head, started, wait_seconds)
+        self._current = _Step(batch, micro_batches, objective, head, started, started - began)
 
     def publish(self, version: int) -> None:
         """Offer the weights to the generators, once per version; collective."""
@@ -111,8 +109,9 @@ class PluginSteps:
         self._publisher.publish(version)
         self._published = version
 
-    def wait(self) -> None:
-        """Wait until the last version is complete; raise what went wrong with it."""
+    def finish(self) -> None:
+        """Publish the last weights, and wait until they are complete; collective."""
+        self.publish(self.steps)
         self._publisher.wait()
 
     def trained(self) -> None:
@@ -120,32 +119,28 @@ class PluginSteps:
         current = self._current
         if current is None:
             return
-        metrics, probe = report(
-            current.batch, current.micro_batches, current.objective, self._model
-        )
-        self._current = None
+        self._current, batch = None, current.batch
+        metrics, probe = report(batch, current.micro_batches, current.objective, self._model)
         if self._client is not None:
             done = messages.StepDone(
                 step=self._step,
                 metrics=metrics,
                 probe_logprobs=probe,
-                wait_seconds=0.0,
+                wait_seconds=current.wait_seconds,
                 train_seconds=time.perf_counter() - current.started,
             )
-            self._client.step_done(done, current.wait_seconds)
+            self._client.send(done)
 
     def save_state(self, directory: Path | None) -> dict[str, int]:
         """Save the orchestrator's state after the last step into Megatron's iterator folder.
 
-        Args:
-            directory: root of the iterators' files; None on ranks other than 0.
+        `directory` is the root of the iterators' files; None on ranks other than 0.
         """
-        step = self.steps
         if self._client is not None and directory is not None:
-            folder = state_folder(directory, step)
+            folder = state_folder(directory, self.steps)
             folder.mkdir(parents=True, exist_ok=True)
-            self._client.save_state(step, str(folder))
-        return {"step": step}
+            self._client.save_state(self.steps, str(folder))
+        return {"step": self.steps}
 
 
 def state_folder(directory: Path, step: int) -> Path:
@@ -170,8 +165,7 @@ class MicroBatchIterator(Iterator[HeadPass]):
         self._next = start_step * count
 
     def __next__(self) -> HeadPass:
-        step, index = divmod(self._next, self._count)
-        micro_batch = self._steps.micro_batch(step, index)
+        micro_batch = self._steps.micro_batch(*divmod(self._next, self._count))
         self._next += 1
         return micro_batch
 

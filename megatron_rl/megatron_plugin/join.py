@@ -64,7 +64,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
         _serve(store)
     # Megatron reads WORLD_SIZE: show it the trainer ranks only.
     os.environ["WORLD_SIZE"] = str(trainers)
-    return PretrainingPlugin(own, _Connections(store))
+    return PretrainingPlugin(own, store)
 
 
 def _serve(store: Any) -> None:
@@ -76,21 +76,8 @@ def _serve(store: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # A new process: the engine must not inherit the script's imports.
-    os.execve(
-        python,
-        [python, "-m", "megatron_rl.megatron_plugin.generator_rank", f.name],
-        dict(os.environ),
-    )
-
-
-class _Connections:
-    """Connections of this rank to the others."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        self.orchestrator: OrchestratorProcess | None = None
-        self.client: TrainerClient | None = None
-        self.stack = contextlib.ExitStack()
+    command = [python, "-m", "megatron_rl.megatron_plugin.generator_rank", f.name]
+    os.execve(python, command, dict(os.environ))
 
 
 class PretrainingPlugin:
@@ -98,11 +85,14 @@ class PretrainingPlugin:
 
     Args:
         own: the plug-in's arguments; None without `--rl-config`.
-        connections: to the other ranks; None without `--rl-config`.
+        store: torchrun's; None without `--rl-config`.
     """
 
-    def __init__(self, own: Any, connections: _Connections | None) -> None:
-        self._own, self._connections = own, connections
+    def __init__(self, own: Any, store: Any) -> None:
+        self._own, self._store = own, store
+        self._orchestrator: OrchestratorProcess | None = None
+        self._client: TrainerClient | None = None
+        self._stack = contextlib.ExitStack()
         self._modules: list[Any] = []
         self._wrapped: list[Any] = []
         self._steps: PluginSteps | None = None
@@ -113,7 +103,7 @@ class PretrainingPlugin:
     @property
     def active(self) -> bool:
         """True if the script trains by reinforcement learning."""
-        return self._connections is not None
+        return self._store is not None
 
     def arguments(self, provider: arguments.Provider | None = None) -> arguments.Provider:
         """Return `extra_args_provider` with the plug-in's arguments after the script's own."""
@@ -152,12 +142,10 @@ class PretrainingPlugin:
         """
         if not self.active:
             return provider
-        assert self._connections is not None
         from megatron.training import get_args
 
         args = get_args()
-        file_keys = arguments.megatron_keys_in(self._own)
-        if file_keys:
+        if file_keys := arguments.megatron_keys_in(self._own):
             raise ConfigError(
                 f"{', '.join(file_keys)} in {self._own.rl_config} or --rl-set: Megatron's own"
                 " arguments decide these keys; remove them"
@@ -169,13 +157,12 @@ class PretrainingPlugin:
             config.schedule.packing = False
         self._config = config
         if args.rank == 0:
-            self._connections.store.set(CONFIG, config.model_dump_json())
+            self._store.set(CONFIG, config.model_dump_json())
 
         def iterators(_: Any, vp_stage: int | None = None) -> tuple[MicroBatchIterator, None, None]:
             if self._steps is None:
                 self._steps = self._start(config, args)
-            count = _micro_batches(args)
-            save = args.dataloader_save
+            count, save = _micro_batches(args), args.dataloader_save
             directory = Path(save) if save and args.rank == 0 else None
             return MicroBatchIterator(self._steps, args.iteration, count, directory), None, None
 
@@ -193,14 +180,11 @@ class PretrainingPlugin:
         if self._steps is None or self._ended:
             return
         assert self._config is not None
-        self._steps.publish(self._steps.steps)
-        self._steps.wait()
+        self._steps.finish()
         self._leave(self._config.timeouts.evaluation_seconds, together=True)
 
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
         """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
-        connections = self._connections
-        assert connections is not None
         world.join_world(config)
         model = self._model = PluginModel(
             config,
@@ -210,40 +194,38 @@ class PretrainingPlugin:
         )
         if args.rank == 0:
             save_config(config)
-            state = _saved_state(args)
-            orchestrator = OrchestratorProcess(config, model.directory, {}, state)
-            connections.orchestrator = orchestrator
-            connections.store.set("model_dir", str(model.directory))
-            connections.store.set("orchestrator", orchestrator.endpoint)
-            connections.client = TrainerClient(
+            orchestrator = OrchestratorProcess(config, model.directory, {}, _saved_state(args))
+            self._orchestrator = orchestrator
+            self._store.set("model_dir", str(model.directory))
+            self._store.set("orchestrator", orchestrator.endpoint)
+            self._client = TrainerClient(
                 orchestrator.endpoint,
                 config.timeouts,
                 active_parameters=model.architecture.active_parameters(),
                 alive=orchestrator.ended,
             )
         atexit.register(self._leave_early)
-        client = connections.client
+        client = self._client
         announce = None if client is None else client.announce
         publisher = Publisher(config, model, node_name(), announce)
-        connections.stack.callback(publisher.close)
+        self._stack.callback(publisher.close)
         if client is not None:
             client.raise_if_failed = publisher.raise_if_failed
-        publisher.serve_other_nodes(lambda: str(connections.store.get("orchestrator").decode()))
+        publisher.serve_other_nodes(lambda: str(self._store.get("orchestrator").decode()))
         return PluginSteps(
             config, model, client, publisher, args.iteration, self._complete_parameters
         )
 
     def _leave(self, seconds: float, *, together: bool = False) -> None:
         """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
-        self._ended, connections, config = True, self._connections, self._config
-        assert connections is not None and config is not None and self._steps is not None
-        steps = self._steps.steps
-        with connections.stack:
-            if connections.client is not None and connections.orchestrator is not None:
-                interrupted = steps < config.schedule.steps
-                connections.client.send(TrainerDone(step=steps, interrupted=interrupted))
-                connections.orchestrator.wait(seconds)
-                connections.client.close()
+        assert self._config is not None and self._steps is not None
+        self._ended, steps = True, self._steps.steps
+        with self._stack:
+            if self._client is not None and self._orchestrator is not None:
+                interrupted = steps < self._config.schedule.steps
+                self._client.send(TrainerDone(step=steps, interrupted=interrupted))
+                self._orchestrator.wait(seconds)
+                self._client.close()
             if together:  # generators read every rank's store until now
                 dist.barrier(group=world.control_group())
 

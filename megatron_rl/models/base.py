@@ -164,10 +164,9 @@ class Architecture(ABC):
 
     def active_parameters(self) -> int:
         """Return the number of parameters of one token's forward pass: of experts, its own."""
-        exported = [w for w in self.weights() if w.exported]
-        routed = sum(w.elements for w in exported if w.expert is not None)
-        dense = sum(w.elements for w in exported if w.expert is None)
-        return dense + (routed // self.experts * self.experts_per_token if routed else 0)
+        total = self.parameters()
+        routed = sum(w.elements for w in self.weights() if w.expert is not None)
+        return total - routed + routed // max(self.experts, 1) * self.experts_per_token
 
     def names(self, layer: int) -> tuple[str, str]:
         """Return the prefixes of a layer's parameter names: (Megatron's, Hugging Face's)."""
@@ -175,34 +174,22 @@ class Architecture(ABC):
 
     def _attention_weights(self, layer: int) -> list[Weight]:
         m, h = self.names(layer)
-        width = self.heads * self.head_dim
+        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        fused, output = (queries + 2 * keys, self.hidden), (self.hidden, queries)
         qkv = tuple(f"{h}self_attn.{x}_proj.weight" for x in "qkv")
+        proj, pack = (h + "self_attn.o_proj.weight",), QueryKeyValue(self.groups, self.head_dim)
         return [
             Weight(m + "input_layernorm.weight", (h + "input_layernorm.weight",), (self.hidden,)),
-            Weight(
-                m + "self_attention.linear_qkv.weight",
-                qkv,
-                (width + 2 * self.groups * self.head_dim, self.hidden),
-                QueryKeyValue(self.groups, self.head_dim),
-                COLUMN,
-            ),
-            Weight(
-                m + "self_attention.linear_proj.weight",
-                (h + "self_attn.o_proj.weight",),
-                (self.hidden, width),
-                split=ROW,
-            ),
+            Weight(m + "self_attention.linear_qkv.weight", qkv, fused, pack, COLUMN),
+            Weight(m + "self_attention.linear_proj.weight", proj, output, split=ROW),
         ]
 
     def head_norm_weights(self, layer: int) -> list[Weight]:
         """Return the RMS norms of each head's query and key; heads share the weights."""
         m, h = self.names(layer)
+        own, shape = m + "self_attention", (self.head_dim,)
         return [
-            Weight(
-                f"{m}self_attention.{x}_layernorm.weight",
-                (f"{h}self_attn.{x}_norm.weight",),
-                (self.head_dim,),
-            )
+            Weight(f"{own}.{x}_layernorm.weight", (f"{h}self_attn.{x}_norm.weight",), shape)
             for x in "qk"
         ]
 

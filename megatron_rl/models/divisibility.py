@@ -66,8 +66,8 @@ def layers_of_stage(layers: int, stages: int, chunks: int, stage: int) -> list[i
     first = first_stage_layers(layers, stages, chunks)
     if first is not None:
         rest = (layers - first) // (stages - 1)
-        begin = 0 if stage == 0 else first + (stage - 1) * rest
-        return list(range(begin, begin + (first if stage == 0 else rest)))
+        end = first + stage * rest
+        return list(range(end - rest if stage else 0, end))
     own = layers // (stages * chunks)
     starts = [(chunk * stages + stage) * own for chunk in range(chunks)]
     return [layer for start in starts for layer in range(start, start + own)]

@@ -86,18 +86,10 @@ class Llama4(Architecture):
             ("linear_fc1", "gate_up_proj", (2 * size, self.hidden), GATED),
             ("linear_fc2", "down_proj", (self.hidden, size), ROW),
         ):
-            out += [
-                Weight(
-                    f"{mlp}experts.local_experts.{e}.{linear}.weight",
-                    (f"{ff}experts.{name}",),
-                    shape,
-                    Transposed(),
-                    split,
-                    expert=e,
-                    index=e,
-                )
-                for e in range(self.experts)
-            ]
+            hf = (f"{ff}experts.{name}",)
+            for e in range(self.experts):
+                megatron = f"{mlp}experts.local_experts.{e}.{linear}.weight"
+                out.append(Weight(megatron, hf, shape, Transposed(), split, expert=e, index=e))
         return out + self.gated_weights(mlp + "shared_experts", ff + "shared_expert", size)
 
 

@@ -12,6 +12,7 @@ Shape legend: H hidden, F feed-forward, V vocabulary, N query heads, G key-value
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -184,7 +185,7 @@ class Weight:
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape on one of `size` tensor-parallel (or expert-tensor-parallel) ranks."""
-        return tuple(self.split.shard(torch.empty(self.shape, device="meta"), 0, size).shape)
+        return _shard_shape(self.split, self.shape, size)
 
     def parameter(self, use_te: bool, first_layer: int = 0, first_expert: int = 0) -> str:
         """Return its name among the parameters of a module.
@@ -201,6 +202,11 @@ class Weight:
         if self.layer is not None:
             name = _LAYER.sub(f"decoder.layers.{self.layer - first_layer}.", name)
         return transformer_engine_name(name) if use_te else local_name(name)
+
+
+@functools.cache
+def _shard_shape(split: Split, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return tuple(split.shard(torch.empty(shape, device="meta"), 0, size).shape)
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

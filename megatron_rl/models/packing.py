@@ -156,15 +156,10 @@ class Rows(PackedSeqParams):
             ends = [row * fine[-1] + end for row in range(rows) for end in fine[1:]]
             ends_n = _copied(np.array([0, *ends], np.int32), self.positions_s.device)
             # The same object for "padded" means no padding between the sequences.
-            thd = self._thd[chunk, rows] = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=ends_n,
-                cu_seqlens_kv=ends_n,
-                cu_seqlens_q_padded=ends_n,
-                cu_seqlens_kv_padded=ends_n,
-                max_seqlen_q=longest(fine),
-                max_seqlen_kv=longest(fine),
-            )
+            ends_of = dict.fromkeys(("q", "kv", "q_padded", "kv_padded"), ends_n)
+            options: dict[str, Any] = {f"cu_seqlens_{k}": ends for k, ends in ends_of.items()}
+            options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest(fine))
+            thd = self._thd[chunk, rows] = PackedSeqParams("thd", **options)
             thd.pad_between_seqs = False  # no field of megatron-core 0.18
         return self._thd[chunk, rows]
 
@@ -264,8 +259,7 @@ def _packed_rows(
 def _padded_rows(
     rounds: list[list[int]], lengths: NDArray[np.int64], layout: RowLayout
 ) -> list[MicroBatchRows]:
-    out: list[MicroBatchRows] = []
-    start = 0
+    out, start = [], 0
     while start < len(rounds):
         length = layout.row(int(lengths[rounds[start][0]]))
         chosen = rounds[start : start + max(1, layout.max_tokens // length)]

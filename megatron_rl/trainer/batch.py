@@ -74,11 +74,7 @@ class MicroBatch:
     """Entropy of each token's distribution in nats; as `logprobs_T`."""
 
     def tokens(
-        self,
-        logprobs_C: Tensor,
-        entropy_C: Tensor | None,
-        chunk: slice,
-        old_is_current: bool,
+        self, logprobs_C: Tensor, entropy_C: Tensor | None, chunk: slice, old_is_current: bool
     ) -> Tokens:
         """Return the tokens of a chunk of T, with log-probs and entropies under the policy."""
         generator_C, reference_T = self.generator_logprobs_T[chunk], self.reference_logprobs_T

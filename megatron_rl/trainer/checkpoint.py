@@ -106,8 +106,7 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     template = _sharded_state(policy, is_loading=True, random_state=same_world)
     state = dist_checkpointing.load(template, str(path / "model"))
     dist.barrier(group=world.control_group())  # NCCL would not wait as long for a slow reader
-    for key, module in _modules(policy).items():
-        module.load_state_dict(state[key], strict=False)
+    _load_modules(policy, state)
     policy.optimizer.load_state_dict(state["optimizer"])
     if same_world:
         torch.set_rng_state(state["random_state"])
@@ -120,11 +119,7 @@ def load_weights(policy: Policy, directory: str | Path) -> None:
     The directory is the one with `.metadata`: `release` of a checkpoint that `megatron-rl convert`
     made, or `model` of a run's.
     """
-    metadata = _layout_metadata()
-    template = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
-    state = dist_checkpointing.load(template, str(directory))
-    for key, module in _modules(policy).items():
-        module.load_state_dict(state[key], strict=False)
+    _load_modules(policy, dist_checkpointing.load(_sharded_modules(policy), str(directory)))
     policy.optimizer.reload_model_params()
 
 
@@ -149,12 +144,12 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.resume or restarted:
         latest = find_latest(root)
-        if latest is None and not restarted:
+        if latest is not None:
+            return latest
+        if not restarted:
             raise ConfigError(
                 f"resume is true: {root} holds no complete checkpoint; start without --resume"
             )
-        if latest is not None:
-            return latest
     if rank == 0 and root.exists():
         n = 1
         while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
@@ -167,10 +162,8 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
 def _layout(config: RunConfig) -> dict[str, Any]:
     """Return the sizes that say which rank has what."""
     in_any_layout = {"recompute", "overlap_grad_reduce", "overlap_param_gather"}
-    return {
-        "world_size": dist.get_world_size(),
-        **config.parallel.model_dump(exclude=in_any_layout),
-    }
+    sizes = config.parallel.model_dump(exclude=in_any_layout)
+    return {"world_size": dist.get_world_size(), **sizes}
 
 
 def _check_layout(path: Path, old: dict[str, Any], new: dict[str, Any], experts: bool) -> None:
@@ -205,15 +198,12 @@ def _layout_metadata() -> dict[str, Any]:
 def _sharded_state(
     policy: Policy, *, is_loading: bool, random_state: bool = True
 ) -> dict[str, Any]:
-    metadata = _layout_metadata()
-    model = {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+    model = _sharded_modules(policy)
     # Megatron's optimizer takes the entries of a single chunk, or all of several chunks.
     entries = model if len(model) > 1 else model["model"]
     megatron_checkpoint.shard_optimizer(policy.optimizer)
-    optimizer = policy.optimizer.sharded_state_dict(
-        entries, is_loading=is_loading, metadata=metadata
-    )
-    state = {**model, "optimizer": optimizer}
+    options = {"is_loading": is_loading, "metadata": _layout_metadata()}
+    state = {**model, "optimizer": policy.optimizer.sharded_state_dict(entries, **options)}
     if random_state:
         state["random_state"] = ShardedObject(
             "random_state", torch.get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),)
@@ -223,9 +213,18 @@ def _sharded_state(
 
 def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
     """Return the modules of this rank by their key in the state."""
-    if len(policy.modules) == 1:
-        return {"model": policy.modules[0]}
-    return {f"model{i}": module for i, module in enumerate(policy.modules)}
+    single = len(policy.modules) == 1
+    return {"model" if single else f"model{i}": m for i, m in enumerate(policy.modules)}
+
+
+def _sharded_modules(policy: Policy) -> dict[str, Any]:
+    metadata = _layout_metadata()
+    return {k: m.sharded_state_dict(metadata=metadata) for k, m in _modules(policy).items()}
+
+
+def _load_modules(policy: Policy, state: dict[str, Any]) -> None:
+    for key, module in _modules(policy).items():
+        module.load_state_dict(state[key], strict=False)
 
 
 def _steps(directory: Path) -> list[Path]:

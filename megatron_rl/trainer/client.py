@@ -58,9 +58,7 @@ class TrainerClient:
         """
         self.send(m.BatchRequest(step=step))
         batch = self._wait(m.Batch, "batch_seconds", step, interruptible=True)
-        if batch is None:
-            return m.Batch(step=step, stop=True)
-        return batch
+        return batch or m.Batch(step=step, stop=True)
 
     def step_done(self, done: m.StepDone, wait_seconds: float) -> None:
         """Report a trained step, with the time that was waited for its batch."""

@@ -65,18 +65,9 @@ class ExportPlan:
     buckets: list[PlannedBucket]
     spread: bool
 
-    @property
-    def destinations(self) -> list[int]:
-        """Ranks that join buckets, in ascending order."""
-        return sorted({bucket.destination for bucket in self.buckets})
-
 
 def plan_of(
-    model: ModelShards,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-    *,
-    spread: bool = False,
+    model: ModelShards, bucket_bytes: int, dtype: torch.dtype | None = None, *, spread: bool = False
 ) -> ExportPlan:
     """Return the plan of a model, made at the first call; that is collective over trainer ranks.
 
@@ -90,14 +81,8 @@ def plan_of(
         RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
     """
     key = (bucket_bytes, dtype, spread)
-    if key not in model.export_plans:
-        model.export_plans[key] = _make_plan(model, bucket_bytes, dtype, spread=spread)
-    return model.export_plans[key]
-
-
-def _make_plan(
-    model: ModelShards, bucket_bytes: int, dtype: torch.dtype | None, *, spread: bool
-) -> ExportPlan:
+    if key in model.export_plans:
+        return model.export_plans[key]
     weights = [w for w in model.architecture.weights() if w.exported]
     held: list[tuple[_Shard, int]] = []
     for i, w in enumerate(weights):
@@ -119,7 +104,8 @@ def _make_plan(
         name = (weight.megatron,) if spread and weight.index is not None else weight.hf
         units.setdefault(name, []).extend(parts[part] for part in range(size))
     buckets = _fill(list(units.values()), bucket_bytes, spread=spread)
-    return ExportPlan(weights, buckets, spread)
+    model.export_plans[key] = ExportPlan(weights, buckets, spread)
+    return model.export_plans[key]
 
 
 def _check(weight: Weight, parts: dict[int, list[_Shard]], size: int) -> None:
@@ -185,36 +171,24 @@ def export(
         ranks an exhausted one: they have sent their shards when this returns.
     """
     plan = plan_of(model, bucket_bytes, dtype)
-    stream = itertools.chain.from_iterable(
-        named for _, named in _exchange(model, plan, on_cpu=True, pace=pace)
-    )
-    if dist.get_rank() == 0:
-        return stream
-    return iter(list(stream))  # empty: it sends everything now
+    buckets = export_buckets(model, plan, on_cpu=True, pace=pace)
+    stream = itertools.chain.from_iterable(named for _, named in buckets)
+    # Elsewhere it is empty: it sends everything now.
+    return stream if dist.get_rank() == 0 else iter(list(stream))
 
 
 def export_buckets(
-    model: ModelShards, plan: ExportPlan
+    model: ModelShards,
+    plan: ExportPlan,
+    *,
+    on_cpu: bool = False,
+    pace: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[int, Iterator[tuple[str, Tensor]]]]:
     """Yield (number of the bucket, its tensors) for each bucket that this rank joins; collective.
 
-    The tensors are on the parameters' device; experts are single matrices (`number_format`).
+    The tensors are on the parameters' device, or on the CPU. In a plan that is spread, experts are
+    single matrices (`number_format`). `pace` is that of `export`.
     """
-    return _exchange(model, plan, on_cpu=False)
-
-
-def planned_tensors(plan: ExportPlan, bucket: PlannedBucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a bucket on `meta`, as `export_buckets` does."""
-    shards = {
-        (s.weight, s.split_rank): torch.empty(s.shape, dtype=s.dtype, device="meta")
-        for s in bucket.shards
-    }
-    return _renamed(plan, shards)
-
-
-def _exchange(
-    model: ModelShards, plan: ExportPlan, *, on_cpu: bool, pace: dist.ProcessGroup | None = None
-) -> Iterator[tuple[int, Iterator[tuple[str, Tensor]]]]:
     # All ranks take the buckets in one order, so that no two wait for each other.
     rank = dist.get_rank()
     for number, bucket in enumerate(plan.buckets):
@@ -224,6 +198,15 @@ def _exchange(
             yield number, _receive(model, plan, bucket.shards, on_cpu)
         elif own := [shard for shard in bucket.shards if shard.sender == rank]:
             dist.send(_bytes_of(model, plan, own), dst=bucket.destination)
+
+
+def planned_tensors(plan: ExportPlan, bucket: PlannedBucket) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a bucket on `meta`, as `export_buckets` does."""
+    shards = {
+        (s.weight, s.split_rank): torch.empty(s.shape, dtype=s.dtype, device="meta")
+        for s in bucket.shards
+    }
+    return _renamed(plan, shards)
 
 
 def _bytes_of(model: ModelShards, plan: ExportPlan, shards: list[_Shard]) -> Tensor:
@@ -257,20 +240,16 @@ def _receive(
 def _renamed(
     plan: ExportPlan, shards: dict[tuple[int, int], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    parts_of: dict[int, list[Tensor]] = {}
-    for i, part in sorted(shards):
-        parts_of.setdefault(i, []).append(shards[i, part])
-    named: dict[str, list[Tensor]] = {}
-    stacked: set[str] = set()
-    for i, parts in parts_of.items():
+    experts: dict[str, list[Tensor]] = {}
+    for i, own in itertools.groupby(sorted(shards), key=lambda key: key[0]):
         weight = plan.weights[i]
-        tensors = weight.pack.to_huggingface(weight.split.unshard(parts))
+        tensors = weight.pack.to_huggingface(weight.split.unshard([shards[key] for key in own]))
         for name, tensor in zip(weight.hf, tensors, strict=True):
-            if weight.index is not None and plan.spread:
+            if weight.index is None:
+                yield name, tensor.contiguous()
+            elif plan.spread:
                 yield from single_expert(name, weight.index, tensor)
-                continue
-            named.setdefault(name, []).append(tensor)
-            if weight.index is not None:
-                stacked.add(name)
-    for name, tensors in named.items():
-        yield name, torch.stack(tensors) if name in stacked else tensors[0].contiguous()
+            else:
+                experts.setdefault(name, []).append(tensor)
+    for name, tensors in experts.items():
+        yield name, torch.stack(tensors)

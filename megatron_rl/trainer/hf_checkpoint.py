@@ -66,12 +66,8 @@ class TensorReader:
 
     def __enter__(self) -> TensorReader:
         index = self.directory / "model.safetensors.index.json"
-        listed: dict[str, str] | None = None
-        files = ["model.safetensors"]
-        if index.is_file():
-            listed = dict(json.loads(index.read_text())["weight_map"])
-            files = sorted(set(listed.values()))
-        for file in files:
+        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+        for file in ["model.safetensors"] if listed is None else sorted(set(listed.values())):
             path = self.directory / file
             if not path.is_file():
                 raise FileNotFoundError(f"{path} does not exist: the checkpoint is incomplete")
@@ -151,19 +147,16 @@ def write(
         size = tensor.numel() * tensor.element_size()
         if filled and filled + size > max_shard_bytes:
             _flush(work, shards)
-            shards.append({})
-            filled = 0
+            shards, filled = [*shards, {}], 0
         shards[-1][name] = tensor.contiguous()
         total, filled = total + size, filled + size
     _flush(work, shards)
-    weight_map: dict[str, str] = {}
+    weight_map, count = dict[str, str](), len(shards)
     for i, shard in enumerate(shards):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (work / f"shard{i}").rename(work / name)
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
+        name = f"model-{i + 1:05d}-of-{count:05d}" if count > 1 else "model"
+        (work / f"shard{i}").rename(work / f"{name}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"{name}.safetensors")
+    if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for name in COPIED:

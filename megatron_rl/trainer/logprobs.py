@@ -44,21 +44,16 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
         column_T = targets_T - first
         mine_T = (column_T >= 0) & (column_T < columns)
         column_T = torch.where(mine_T, column_T, 0)
-        sums_3T = torch.stack(
-            [
-                weights_TV.sum(dim=1),
-                # A padded column is -inf with weight 0, and contributes nothing.
-                (weights_TV * shifted_TV.clamp(min=-1e30)).sum(dim=1),
-                torch.where(mine_T, shifted_TV.gather(1, column_T[:, None])[:, 0], 0.0),
-            ]
-        )
+        # A padded column is -inf with weight 0, and contributes nothing.
+        moment_T = (weights_TV * shifted_TV.clamp(min=-1e30)).sum(dim=1)
+        own_T = torch.where(mine_T, shifted_TV.gather(1, column_T[:, None])[:, 0], 0.0)
+        sums_3T = torch.stack([weights_TV.sum(dim=1), moment_T, own_T])
         if parallel:
             dist.all_reduce(sums_3T, group=group)
         log_sum_T = sums_3T[0].log()
         entropy_T = log_sum_T - sums_3T[1] / sums_3T[0]
-        ctx.save_for_backward(
-            weights_TV.div_(sums_3T[0][:, None]), column_T, mine_T, entropy_T.clone()
-        )
+        probs_TV = weights_TV.div_(sums_3T[0][:, None])
+        ctx.save_for_backward(probs_TV, column_T, mine_T, entropy_T.clone())
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)

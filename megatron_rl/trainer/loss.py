@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -36,7 +35,6 @@ from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import RunConfig
 from megatron_rl.kernels import linear
 from megatron_rl.kernels.fused import linear_logprobs, linear_loss
-from megatron_rl.kernels.heads import LogitGrads, Precision
 from megatron_rl.kernels.ops import fp32_linear
 from megatron_rl.trainer.batch import MicroBatch
 from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
@@ -97,15 +95,8 @@ class LmHead:
     """The LM head's settings, constant over a run."""
 
     kind: Literal["fused", "plain"]
-    temperature: float
-    precision: Precision
-    logit_grads: LogitGrads
-    chunk_bytes: int | None
-    vocabulary: int
-    """Rows of the whole head that are real tokens; later ones are padding."""
-    group: dist.ProcessGroup
-    """Tensor-parallel."""
     sequence_parallel: bool
+    settings: linear.HeadSettings
 
     @classmethod
     def of(cls, run: RunConfig, vocabulary: int, temperature: float | None = None) -> LmHead:
@@ -115,14 +106,16 @@ class LmHead:
         """
         chunk_mib = run.kernels.chunk_mib
         return cls(
-            kind=run.kernels.head,
-            temperature=temperature or run.generation.temperature,
-            precision=run.precision.logits,
-            logit_grads=run.precision.logit_grads,
-            chunk_bytes=None if chunk_mib is None else int(chunk_mib * 2**20),
-            vocabulary=vocabulary,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            sequence_parallel=run.parallel.sequence_parallel,
+            run.kernels.head,
+            run.parallel.sequence_parallel,
+            linear.HeadSettings(
+                temperature=temperature or run.generation.temperature,
+                precision=run.precision.logits,
+                logit_grads=run.precision.logit_grads,
+                chunk_bytes=None if chunk_mib is None else int(chunk_mib * 2**20),
+                vocabulary=vocabulary,
+                group=parallel_state.get_tensor_model_parallel_group(),
+            ),
         )
 
 
@@ -171,7 +164,7 @@ def head_loss(
     if head.sequence_parallel:
         # The kernels have summed the gradient over the vocabulary's shards; autograd has not.
         hidden_SBH = gather_from_sequence_parallel_region(
-            hidden_SBH, tensor_parallel_output_grad=plain, group=head.group
+            hidden_SBH, tensor_parallel_output_grad=plain, group=head.settings["group"]
         )
     hidden_TH = hidden_SBH.flatten(0, 1).index_select(0, micro.rows_T)
     # The head is not called, so its hooks are: DDP ends a gather of parameters in them.
@@ -186,15 +179,7 @@ def head_loss(
 def _fused(
     hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass, method: Method | None
 ) -> Tensor:
-    head, micro, objective = context.head, context.micro, context.objective
-    settings = linear.HeadSettings(
-        temperature=head.temperature,
-        vocabulary=head.vocabulary,
-        group=head.group,
-        precision=head.precision,
-        logit_grads=head.logit_grads,
-        chunk_bytes=head.chunk_bytes,
-    )
+    settings, micro, objective = context.head.settings, context.micro, context.objective
     operands = (hidden_TH, weight_VH, micro.targets_T)
     if objective is None or method == "two passes":
         logprobs_T, micro.entropy_T = linear_logprobs(*operands, **settings)
@@ -202,30 +187,29 @@ def _fused(
         if objective is None:
             return logprobs_T.sum()
         return objective.terms(micro, logprobs_T, None, slice(None)).sum()
-    if method == "row kernel":
-        done = linear_loss(*operands, objective.cispo_inputs(micro), loss_scale=1.0, **settings)
-    else:
-        done = linear_loss(
-            *operands,
-            lambda logprobs_C, chunk: objective.terms(micro, logprobs_C, None, chunk),
-            loss_scale=1.0,
-            **settings,
-        )
+
+    def terms(logprobs_C: Tensor, chunk: slice) -> Tensor:
+        return objective.terms(micro, logprobs_C, None, chunk)
+
+    loss = objective.cispo_inputs(micro) if method == "row kernel" else terms
+    done = linear_loss(*operands, loss, loss_scale=1.0, **settings)
     micro.logprobs_T, micro.entropy_T = done.logprobs_T.detach(), done.entropy_T.detach()
     return done.loss
 
 
 def _plain(hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass) -> Tensor:
     head, micro, objective = context.head, context.micro, context.objective
-    if not head.sequence_parallel and head.group.size() > 1 and len(hidden_TH):
-        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=head.group)
+    settings, group, vocabulary = head.settings, head.settings["group"], head.settings["vocabulary"]
+    assert group is not None and vocabulary is not None
+    if not head.sequence_parallel and group.size() > 1 and len(hidden_TH):
+        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=group)
     entropy_gradient = objective is not None and objective.algorithm.entropy_coefficient != 0.0
     logprobs_T, entropy_T = vocabulary_parallel_logprobs(
-        fp32_linear(hidden_TH, weight_VH, head.precision, head.logit_grads),
+        fp32_linear(hidden_TH, weight_VH, settings["precision"], settings["logit_grads"]),
         micro.targets_T,
-        head.temperature,
-        head.vocabulary,
-        head.group,
+        settings["temperature"],
+        vocabulary,
+        group,
         entropy_gradient,
     )
     micro.logprobs_T, micro.entropy_T = logprobs_T.detach(), entropy_T.detach()

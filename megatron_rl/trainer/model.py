@@ -150,11 +150,7 @@ class Policy(ModelShards):
 
 
 def forward(
-    model: Any,
-    context: HeadPass,
-    *,
-    routing: Routing | None = None,
-    stock_attention: bool = False,
+    model: Any, context: HeadPass, *, routing: Routing | None = None, stock_attention: bool = False
 ) -> Tensor:
     """Run a chunk of a model over a micro-batch, up to its summed loss.
 
@@ -168,24 +164,18 @@ def forward(
     Returns the activations of the chunk; on the last stage, the summed loss.
     """
     micro = context.micro
-    rows = Rows.of_bounds(
-        micro.bounds,
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-        world.device(),
-    )
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    rows = Rows.of_bounds(micro.bounds, rank, size, world.device())
     packing: Any = rows
     if stock_attention:
         packing = rows.thd(None, len(micro.tokens_BS)) if len(micro.bounds) > 2 else None
     following = nullcontext() if routing is None else routing.following(model, micro.experts_RLK)
+    options: dict[str, Any] = {"output_processor": head_loss, "output_processor_context": context}
     with following:
+        positions_BS = rows.positions_s.expand_as(micro.tokens_BS)
         output: Tensor = model(
-            micro.tokens_BS,
-            rows.positions_s.expand_as(micro.tokens_BS),
-            None,
-            packed_seq_params=packing,
-            output_processor=head_loss,
-            output_processor_context=context,
+            micro.tokens_BS, positions_BS, None, packed_seq_params=packing, **options
         )
     return output
 

@@ -31,20 +31,19 @@ def by_weight(
     Raises:
         RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
     """
-    own = [dict(module.named_parameters()) for module in modules]
-    first_layers = [
-        next((layer.layer_number - 1 for layer in module.decoder.layers), 0) for module in modules
-    ]
+    chunks = []
+    for module in modules:
+        first_layer = next((layer.layer_number - 1 for layer in module.decoder.layers), 0)
+        chunks.append((first_layer, dict(module.named_parameters())))
     out: dict[str, torch.nn.Parameter] = {}
     for weight in architecture.weights():
         if weight.expert is not None and weight.expert not in experts:
             continue
-        for first_layer, named in zip(first_layers, own, strict=True):
+        for first_layer, named in chunks:
             name = weight.parameter(use_te, first_layer, experts.start)
             if name in named:
                 out[weight.megatron] = named.pop(name)
-    left = sorted(name for named in own for name in named)
-    if left:
+    if left := sorted(name for _, named in chunks for name in named):
         raise RuntimeError(
             f"{type(architecture).__name__} maps no Hugging Face tensor to {', '.join(left)}: add"
             " them to its weights()"
@@ -75,7 +74,7 @@ def load(
     with hf_checkpoint.TensorReader(directory) as reader, torch.no_grad():
         names = reader.names() - set(architecture.passthrough(reader.names()))
         leftovers = architecture.leftovers(names - expected)
-        names.difference_update(leftovers)
+        names -= set(leftovers)
         if names != expected:
             missing, extra = sorted(expected - names), sorted(names - expected)
             raise ValueError(

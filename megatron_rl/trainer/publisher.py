@@ -33,14 +33,7 @@ from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.number_format import WireFormat
 from megatron_rl.weights.pinned import pin
-from megatron_rl.weights.store import (
-    FOLDER_PREFIX,
-    NONE,
-    SHARED_MEMORY,
-    Store,
-    hold,
-    remove_unused,
-)
+from megatron_rl.weights.store import FOLDER_PREFIX, NONE, SHARED_MEMORY, Store, hold, remove_unused
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.shards import ModelShards
@@ -69,16 +62,18 @@ class Publisher:
         self._rank = dist.get_rank()
         self._wire = WireFormat.of(config)
         self._plan = plan_of(policy, config.weights.bucket_bytes, self._wire.dtype, spread=True)
-        self._layout = [
-            tuple(
-                tensor_info(*named) for named in self._wire.stream(planned_tensors(self._plan, b))
-            )
-            for b in self._plan.buckets
-        ]
+        streams = [self._wire.stream(planned_tensors(self._plan, b)) for b in self._plan.buckets]
+        self._layout = [tuple(tensor_info(*named) for named in stream) for stream in streams]
         seconds = config.timeouts.transfer_seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-        self._node = node
-        self.root, self._nodes = self._agree(config.weights.directory or SHARED_MEMORY)
+        parent = config.weights.directory or SHARED_MEMORY
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_unused(parent, FOLDER_PREFIX)
+        # The folder of this run's stores, the same on all ranks, and the ranks' nodes.
+        name = [Path(tempfile.mktemp(prefix=FOLDER_PREFIX, dir=parent))]
+        dist.broadcast_object_list(name, group=self._group)
+        self.root, self._node, self._nodes = name[0], node, [""] * dist.get_world_size()
+        dist.all_gather_object(self._nodes, node, group=self._group)
         self._own = [i for i, b in enumerate(self._plan.buckets) if b.destination == self._rank]
         sizes = [offsets(self._layout[i])[1] for i in self._own]
         self._user = hold(self.root)
@@ -91,26 +86,15 @@ class Publisher:
         device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "weights", *device)
 
-    def _agree(self, parent: Path) -> tuple[Path, list[str]]:
-        """Return the folder of this run's stores, the same on all ranks, and the ranks' nodes."""
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_unused(parent, FOLDER_PREFIX)
-        name = [Path(tempfile.mktemp(prefix=FOLDER_PREFIX, dir=parent))]
-        dist.broadcast_object_list(name, group=self._group)
-        nodes = [""] * dist.get_world_size()
-        dist.all_gather_object(nodes, self._node, group=self._group)
-        return name[0], nodes
-
     def serve_other_nodes(self, endpoint: Callable[[], str]) -> None:
         """Start a process that other nodes can read from, on the first rank of each node.
 
         `endpoint` returns the orchestrator's address; it is called where a process is started.
         """
-        shared = self._config.weights.directory is not None
+        shared, timeouts = self._config.weights.directory is not None, self._config.timeouts
         one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         if shared or one_node or self._nodes.index(self._node) != self._rank:
             return
-        timeouts = self._config.timeouts
         self._server = store_process.start(
             store_process.StoreSpec(
                 name=f"trainer-store-{self._node}",
@@ -141,14 +125,12 @@ class Publisher:
                 f"weights version {version} was published after version {self._previous}: versions"
                 " only grow"
             )
-        store = self._store
+        store, limit = self._store, self._config.timeouts.transfer_seconds
         slot = store.slot_for(version)
-        limit = self._config.timeouts.transfer_seconds
         with store.locked(slot, write=True, seconds=limit):
             store.header.versions_2N[slot] = NONE
             for number, named in export_buckets(self._policy, self._plan):
-                local = self._own.index(number)
-                flat = torch.from_numpy(store.bucket(slot, local))
+                flat = torch.from_numpy(store.bucket(slot, self._own.index(number)))
                 self._copy(flat, self._layout[number], self._wire.stream(named), version)
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
@@ -177,19 +159,16 @@ class Publisher:
         checksums = [complete_bucket(self._store, slot, i, previous, version) for i in buckets]
         parts = [[""]] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(checksums, parts, group=self._group)
-        if parts is not None and self._announce is not None:
-            manifest = self._manifest(version, parts)
-            self._announce(manifest, time.monotonic() - started)
-
-    def _manifest(self, version: int, parts: list[list[str]]) -> Manifest:
+        if parts is None or self._announce is None:
+            return
         rests = [iter(part) for part in parts]
-        buckets = tuple(
+        planned = tuple(
             Bucket(b.destination, infos, offsets(infos)[1], next(rests[b.destination]))
             for b, infos in zip(self._plan.buckets, self._layout, strict=True)
         )
-        shared = self._config.weights.directory is not None
-        nodes = () if shared else tuple(sorted(set(self._nodes)))
-        return Manifest(version=version, buckets=buckets, root=str(self.root), nodes=nodes)
+        nodes = () if self._config.weights.directory else tuple(sorted(set(self._nodes)))
+        manifest = Manifest(version=version, buckets=planned, root=str(self.root), nodes=nodes)
+        self._announce(manifest, time.monotonic() - started)
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong with the last version, if it has failed."""
@@ -219,8 +198,7 @@ def complete_bucket(store: Store, slot: int, bucket: int, previous: int, version
     Returns its checksum.
     """
     data = store.bucket(slot, bucket)
-    before = store.header.slot_of(bucket, previous)
-    if before is not None:
+    if (before := store.header.slot_of(bucket, previous)) is not None:
         old, new = torch.from_numpy(store.bucket(before, bucket)), torch.from_numpy(data)
         made = difference.encode_on_device(old, new, store.largest_difference(bucket))
         if made is not None:

@@ -40,10 +40,8 @@ def recomputes_old(config: RunConfig) -> bool:
 
 def old_is_current(config: RunConfig, step: int) -> bool:
     """Return True if the old policy of this step is the current one, without its gradient."""
-    a, s = config.algorithm, config.schedule
-    if a.loss.ratio_reference == "none":
-        return True
-    return a.old_policy == "trainer" and step == s.phase_start(step)
+    a, begins = config.algorithm, step == config.schedule.phase_start(step)
+    return a.loss.ratio_reference == "none" or (a.old_policy == "trainer" and begins)
 
 
 class FrozenWeights:
@@ -107,7 +105,6 @@ class FixedPolicies:
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self._config, self._policy = config, policy
-        self._recomputes = recomputes_old(config)
         self._old: FrozenWeights | None = None
         self._old_phase = -1
         self._reference: FrozenWeights | None = None
@@ -121,13 +118,11 @@ class FixedPolicies:
             micro_batches: of this data-parallel rank.
             step: optimizer steps that are in the policy's weights.
         """
-        if self._recomputes:
+        if recomputes_old(self._config):
             phase = self._config.schedule.phase_start(step)
             if step == phase:
-                if self._old is None:
-                    self._old = FrozenWeights(self._policy)
-                else:
-                    self._old.take()
+                self._old = self._old or FrozenWeights(self._policy)
+                self._old.take()
                 self._old_phase = phase
             elif self._old is not None and self._old_phase == phase:
                 logprobs = self._old.logprobs(micro_batches)
@@ -157,8 +152,8 @@ class FixedPolicies:
 
 def newest_before(folder: Path, step: int) -> Path | None:
     """Return the saved reference of the latest reset up to a step; None if there was none."""
-    kept = [p for p in sorted(folder.glob("step_??????")) if p <= _at(folder, step)]
-    return kept[-1] if kept else None
+    kept = (p for p in folder.glob("step_??????") if p <= _at(folder, step))
+    return max(kept, default=None)
 
 
 def _at(folder: Path, step: int) -> Path:

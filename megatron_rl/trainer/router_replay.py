@@ -13,6 +13,7 @@ experts of a token, L layers with experts.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,19 +47,16 @@ class Routing:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        architecture: Architecture,
-        mode: Literal["compare", "replay"],
+        self, chunks: Sequence[Any], architecture: Architecture, mode: Literal["compare", "replay"]
     ) -> None:
         check_experts(architecture, mode)
         place = {layer: i for i, layer in enumerate(sorted(architecture.moe_layers))}
         self._followers: dict[int, list[tuple[int, _Follower]]] = {}
         for chunk in unwrap_model(list(chunks)):
-            routers = [m for m in chunk.modules() if isinstance(m, TopKRouter)]
             self._followers[id(chunk)] = [
                 (place[router.layer_number - 1], _Follower(router, mode == "replay"))
-                for router in routers
+                for router in chunk.modules()
+                if isinstance(router, TopKRouter)
             ]
 
     @contextmanager
@@ -90,10 +88,9 @@ class Routing:
 
         Ranks hold different tokens or layers: sums over the world count every route once.
         """
-        followers = [f for chunk in self._followers.values() for _, f in chunk]
         # A pipeline stage may have no layer with experts.
         total = torch.zeros(len(COUNTS), dtype=torch.float64)
-        for follower in followers:
+        for _, follower in itertools.chain(*self._followers.values()):
             total += follower.counts.cpu()
             follower.forget()
         return total
@@ -119,10 +116,9 @@ class _Follower:
         self._recomputes = config.recompute_granularity == "full" or (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
-        self._forward = False
-        self._counting = False
         self._given_RK: Tensor | None = None
         self._recomputed: deque[Tensor | None] = deque()
+        self.end()
         self.forget()
         router.router_replay = self
         router.register_forward_hook(self._count_taken)
@@ -157,8 +153,7 @@ class _Follower:
             raise RuntimeError(
                 f"layer {self.router.layer_number - 1} was called outside of `Routing.following`,"
                 " so the experts of its tokens are unknown; run the model through"
-                " trainer.model.forward,"
-                " or set algorithm.routing_replay = none"
+                " trainer.model.forward, or set algorithm.routing_replay = none"
             )
         given_RK = self._given_RK if self._forward else self._recomputed.popleft()
         if given_RK is None:

@@ -48,6 +48,7 @@ CROSS_ENTROPY = Objective(Algorithm(loss=Reinforce()))
 STATE, LOG = "supervised.json", "sft.jsonl"
 PRINT_SECONDS = 5.0
 """Between lines on the terminal."""
+OnStep = Callable[[dict[str, Any]], None]
 
 
 class ExampleFeed:
@@ -60,10 +61,7 @@ class ExampleFeed:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        steps: Iterator[tuple[list[Example], Position]],
-        start: Position,
+        self, config: RunConfig, steps: Iterator[tuple[list[Example], Position]], start: Position
     ) -> None:
         self._config, self._steps, self._thread = config, steps, ThreadPoolExecutor(1)
         self.position = self._after = start
@@ -98,7 +96,7 @@ def run_supervised(
     config: RunConfig,
     policy: Policy,
     feed: ExampleFeed | None,
-    on_step: Callable[[dict[str, Any]], None],
+    on_step: OnStep | None,
     stop_requested: Callable[[], bool] = lambda: False,
     start_step: int = 0,
     checkpoints: bool = False,
@@ -107,7 +105,7 @@ def run_supervised(
 
     Rank 0 has the feed, others have None. AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps
     1e-8 here; the optimizer is left with the constants of `config.optimizer` and the moments of
-    this stage. `on_step` is called on every rank with the row of each step in `sft.jsonl`.
+    this stage. `on_step` is called with the row of each step in `sft.jsonl`.
 
     Returns False if the stage was interrupted.
 
@@ -123,7 +121,9 @@ def run_supervised(
             checkpoint.save(config, policy, step, None if feed is None else feed.save_state)
         if batch.stop or interrupted:
             break
-        on_step(_train(config, policy, batch))
+        row = _train(config, policy, batch)
+        if on_step is not None:
+            on_step(row)
         step += 1
     policy.set_adam(o.beta1, o.beta2, o.eps)
     return not interrupted
@@ -136,10 +136,9 @@ def _train(config: RunConfig, policy: Policy, batch: messages.Batch) -> dict[str
     policy.forward_backward(micro_batches, CROSS_ENTROPY, temperature=1.0)
     norm = policy.apply(rate)
     loss = torch.zeros((), dtype=torch.float64)
-    if policy.reports:
-        for micro in micro_batches:
-            if micro.logprobs_T is not None:
-                loss -= (micro.loss_weights_T * micro.logprobs_T).sum().cpu()
+    for micro in micro_batches:
+        if policy.reports and micro.logprobs_T is not None:
+            loss -= (micro.loss_weights_T * micro.logprobs_T).sum().cpu()
     dist.all_reduce(loss, group=world.control_group())
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise FloatingPointError(
@@ -182,9 +181,9 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     dist.barrier(group=world.control_group())
     policy = Policy(config, initial)
     start_step = checkpoint.load(config, policy, path) if path else 0
-    on_step = _no_report if feed is None else _report(config, feed, start_step)
+    report = None if feed is None else _report(config, feed, start_step)
     finished = run_supervised(
-        config, policy, feed, on_step, stop_requested, start_step, checkpoints=not makes_start
+        config, policy, feed, report, stop_requested, start_step, checkpoints=not makes_start
     )
     if finished:
         save_huggingface(policy, final, source=initial)
@@ -212,13 +211,7 @@ def _feed(config: RunConfig, initial: Path, path: Path | None) -> ExampleFeed:
     return ExampleFeed(config, examples.steps(start), start)
 
 
-def _no_report(row: dict[str, Any]) -> None:
-    """Leave the report to rank 0."""
-
-
-def _report(
-    config: RunConfig, feed: ExampleFeed, start_step: int
-) -> Callable[[dict[str, Any]], None]:
+def _report(config: RunConfig, feed: ExampleFeed, start_step: int) -> OnStep:
     """Return the function that writes the row of a step into `sft.jsonl` and to the terminal."""
     log, printed = config.output_dir / LOG, time.monotonic()
     rows = log.read_text().splitlines(keepends=True) if start_step and log.exists() else []
@@ -227,13 +220,11 @@ def _report(
 
     def report(row: dict[str, Any]) -> None:
         nonlocal printed
-        position, step = feed.position, row["step"] + 1
+        row |= {"epoch": feed.position.epoch, "dropped": feed.position.dropped}
         with log.open("a") as file:
-            row |= {"epoch": position.epoch, "dropped": position.dropped}
             file.write(json.dumps(row) + "\n")
         if config.metrics.terminal != "off" and time.monotonic() - printed > PRINT_SECONDS:
-            printed = time.monotonic()
-            line = f"supervised stage: step {step}/{config.sft.steps}, loss {row['loss']:.3f}"
-            print(line, flush=True)
+            printed, step = time.monotonic(), f"{row['step'] + 1}/{config.sft.steps}"
+            print(f"supervised stage: step {step}, loss {row['loss']:.3f}", flush=True)
 
     return report

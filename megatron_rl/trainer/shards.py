@@ -58,15 +58,10 @@ class ModelShards:
 
     def split_rank(self, weight: Weight) -> tuple[int, int]:
         """Return (rank, size) of the tensor-parallel group that shards this weight."""
+        m = parallel_state
         if weight.expert is None:
-            return (
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_tensor_model_parallel_world_size(),
-            )
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
+            return m.get_tensor_model_parallel_rank(), m.get_tensor_model_parallel_world_size()
+        return m.get_expert_tensor_parallel_rank(), m.get_expert_tensor_parallel_world_size()
 
     @staticmethod
     def add_over_context(values: Tensor) -> Tensor:
@@ -83,7 +78,5 @@ class ModelShards:
 
         Data-parallel and context-parallel ranks hold different tokens.
         """
-        return (
-            parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.is_pipeline_last_stage() is True
-        )
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return first and bool(parallel_state.is_pipeline_last_stage())

@@ -47,10 +47,7 @@ def next_batch(
     header = torch.tensor([len(data), int(stop_requested())])
     dist.all_reduce(header, op=dist.ReduceOp.MAX, group=group)
     size, stop = header.tolist()
-    if client is not None:
-        buffer = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8)
+    buffer = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     dist.broadcast(buffer, src=0, group=group)
     batch = messages.decode(buffer.numpy().tobytes())
     if not isinstance(batch, messages.Batch):

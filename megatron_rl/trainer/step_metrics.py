@@ -53,7 +53,10 @@ def report(
             probe = by_position[torch.from_numpy(probe_positions)]
     if shards.routing is not None:
         sums[len(TOKEN_SUMS) :] = shards.routing.take_counts()
-    _reduce(sums, maxima, probe)
+    group, flat = world.control_group(), torch.cat([sums, probe])
+    dist.all_reduce(flat, group=group)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    sums, probe = flat.tensor_split([len(sums)])
     metrics = _named(sums, maxima)
     if shards.routing is None:
         del metrics["routes_differing_fraction"], metrics["routes_differing_live_fraction"]
@@ -84,36 +87,16 @@ def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tu
         sum(float(getattr(part, name)) for part in parts)
         for name in ("loss", "clipped", "corrected", "reference_kl")
     )
+    # k3 of KL(gen || train): E_gen[rho - 1 - log rho], never negative.
+    kl = (ratio - 1 - log_ratio).sum()
+    entropy = _joined(micro_batches, "entropy_T")[trained_T].double().sum()
     sums = [
-        loss,
-        len(ratio),
-        ratio.sum(),
-        ratio.square().sum(),
-        clipped,
-        outside.sum(),
-        # k3 of KL(gen || train): E_gen[rho - 1 - log rho], never negative.
-        (ratio - 1 - log_ratio).sum(),
-        _joined(micro_batches, "entropy_T")[trained_T].double().sum(),
-        same_error.sum(),
-        len(same_error),
-        corrected,
-        reference_kl,
+        *(loss, len(ratio), ratio.sum(), ratio.square().sum(), clipped, outside.sum(), kl, entropy),
+        *(same_error.sum(), len(same_error), corrected, reference_kl),
     ]
     maxima = [x.max() if len(x) else 0.0 for x in (ratio, same_error)]
-    return (
-        torch.tensor([float(x) for x in sums], dtype=torch.float64),
-        torch.tensor([float(x) for x in maxima], dtype=torch.float64),
-    )
-
-
-def _reduce(sums: Tensor, maxima: Tensor, probe: Tensor) -> None:
-    """Add up sums and probe log-probs, and take the maxima, over all trainer ranks, in place."""
-    group = world.control_group()
-    flat = torch.cat([sums, probe])
-    dist.all_reduce(flat, group=group)
-    sums.copy_(flat[: len(sums)])
-    probe.copy_(flat[len(sums) :])
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    out = [torch.tensor([float(x) for x in xs], dtype=torch.float64) for xs in (sums, maxima)]
+    return out[0], out[1]
 
 
 def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:

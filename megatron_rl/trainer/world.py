@@ -123,11 +123,7 @@ def _release_models() -> None:
     # pass, whose graph has hooks of the model; an optimizer's shards are views of parameters.
     for item in gc.get_objects():
         kind = type(item)
-        if issubclass(kind, MoETokenDispatcher):
-            for name, value in vars(item).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    setattr(item, name, None)
+        if issubclass(kind, MoETokenDispatcher | MegatronOptimizer):
+            vars(item).clear()
         elif issubclass(kind, torch.nn.Parameter):
             vars(item).pop("main_param", None)
-        elif issubclass(kind, MegatronOptimizer):
-            vars(item).clear()
