@@ -291,8 +291,9 @@ class Pull:
             read.peer.look_at, mistake = 0.0, (read.peer.source, read.bucket)
             self._mistakes[mistake] += 1
             if self._mistakes[mistake] >= _MISTAKES:
-                reason = f"{_MISTAKES} times another checksum than the trainer's, of bucket"
-                raise SourceFailedError(read.peer.source, f"{reason} {read.bucket}")
+                name = f"bucket {read.bucket} of weights version {self.manifest.version}"
+                reason = f"{name} has {_MISTAKES} times another checksum than the trainer's"
+                raise SourceFailedError(read.peer.source, reason)
 
     def _accept(self, read: _Read) -> bool:
         """Put a bucket into the store; return False if it is not what the manifest says."""

@@ -99,7 +99,7 @@ def test_the_engine_starts_after_the_trainers_model_where_they_share_a_gpu(
     config = RunConfig(output_dir=tmp_path, roles={"one_gpu": one_gpu, "trainer_ranks": 1})
     with pytest.raises(Ended):
         train._reinforce(
-            config, 0, SimpleNamespace(set=store.__setitem__), None, tmp_path, {}, lambda: False
+            config, 0, SimpleNamespace(set=store.__setitem__), tmp_path, {}, lambda: False
         )
     both = {"model_dir", "orchestrator"}  # a generator waits for these
     assert keys == [both if started else set(), both]
