@@ -179,14 +179,14 @@ def test_the_command_prints_the_plan_and_writes_json(
     output = capsys.readouterr().out
     assert (
         "the configured layout does not fit:" in output
-        and "proposed: --roles.trainer_ranks 48" in output
+        and "proposed: --roles.trainer_ranks 32" in output
     )
     proposed = json.loads(out.read_text())["proposed"][0]
     # The same command with the proposed options fits.
     options = output.partition("proposed: ")[2].splitlines()[0].split()
     assert exits([*arguments, *options]) == 0
     assert "fits 80 GPUs of 80 GiB" in capsys.readouterr().out
-    assert proposed["layout"]["roles"]["trainer_ranks"] == 48
+    assert proposed["layout"]["roles"]["trainer_ranks"] == 32
 
 
 def test_a_world_of_another_size_and_one_that_nothing_fits(
