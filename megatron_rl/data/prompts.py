@@ -80,53 +80,40 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
         DataError: a data set cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
+    limit = config.generation.max_prompt_tokens
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    unknown_id = tokenizer.token_to_id(unknown) if unknown else None
     prompts: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     splits = {name: load_split(t, config.seed_of(name)) for name, t in config.tasks.items()}
     # Never train on a prompt that another task holds out.
     excluded = {q.prompt for _, heldout in splits.values() for q in heldout}
     for name, (pool, heldout) in splits.items():
+        key, task = config.task_key(name), config.tasks[name]
+        drops = task.drop_long_prompts if isinstance(task, DataSetTask) else None
         pool = [q for q in pool if q.prompt not in excluded]
         for part, questions in (("train", pool), ("heldout", heldout)):
             digest.update(f"{name}\0{fingerprint(questions)}\0".encode())
-            _add(prompts[part], config, name, questions, tokenizer, form)
+            for q in questions:
+                prompt = make_prompt(q, len(prompts[part]), name, tokenizer, form)
+                if unknown_id is not None and unknown_id in prompt.token_ids:
+                    raise ConfigError(
+                        f"{key}: question {q.id} has characters that the model's tokenizer does not"
+                        f" know: {prompt.text[:80]!r}; take another task, or another model"
+                    )
+                if (size := len(prompt.token_ids)) <= limit:
+                    prompts[part].append(prompt)
+                elif not drops:
+                    remedy = "" if drops is None else f", or set {key}.drop_long_prompts"
+                    raise ConfigError(
+                        f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
+                        f" {size} tokens; raise it{remedy}"
+                    )
     step, total = config.schedule.prompts_per_step, len(prompts["train"])
     if total < step:
         raise ConfigError(
             f"schedule.prompts_per_step is {step}: the tasks have {total} training prompts"
         )
     return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
-
-
-def _add(
-    prompts: list[Prompt],
-    config: RunConfig,
-    name: str,
-    questions: list[Question],
-    tokenizer: Tokenizer,
-    form: PromptFormat,
-) -> None:
-    """Tokenize the questions of a task and append them."""
-    task, key = config.tasks[name], config.task_key(name)
-    limit = config.generation.max_prompt_tokens
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    unknown_id = tokenizer.token_to_id(unknown) if unknown else None
-    for q in questions:
-        prompt = make_prompt(q, len(prompts), name, tokenizer, form)
-        ids = prompt.token_ids
-        if unknown_id is not None and unknown_id in ids:
-            raise ConfigError(
-                f"{key}: question {q.id} has characters that the model's tokenizer does not know:"
-                f" {prompt.text[:80]!r}; take another task, or another model"
-            )
-        if len(ids) > limit:
-            if isinstance(task, DataSetTask) and task.drop_long_prompts:
-                continue
-            remedy = f", or set {key}.drop_long_prompts" if isinstance(task, DataSetTask) else ""
-            raise ConfigError(
-                f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
-                f" {len(ids)} tokens; raise it{remedy}"
-            )
-        prompts.append(prompt)
 
 
 def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: PromptFormat) -> Prompt:

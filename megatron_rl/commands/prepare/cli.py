@@ -52,8 +52,7 @@ def prepare(
 ) -> None:
     """Make a prompt set: checked, without duplicates, decontaminated, with a held-out split.
 
-    The same input gives the same bytes. Rows that are dropped are in dropped.jsonl, with line and
-    reason.
+    The same input gives the same bytes. Dropped rows are in dropped.jsonl, with line and reason.
     """
     from megatron_rl.commands.prepare import prepare as preparation
     from megatron_rl.data.published import TRAINING_SETS, DataSet

@@ -257,7 +257,15 @@ def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, st
     Raises:
         DataError: `settings.tokenizer` does not exist.
     """
-    count_tokens = _token_counter(settings.tokenizer)
+    tokenizer = None
+    if settings.tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        path = Path(settings.tokenizer)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise DataError(f"--tokenizer: no {path}; give a folder with a tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(path))
 
     def check(question: Question) -> tuple[str, str]:
         kib = len(question.gold.encode()) / 1024
@@ -265,23 +273,14 @@ def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, st
             return "large", f"{kib:.0f} KiB"
         if not settings.keep_unreadable and (problem := _unreadable(question)):
             return "unreadable", problem
-        tokens = count_tokens(apply_template(question, settings.template).prompt)
-        return ("long", f"{tokens} tokens") if tokens > settings.max_tokens else ("", "")
+        if tokenizer is not None:
+            text = apply_template(question, settings.template).prompt
+            tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+            if tokens > settings.max_tokens:
+                return "long", f"{tokens} tokens"
+        return "", ""
 
     return check
-
-
-def _token_counter(tokenizer: str | None) -> Callable[[str], int]:
-    if tokenizer is None:
-        return lambda text: 0
-    from tokenizers import Tokenizer
-
-    path = Path(tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise DataError(f"--tokenizer: {path}: no such file; give a folder with a tokenizer.json")
-    loaded = Tokenizer.from_file(str(path))
-    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def _unreadable(question: Question) -> str:
