@@ -9,7 +9,6 @@ import numpy as np
 from common import DATE, SIGMA, published, synthetic, table
 
 from megatron_rl.scaling import fit
-from megatron_rl.scaling.report import spread
 
 NOISES = {"independent": 0.0, "half of it drifts": 0.5, "as published (0.9 drifts)": 0.9}
 
@@ -46,7 +45,7 @@ def main(draws: int) -> None:
     for name, s in published().items():
         f = fit(s)
         codes = ", ".join(w.code for w in f.warnings if w.serious) or "good"
-        rows.append([name, spread(f.A), spread(f.B, ".2f"), spread(f.R0), codes])
+        rows.append([name, f"{f.A:.3f}", f"{f.B:.2f}", f"{f.R0:.3f}", codes])
     table(["series", "A", "B", "R0", "verdict"], rows)
     (why,) = [w for w in fit(published()["scalerl_8b_bs768_14k"]).warnings if w.serious]
     print(f"scalerl_8b_bs768_14k (published: A .610, B 1.92): {why}.")

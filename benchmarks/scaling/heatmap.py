@@ -6,7 +6,6 @@ python benchmarks/scaling/heatmap.py > benchmarks/results/scaling_heatmap.md
 from common import DATE, table
 
 from megatron_rl.scaling import Series, compare, fit
-from megatron_rl.scaling.report import spread
 
 HOURS = [5e3, 1e4, 2e4, 4e4, 6e4, 8e4, 1e5]
 METHODS = {
@@ -33,9 +32,9 @@ def main() -> None:
         for e in result.entries:
             at = "-"
             if e.shared is not None:
-                at = f"{spread(e.shared.B, '.2f')} at {e.shared.A.value:.3f}"
-            row = [str(e.rank), e.fit.name, spread(e.fit.A), spread(e.fit.B, ".2f"), at]
-            rows.append([*row, spread(e.fit.Cmid, "amount")])
+                at = f"{e.shared.B:.2f} at {e.shared.A.value:.3f}"
+            row = [str(e.rank), e.fit.name, f"{e.fit.A:.3f}", f"{e.fit.B:.2f}", at]
+            rows.append([*row, f"{e.fit.Cmid:amount}"])
         table(["rank", "method", "A", "B", "B at shared A", "Cmid"], rows)
 
 

@@ -6,7 +6,6 @@ python benchmarks/scaling/points.py > benchmarks/results/scaling_points.md
 from common import DATE, published, table
 
 from megatron_rl.scaling import Fit, fit
-from megatron_rl.scaling.report import spread
 
 R0, SKIP = 0.395, 1400.0
 
@@ -17,8 +16,8 @@ def row(label: str, f: Fit, published_values: str) -> list[str]:
         if f.well_conditioned
         else "ill: " + ", ".join(w.code for w in f.warnings if w.serious)
     )
-    b = "-" if f.B is None else spread(f.B, ".2f")
-    return [label, str(f.n), spread(f.A), b, spread(f.Cmid, "amount"), verdict, published_values]
+    cmid = "-" if f.Cmid is None else f"{f.Cmid:amount}"
+    return [label, str(f.n), f"{f.A:.3f}", f"{f.B:.2f}", cmid, verdict, published_values]
 
 
 def main() -> None:
@@ -69,7 +68,7 @@ def main() -> None:
     table(head, rows)
     print(
         "bs512 up to 5.5k hours (its published fit window) is ill-conditioned: "
-        f"A {spread(fit(data['scalerl_bs512+'], r0=R0, skip=SKIP, fit_until=5500.0).A)}."
+        f"A {fit(data['scalerl_bs512+'], r0=R0, skip=SKIP, fit_until=5500.0).A:.3f}."
     )
 
 

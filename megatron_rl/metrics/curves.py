@@ -10,13 +10,8 @@ from megatron_rl.metrics.metrics_file import Row
 if TYPE_CHECKING:
     from megatron_rl.scaling import Fit
 
-UNITS = {
-    "tokens": "tokens",
-    "device_hours": "device hours",
-    "flops": "FLOP",
-    "steps": "optimizer steps",
-}
-PARAMETERS = ("A", "B", "Cmid", "R0")
+UNITS = {"tokens": "tokens", "device_hours": "device hours", "flops": "FLOP"}
+UNITS["steps"] = "optimizer steps"
 
 
 def fit_run(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
@@ -24,10 +19,10 @@ def fit_run(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str
     from megatron_rl.scaling.plot import save_plot
 
     entry, curve = fit_curve(evaluations, fit_compute)
-    if curve is None:
-        return entry
-    save_plot(curve, picture)
-    return entry | {"picture": picture.name}
+    if curve is not None:
+        save_plot(curve, picture)
+        entry["picture"] = picture.name
+    return entry
 
 
 def fit_tasks(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
@@ -62,21 +57,16 @@ def fit_curve(
     used = [r for r in evaluations if None not in (r.get(axis), r.get("pass_rate"))]
     entry: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
     try:
-        curve = fit(
-            [row[axis] for row in used],
-            [row["pass_rate"] for row in used],
-            stderr=_stderrs(used),
-            unit=UNITS.get(fit_compute, fit_compute),
-            name=name,
-        )
+        c, r = ([row[column] for row in used] for column in (axis, "pass_rate"))
+        curve = fit(c, r, _stderrs(used), unit=UNITS.get(fit_compute, fit_compute), name=name)
     # Too few points, bad data or a failure of scipy: the run itself has succeeded.
     except (ValueError, ArithmeticError, RuntimeError) as e:
         return entry | {"error": f"{type(e).__name__}: {e}"}, None
-    for parameter in PARAMETERS:
+    for parameter in ("A", "B", "Cmid", "R0"):
         interval = plain(getattr(curve, parameter))
         entry[parameter] = {key: interval[key] for key in ("value", "low", "high")}
     entry["well_conditioned"] = bool(curve.well_conditioned)
-    entry["warnings"] = [str(warning) for warning in curve.warnings]
+    entry["warnings"] = [warning.text for warning in curve.warnings]
     return entry, curve
 
 
@@ -88,11 +78,8 @@ def ends(evaluations: list[Row]) -> dict[str, Any]:
 
 
 def _stderrs(rows: list[Row]) -> list[float] | None:
-    """Return standard errors for the fit, or None if some are unknown.
-
-    A zero (of a pass rate of 0 or 1) would give its point all the weight: it is replaced by the
-    smallest of the others.
-    """
+    # A zero (of a pass rate of 0 or 1) would give its point all the weight: it is replaced by the
+    # smallest of the others.
     values = [row.get("pass_rate_stderr") for row in rows]
     known = [value for value in values if value is not None]
     positive = [value for value in known if value > 0]

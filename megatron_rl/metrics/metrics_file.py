@@ -10,15 +10,12 @@ Layout: UTF-8, one JSON object per line, each appended with one write.
 NaN and infinity, which JSON cannot represent, are written as null; `nonfinite` lists their names.
 
 Recovery: a killed run can leave a torn last line, and rows of steps after its checkpoint. The next
-writer moves both to `metrics.dropped-<n>.jsonl` in the same folder (same layout): the curve
-continues and nothing is lost. The new file replaces the old one atomically, after the dropped rows
-are on disk.
+writer moves both to `metrics.dropped-<n>.jsonl` of the same layout, before it replaces the file.
 """
-
-from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -55,9 +52,8 @@ class MetricsWriter:
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
-        self.path = Path(path)
+        self.path, dropped = Path(path), None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        dropped = None
         if self.path.exists():
             # Locked until the file is repaired: two runs cannot repair it at once.
             with open(self.path, "r+b") as old:
@@ -101,10 +97,9 @@ class MetricsWriter:
         written |= {name: _plain(name, value, nonfinite) for name, value in row.items()}
         key, expected = ("event", str) if kind == "event" else ("step", int)
         if type(written.get(key)) is not expected:
-            raise MetricsError(
-                f"{self.path}: a row of kind {kind} has {key} = {row.get(key)!r}: it must be"
-                f" {'a name' if kind == 'event' else 'a number of optimizer steps'}"
-            )
+            right = "a name" if kind == "event" else "a number of optimizer steps"
+            problem = f"a row of kind {kind} has {key} = {row.get(key)!r}: it must be {right}"
+            raise MetricsError(f"{self.path}: {problem}")
         if nonfinite:
             written["nonfinite"] = nonfinite
         self._append(written)
@@ -129,8 +124,7 @@ def read_metrics(path: str | Path) -> list[Row]:
         raise MetricsError(f"{path}: no such file of metrics") from None
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
+        if (row := _parse(line)) is not None:
             rows.append(row)
         elif number < len(lines):
             raise MetricsError(f"{path}: line {number} is not a JSON object: {line[:80]!r}")
@@ -155,9 +149,8 @@ def _parse(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(row, dict) or "kind" not in row:
-        return None
-    return row if row["kind"] not in ("step", "eval") or "step" in row else None
+    whole = isinstance(row, dict) and "kind" in row
+    return row if whole and (row["kind"] not in ("step", "eval") or "step" in row) else None
 
 
 def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
@@ -167,17 +160,14 @@ def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        nonfinite.append(name)
-        return None
+        nonfinite += [] if math.isfinite(value) else [name]
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): _plain(f"{name}.{key}", v, nonfinite) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{name}.{i}", v, nonfinite) for i, v in enumerate(value)]
-    raise MetricsError(
-        f"{name} is a {type(value).__name__}: metrics are numbers, text, lists and mappings"
-    )
+    kinds = "numbers, text, lists and mappings"
+    raise MetricsError(f"{name} is a {type(value).__name__}: metrics are {kinds}")
 
 
 def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path, int] | None:
@@ -197,15 +187,12 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
             continue
         keep = row is not None and end and row.get("step", 0) < end.get(row["kind"], math.inf)
         (kept if keep else dropped).append(line + b"\n")
-    moved = None
     if dropped:
-        n = 0
-        while (aside := path.with_name(f"{path.stem}.dropped-{n}.jsonl")).exists():
-            n += 1
+        names = (path.with_name(f"{path.stem}.dropped-{n}.jsonl") for n in itertools.count())
+        aside = next(name for name in names if not name.exists())
         replace_file(aside, b"".join([_line(schema_row()), *dropped]))
-        moved = (aside, len(dropped))
     replace_file(path, b"".join(kept))
-    return moved
+    return (aside, len(dropped)) if dropped else None
 
 
 def _lock(fd: int, path: Path) -> None:

@@ -4,14 +4,11 @@ A row becomes `train/<name>` (kind `step`) or `eval/<name>` (kind `eval`) at its
 null and lists.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-PREFIX = {"step": "train", "eval": "eval"}
-"""Kind of a row -> prefix of its names."""
+PREFIX = {"step": "train", "eval": "eval"}  # kind of a row -> prefix of its names
 NOT_SHOWN = frozenset({"kind", "step", "unix_seconds", "nonfinite"})
 
 
@@ -25,11 +22,8 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
     Example: `scalars({"kind": "step", "loss": 0.5, "ids": [1], "tasks": {"maths": {"x": 2}}})` is
     `{"loss": 0.5, "tasks/maths/x": 2.0}`.
     """
-    values = {
-        name: float(value)
-        for name, value in row.items()
-        if name not in NOT_SHOWN and isinstance(value, int | float)
-    }
+    shown = ((name, value) for name, value in row.items() if name not in NOT_SHOWN)
+    values = {name: float(value) for name, value in shown if isinstance(value, int | float)}
     for task, part in (row.get("tasks") or {}).items():
         values |= {f"tasks/{task}/{name}": value for name, value in scalars(part).items()}
     return values
@@ -47,10 +41,6 @@ def histogram(value: Any) -> list[tuple[float, float]] | None:
     except (TypeError, ValueError):
         return None
     return [(float(x), counts.get(x, 0.0)) for x in range(min(counts), max(counts) + 1)]
-
-
-def _histograms(row: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    return {name: bins for name, value in row.items() if (bins := histogram(value))}
 
 
 class TensorBoardMirror:
@@ -84,16 +74,12 @@ class TensorBoardMirror:
             return
         value = self._summaries.Summary.Value
         values = [value(tag=f"{prefix}/{k}", simple_value=x) for k, x in scalars(row).items()]
-        for name, bins in _histograms(row).items():
-            histo = self._summaries.HistogramProto(
-                min=bins[0][0],
-                max=bins[-1][0],
-                num=sum(n for _, n in bins),
-                sum=sum(x * n for x, n in bins),
-                sum_squares=sum(x * x * n for x, n in bins),
-                bucket_limit=[x + 0.5 for x, _ in bins],
-                bucket=[n for _, n in bins],
-            )
+        for name, bins in ((k, b) for k, v in row.items() if (b := histogram(v))):
+            bounds = {"min": bins[0][0], "max": bins[-1][0]}
+            moments = [sum(x**power * n for x, n in bins) for power in range(3)]
+            sums = dict(zip(("num", "sum", "sum_squares"), moments, strict=True))
+            buckets = {"bucket_limit": [x + 0.5 for x, _ in bins], "bucket": [n for _, n in bins]}
+            histo = self._summaries.HistogramProto(**bounds, **sums, **buckets)
             values.append(value(tag=f"{prefix}/{name}", histo=histo))
         when = row.get("unix_seconds") or time.time()
         self._add(row["step"], when, summary=self._summaries.Summary(value=values))
@@ -121,12 +107,7 @@ class WandbMirror:
     """
 
     def __init__(
-        self,
-        output_dir: str | Path,
-        *,
-        mode: Literal["offline", "online"],
-        first_step: int = 0,
-        config: dict[str, Any] | None = None,
+        self, output_dir: str | Path, *, mode: str, first_step: int = 0, config: Any = None
     ) -> None:
         try:
             import wandb
@@ -139,19 +120,14 @@ class WandbMirror:
         folder = Path(output_dir)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if first_step and id_file.exists() else None
+        # An offline run cannot ask the server; `wandb sync` joins runs by their id.
+        resume = "allow" if run_id and mode == "online" else None
+        start: dict[str, Any] = {"id": run_id, "resume": resume, "mode": mode, "dir": str(folder)}
+        start |= {"project": "megatron_rl", "name": folder.name}
         waits = {"init_timeout": 90, "finish_timeout": 60}  # seconds
+        settings = wandb.Settings(**waits, console="off", silent=True)
         try:
-            self._run = wandb.init(
-                project="megatron_rl",
-                name=folder.name,
-                id=run_id,
-                # An offline run cannot ask the server; `wandb sync` joins runs by their id.
-                resume="allow" if run_id and mode == "online" else None,
-                dir=str(folder),
-                mode=mode,
-                config=config,
-                settings=wandb.Settings(**waits, console="off", silent=True),
-            )
+            self._run = wandb.init(**start, config=config, settings=settings)
         except wandb.Error as e:
             raise MirrorError(f"metrics.wandb is {mode} and wandb did not start: {e}") from e
         id_file.write_text(self._run.id)
@@ -164,7 +140,7 @@ class WandbMirror:
         if (prefix := PREFIX.get(row["kind"])) is None:
             return
         values: dict[str, Any] = {f"{prefix}/{k}": v for k, v in scalars(row).items()}
-        for name, bins in _histograms(row).items():
+        for name, bins in ((k, b) for k, v in row.items() if (b := histogram(v))):
             edges = [bins[0][0] - 0.5, *(x + 0.5 for x, _ in bins)]
             counts = [count for _, count in bins]
             values[f"{prefix}/{name}"] = self._wandb.Histogram(np_histogram=(counts, edges))

@@ -3,9 +3,7 @@
 The table is also the file's first line. A new metric needs an entry here.
 """
 
-from __future__ import annotations
-
-METRICS: dict[str, str] = {
+METRICS: dict[str, str] = {  # name -> meaning and [unit]
     # every row
     "kind": "`step` (one optimizer step), `eval` (one evaluation) or `event`",
     "unix_seconds": "time of writing the row [s since 1970]",
@@ -98,4 +96,3 @@ METRICS: dict[str, str] = {
     "file": "file of the event",
     "rows": "rows of the event [rows]",
 }
-"""Name -> meaning and [unit]."""

@@ -1,28 +1,7 @@
 """The report at the end of a run: summary.json, fit.png, and a table on the terminal.
 
-summary.json, schema `megatron_rl.summary/1`; null: not measured in this run:
-
-    schema, metrics           the schema's name; path of metrics.jsonl
-    steps                     optimizer steps made
-    tokens, completions       generated for training, dropped prompts included
-    compute                   {tokens, device_hours, flops} at the last row
-    pass_rate                 {first, last}: {step, value, stderr} of the held-out pass rate
-    fit                       {compute: measure on the axis, points: evaluations used,
-                              A, B, Cmid, R0: {value, low, high}, well_conditioned, warnings,
-                              picture: "fit.png"} or {compute, points, error}
-    tasks                     {task: {pass_rate, fit}}, fitted over the compute of the entire run;
-                              empty in a run of one task
-    multi_version_fraction    share of the run's completions from two or more weight versions
-    multi_version_fraction_long   the same among completions over 16 tokens
-    lag_max                   maximum lag of a token [optimizer steps]
-    aborted_requests          requests that ended unfinished
-    logprob_error             {max, mean, tokens}: |trainer - generator|, same weights [nats]
-    wall_seconds              seconds by phase, and their sum as `total`
-    versions                  packages and Python
-    run                       further values from the caller
+For the schema of summary.json, `megatron_rl.summary/1`, see docs/metrics.md.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -64,6 +43,7 @@ def write_report(
     rows = read_metrics(metrics_path)
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
+    longer = "multi_version_fraction_long"
     summary = {
         "schema": SCHEMA,
         "metrics": str(metrics_path),
@@ -75,9 +55,7 @@ def write_report(
         "fit": fit_run(evaluations, fit_compute, output_dir / "fit.png"),
         "tasks": fit_tasks(evaluations, fit_compute, output_dir / "fit_tasks.png"),
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
-        "multi_version_fraction_long": _mean(
-            steps, "multi_version_fraction_long", "completions_long"
-        ),
+        longer: _mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
         "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
@@ -89,8 +67,7 @@ def write_report(
         "versions": versions(),
         "run": extra or {},
     }
-    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    replace_file(output_dir / "summary.json", text)
+    replace_file(output_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 
@@ -128,40 +105,31 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             (f"{task}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
             (f"{task}: fit", _task_fit(measured["fit"])),
         ]
-    error = summary["logprob_error"]
-    seconds = summary["wall_seconds"]
+    error, seconds = summary["logprob_error"], summary["wall_seconds"]
+    names = ("multi_version_fraction", "multi_version_fraction_long")
+    share, share_long = (_text(summary[name], "{:.1%}") for name in names)
+    largest, mean = (_text(error[name], "{:.1e}") for name in ("max", "mean"))
+    tokens = _text(error["tokens"], "{:,.0f}")
+    shares = f"{share} of completions, {share_long} of those over 16 tokens"
     return [
         *lines,
-        (
-            "two or more weight versions",
-            f"{_text(summary['multi_version_fraction'], '{:.1%}')} of completions,"
-            f" {_text(summary['multi_version_fraction_long'], '{:.1%}')} of those over 16 tokens",
-        ),
+        ("two or more weight versions", shares),
         ("maximum lag [steps]", _text(summary["lag_max"], "{:.0f}")),
         ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
-        (
-            "trainer - generator log-prob",
-            f"max {_text(error['max'], '{:.1e}')}, mean {_text(error['mean'], '{:.1e}')}"
-            f" over {_text(error['tokens'], '{:,.0f}')} tokens",
-        ),
+        ("trainer - generator log-prob", f"max {largest}, mean {mean} over {tokens} tokens"),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
     ]
 
 
 def _rates(ends: dict[str, Any]) -> str | None:
-    first, last = ends["first"], ends["last"]
-    if not (first and last):
-        return None
-    return f"{_point(first)} at step {first['step']} → {_point(last)} at step {last['step']}"
+    points = [p for p in ends.values() if p]
+    return " → ".join(f"{_point(p)} at step {p['step']}" for p in points) or None
 
 
 def _task_fit(fit: dict[str, Any]) -> str:
     if "error" in fit:
         return f"none, {fit['points']} evaluations: {fit['error']}"
     return ", ".join(f"{name} {_interval(fit[name])}" for name in ("A", "B", "Cmid"))
-
-
-# ---------------------------------------------------------------- rows -> numbers
 
 
 def _values(rows: list[Row], name: str) -> list[float]:

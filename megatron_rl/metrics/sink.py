@@ -1,7 +1,5 @@
 """The outputs of a run's rows: metrics.jsonl first, then the mirrors and the terminal."""
 
-from __future__ import annotations
-
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.metrics_file import MetricsWriter, Row
 from megatron_rl.metrics.mirrors import TensorBoardMirror, WandbMirror
@@ -24,9 +22,8 @@ class RunSink:
             self.mirrors.append(TensorBoardMirror(folder, first_step))
         if (mode := config.metrics.wandb) != "off":
             values = config.model_dump(mode="json")
-            self.mirrors.append(
-                WandbMirror(folder, mode=mode, first_step=first_step, config=values)
-            )
+            wandb = WandbMirror(folder, mode=mode, first_step=first_step, config=values)
+            self.mirrors.append(wandb)
         self.progress = None
         if config.metrics.terminal != "off":
             self.progress = ProgressLog(config.schedule.steps, first_step)

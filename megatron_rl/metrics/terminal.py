@@ -3,8 +3,6 @@
 All processes of a run write to the same terminal, so progress is appended and never redrawn.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque
@@ -19,7 +17,7 @@ from rich.text import Text
 from megatron_rl.metrics.metrics_file import Row
 
 RATE_WINDOW_STEPS = 20
-SHOWN = {
+SHOWN = {  # metric -> its text in a line of progress
     "reward_mean": "reward {:+.3f}",
     "lag_mean": "lag {:.1f}",
     "lag_max": "max lag {:.0f}",
@@ -27,7 +25,6 @@ SHOWN = {
     "generator_wait_fraction": "generator waits {:.0%}",
     "generator_tokens_per_second": "{:,.0f} tokens/s",
 }
-"""Metric -> its text in a line of progress."""
 
 
 class ProgressLog:
@@ -50,8 +47,7 @@ class ProgressLog:
         # (time, updates made) of the last updates: a slow start is not part of the rate.
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW_STEPS + 1)
         self._last: Row = {}
-        self._note = ""
-        self._printed = float("-inf")
+        self._note, self._printed = "", float("-inf")
 
     def note(self, text: str) -> None:
         """Print an activity apart from the steps, once until the next step."""

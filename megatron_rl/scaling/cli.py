@@ -25,10 +25,8 @@ BAD_INPUT, ILL_CONDITIONED = 2, 3
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(help="metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files; run directories"),
-]
+FORMATS = "metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files; run directories"
+Files = Annotated[list[Path], typer.Argument(help=FORMATS)]
 Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-': standard output)")]
 Overlay = Annotated[
     list[str] | None,
@@ -56,8 +54,7 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
             fitting = {f.name: given.pop(f.name) for f in fields(FitOptions) if f.name in given}
             try:
                 fitting["r0"] = _number_or("--r0", "fit", fitting["r0"])
-                options = FitOptions(**fitting)
-                fits, failed = _read_and_fit(files, ReadOptions(**reading), options)
+                fits, failed = _read_and_fit(files, ReadOptions(**reading), FitOptions(**fitting))
                 quiet = str(json_path) == "-"
                 data = function(fits, open_console(quiet=quiet), **given)
                 text = json.dumps(data, indent=2, allow_nan=False)
@@ -68,10 +65,9 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
             except (MissingExtra, ValueError, OSError) as error:
                 typer.secho(f"error: {error}", fg="red", err=True)
                 raise typer.Exit(BAD_INPUT) from error
-            ill = [f.name for f in fits if not f.well_conditioned]
             if failed:
                 raise typer.Exit(BAD_INPUT)
-            if strict and ill:
+            if strict and (ill := [f.name for f in fits if not f.well_conditioned]):
                 typer.secho(f"ill-conditioned: {', '.join(ill)}", fg="red", err=True)
                 raise typer.Exit(ILL_CONDITIONED)
 
@@ -89,26 +85,20 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
 
 
 def _parameters(options: type) -> Iterator[inspect.Parameter]:
-    """Yield the fields of an options class as options of a command."""
     hints = get_type_hints(options, include_extras=True)
     for f in fields(options):
         kind, text = get_args(hints[f.name])
+        names = ["--percent/--fraction"] if f.name == "percent" else []
         if f.name == "r0":  # a number or a word: `_number_or`
             kind = str
-        names = ["--percent/--fraction"] if f.name == "percent" else []
-        annotation: Any = Annotated[kind, typer.Option(*names, help=text)]
-        yield inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation
-        )
+        given: Any = {"annotation": Annotated[kind, typer.Option(*names, help=text)]}
+        yield inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, **given)
 
 
 def _overlay(console: Any, names: list[str] | None, unit: str) -> list["PaperRun"]:
-    """Return the published runs of these names, and print them."""
-    if not names:
-        return []
     from .paper_points import published
 
-    runs = [published(name, unit) for name in names]
+    runs = [published(name, unit) for name in names or ()]
     for run in runs:
         console.print(f"published: {run}, GPU-hours")
     return runs

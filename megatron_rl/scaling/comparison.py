@@ -19,8 +19,7 @@ from .fit_result import Fit, Interval
 from .fitting import fit_series
 from .likelihood import Curves
 
-MARGIN = 0.02
-"""Differences of A up to this count as none."""
+MARGIN = 0.02  # differences of A up to this count as none
 DRAWS = 4000
 OVERTAKE_DRAWS = 500
 
@@ -31,8 +30,7 @@ class Entry:
 
     rank: int
     fit: Fit
-    shared: Fit | None
-    """Refit at the shared A of its group, None if no other run agrees with it in A."""
+    shared: Fit | None  # refit at the shared A of its group, None if no other run agrees in A
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +39,15 @@ class Pair:
 
     better: str
     other: str
-    difference: Interval
-    """A of `better` minus A of `other`."""
-    beyond_margin: float
-    """Probability that A of `better` exceeds A of `other` by more than the margin."""
+    difference: Interval  # A of `better` minus A of `other`
+    beyond_margin: float  # probability that A of `better` is higher by more than the margin
     verdict: str
     overtakes: Interval | None
     """Compute beyond which `better` stays ahead, if it is behind before; its interval covers the
     draws in which it overtakes."""
-    overtake_probability: float
-    """Probability that `better` is behind at first and overtakes within 100 times the data."""
+    overtake_probability: (
+        float  # that it is behind at first and overtakes within 100 times the data
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,7 @@ class Comparison:
     entries: tuple[Entry, ...]
     pairs: tuple[Pair, ...]
     margin: float
-    shared_a: float | None
-    """A at which all runs were refitted."""
+    shared_a: float | None  # A at which all runs were refitted
 
 
 def compare(
@@ -101,12 +97,6 @@ def _in_gpu_hours(f: Fit) -> Fit:
     return replace(f, series=replace(f.series, unit="GPU-hours", repairs=repairs))
 
 
-def refit(f: Fit, fix_a: float) -> Fit:
-    """Fit the same points with A held."""
-    fixed = replace(f.options, skip=f.window.skip, skip_epochs=None, fix_a=fix_a, method="fast")
-    return fit_series(f.series, replace(fixed, run_margin=0.0))
-
-
 def transform(f: Fit) -> tuple[Array, Array]:
     """Return compute and F(R) of the leave-one-out plot, for rewards strictly inside (R0, A)."""
     if f.R0 is None or f.Cmid is None:
@@ -119,9 +109,14 @@ def transform(f: Fit) -> tuple[Array, Array]:
 
 
 def _rank_by_b(fits: Sequence[Fit], shared_a: float) -> list[tuple[Fit, Fit | None]]:
-    """Rank fits by B at a shared A; returns fits and refits."""
-    refits = sorted(((refit(f, shared_a), f) for f in fits), key=lambda pair: -pair[0].B.value)
-    return [(f, shared) for shared, f in refits]
+    """Rank fits by B at a shared A; returns fits and refits of the same points."""
+
+    def refit(f: Fit) -> Fit:
+        fixed = replace(f.options, fix_a=shared_a, method="fast", run_margin=0.0)
+        return fit_series(f.series, replace(fixed, skip=f.window.skip, skip_epochs=None))
+
+    pairs = [(f, refit(f)) for f in fits]
+    return [*sorted(pairs, key=lambda pair: -pair[1].B.value)]
 
 
 def _rank(fits: Sequence[Fit], margin: float) -> list[tuple[Fit, Fit | None]]:
@@ -162,15 +157,9 @@ def _compare_pair(f: Fit, g: Fit, margin: float) -> Pair:
     overtakes = None
     if np.isfinite(best) and happens.any():
         overtakes = Interval.of_draws(best, crossings[happens], level)
-    return Pair(
-        better=f.name,
-        other=g.name,
-        difference=Interval.of_draws(f.A.value - g.A.value, d, level),
-        beyond_margin=float(np.mean(d > margin)),
-        verdict=verdict,
-        overtakes=overtakes,
-        overtake_probability=float(np.mean(happens)),
-    )
+    difference = Interval.of_draws(f.A.value - g.A.value, d, level)
+    beyond, overtaking = float(np.mean(d > margin)), float(np.mean(happens))
+    return Pair(f.name, g.name, difference, beyond, verdict, overtakes, overtaking)
 
 
 def _overtakes(c: Array, lead: Array) -> Array:
@@ -180,7 +169,6 @@ def _overtakes(c: Array, lead: Array) -> Array:
     last = turns.shape[1] - 1 - np.argmax(turns[:, ::-1], axis=1)
     rows = np.arange(len(lead))
     left, right = lead[rows, last], lead[rows, last + 1]
-    share = np.divide(-left, right - left, out=np.zeros_like(left), where=right > left)
-    share = np.clip(share, 0, 1)
+    share = np.divide(-left, right - left, out=np.zeros_like(left), where=right > left).clip(0, 1)
     at = np.exp(np.log(c[last]) + share * np.log(c[last + 1] / c[last]))
     return np.where(turns.any(axis=1) & ahead[:, -1], at, np.nan)

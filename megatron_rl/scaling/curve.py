@@ -29,8 +29,7 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Index = NDArray[np.intp]
 
-MIN_B, MAX_B = 0.1, 20.0
-"""Bounds of B in every fit; the published values lie between 1 and 5.2."""
+MIN_B, MAX_B = 0.1, 20.0  # bounds of B in every fit; the published values lie between 1 and 5.2
 
 
 def log_sigmoid(compute: ArrayLike, A: float, B: float, Cmid: float, R0: float) -> Array:
@@ -67,10 +66,9 @@ class Shape:
 
     def g(self, x: Array, u: Array | float, v: Array | float) -> Array:
         """Return the share of the gain reached at abscissa x [broadcast of x, u, v]."""
-        b = np.exp(v)
         if self.form == "power-law":
-            return -np.expm1(-b * (x - np.log(self.anchor)))
-        return np.asarray(expit(b * (x - u)))
+            return -np.expm1(-np.exp(v) * (x - np.log(self.anchor)))
+        return np.asarray(expit(np.exp(v) * (x - u)))
 
     def dg(self, x: Array, u: Array | float, v: Array | float) -> tuple[Array, Array]:
         """Return the derivatives of g by u and by v [broadcast of x, u, v]."""
@@ -113,5 +111,4 @@ class Shape:
         else:
             x = u + (np.log(inside) - np.log1p(-inside)) / np.exp(v)
             c = x * self.scale if self.form == "linear-sigmoid" else np.exp(np.minimum(x, 700.0))
-        c = np.where(share >= 1, np.inf, np.maximum(c, 0.0))
-        return np.where(share <= 0, 0.0, c)
+        return np.where(share <= 0, 0.0, np.where(share >= 1, np.inf, np.maximum(c, 0.0)))

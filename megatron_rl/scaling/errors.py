@@ -32,7 +32,5 @@ def require(module: str, purpose: str, extra: str | None = None) -> Any:
     except ImportError as error:
         package = module.split(".")[0]
         distribution = "megatron-rl" if extra is None else f"'megatron-rl[{extra}]'"
-        raise MissingExtra(
-            f"{purpose} needs the package '{package}': pip install {package}, "
-            f"or pip install {distribution}"
-        ) from error
+        remedy = f"pip install {package}, or pip install {distribution}"
+        raise MissingExtra(f"{purpose} needs the package '{package}': {remedy}") from error

@@ -72,26 +72,18 @@ class FitWarning:
     text: str
     serious: bool = True
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Errors of the fit on the points beyond `fit_until`."""
 
     points: int
-    rmse: float
-    """Root mean square error of `Fit.predict`."""
-    rmse_curve: float
-    """Root mean square error of `Fit.curve`."""
-    bias: float
-    """Mean of prediction minus measurement."""
-    coverage: float
-    """Share of the points inside the band."""
+    rmse: float  # root mean square error of `Fit.predict`
+    rmse_curve: float  # root mean square error of `Fit.curve`
+    bias: float  # mean of prediction minus measurement
+    coverage: float  # share of the points inside the band
     first: float
-    last: float
-    """Compute of the first and the last held-out point."""
+    last: float  # compute of the first and the last held-out point
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +102,14 @@ class Fit:
     Cmid: Interval | None
     R0: Interval | None
     D: Interval | None
-    sse: float
-    """Sum of squared errors of the used points (weights of mean 1 if stderr is given)."""
-    sigma: float
-    """Noise of one evaluation (standard deviation), from the residuals."""
-    correlated: float
-    """Probability that neighboring evaluations have correlated noise."""
+    sse: float  # sum of squared errors of the used points (weights of mean 1 if stderr is given)
+    sigma: float  # noise of one evaluation (standard deviation), from the residuals
+    correlated: float  # probability that neighboring evaluations have correlated noise
     series: Series = field(repr=False)
     window: Window = field(repr=False)
     options: FitOptions
     problem: FitProblem = field(repr=False)
-    point: Point = field(repr=False)
-    """The curve of A, B, Cmid and R0."""
+    point: Point = field(repr=False)  # the curve of A, B, Cmid and R0
     least_squares: Point = field(repr=False)
     models: ModelAverage = field(repr=False)
     warnings: tuple[FitWarning, ...] = ()

@@ -15,8 +15,7 @@ from .fit_result import Fit, Interval
 from .likelihood import Curves
 
 DRAWS = 8000
-STOP_BELOW = 0.05
-"""Least probability of reaching the target at which a run should go on."""
+STOP_BELOW = 0.05  # least probability of reaching the target at which a run should go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +23,9 @@ class Target:
     """One target pass rate."""
 
     target: float
-    compute: Interval
-    """Compute needed; inf if the curve, or more than the tail of the draws, never gets there."""
-    probability: float
-    """Probability that the run passes the target with any amount of compute (A > target)."""
-    within_budget: float | None
-    """Probability that it does within the budget, if one was given."""
+    compute: Interval  # needed; inf if the curve, or more than the tail of the draws, never passes
+    probability: float  # that the run passes the target with any amount of compute (A > target)
+    within_budget: float | None  # that it does within the budget, if one was given
     verdict: str
 
 
@@ -38,10 +34,8 @@ class Gain:
     """Gain from the last evaluation to `compute`."""
 
     compute: float
-    gain: Interval
-    """Difference of the expected pass rate."""
-    per_unit: Interval
-    """Gain per unit of compute, averaged over the step."""
+    gain: Interval  # difference of the expected pass rate
+    per_unit: Interval  # gain per unit of compute, averaged over the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +43,9 @@ class Forecast:
     """Forecast of one fit."""
 
     fit: Fit
-    now: float
-    """Compute of the last evaluation."""
-    slope: Interval
-    """Gain per further unit of compute at `now`."""
-    remaining: Interval
-    """A minus the curve at `now`."""
+    now: float  # compute of the last evaluation
+    slope: Interval  # gain per further unit of compute at `now`
+    remaining: Interval  # A minus the curve at `now`
     targets: tuple[Target, ...]
     gains: tuple[Gain, ...]
 
@@ -82,38 +73,31 @@ def forecast(f: Fit, targets: Sequence[float] = (), budget: float | None = None)
     def at(compute: float) -> Array:
         return curves.at(np.array([compute]), f.problem.shape)[:, 0]
 
-    def gain(compute: float) -> tuple[float, Array]:
-        return float(f.curve(compute) - f.curve(now)), at(compute) - at(now)
+    def gain(compute: float, extra: float) -> Gain:
+        value, draws = float(f.curve(compute) - f.curve(now)), at(compute) - at(now)
+        per_unit = _interval(f, value / extra, draws / extra)
+        return Gain(compute, _interval(f, value, draws), per_unit)
 
-    step = now * 1e-3
-    value, draws = gain(now + step)
-    slope = _interval(f, value / step, draws / step)
+    slope = gain(now + now * 1e-3, now * 1e-3).per_unit
     remaining = _interval(f, f.A.value - float(f.curve(now)), curves.a - at(now))
     steps = [1.25 * now, 1.5 * now, 2 * now, 4 * now] + ([] if budget is None else [budget])
-    gains = []
-    for compute in steps:
-        difference, differences = gain(compute)
-        extra = compute - now
-        per_unit = _interval(f, difference / extra, differences / extra)
-        gains.append(Gain(compute, _interval(f, difference, differences), per_unit))
+    gains = tuple(gain(compute, compute - now) for compute in steps)
     reached = tuple(_target(f, target, budget, curves) for target in targets)
-    return Forecast(f, now, slope, remaining, reached, tuple(gains))
+    return Forecast(f, now, slope, remaining, reached, gains)
 
 
 def _interval(f: Fit, value: float, draws: Array) -> Interval:
-    """Return the interval of draws that may be infinite."""
+    # Draws may be infinite: without interpolation.
     return Interval.of_draws(value, draws, f.options.level, "inverted_cdf")
 
 
 def _target(f: Fit, target: float, budget: float | None, curves: Curves) -> Target:
-    """Return the compute for a target, and whether to stop."""
     q = f.point
 
     def needed(a: Array, r0: Array, u: Array, v: Array) -> Array:
         return f.problem.shape.invert((target - r0) / np.maximum(a - r0, 1e-12), u, v)
 
-    value = float(needed(*(np.array([x]) for x in (q.a, q.r0, q.u, q.v)))[0])
-    draws = needed(*curves)
+    value, draws = float(needed(*np.array([[q.a], [q.r0], [q.u], [q.v]]))[0]), needed(*curves)
     probability = float(np.mean(curves.a > target))
     within = None if budget is None else float(np.mean(draws <= budget))
     text = f"P(pass {target:g}) = {probability:.2f}"

@@ -4,8 +4,7 @@ Twenty evaluations do not determine whether neighbors are correlated, so both mo
 (`noise.py`), weighted by prior times evidence, and their profile likelihoods are averaged in the
 tails: the bound y solves ``sum_k w_k tail_k(y) = (1 - level)/2``, the model-averaged profile
 interval of Fletcher and Turek (2012, JABES 17:38). `tail_k` comes from the interval ends of model k
-on a ladder of levels. For correlated runs the interval is as wide as it must be, for independent
-evaluations it is little wider than the textbook one.
+on a ladder of levels.
 """
 
 from dataclasses import dataclass, replace
@@ -14,14 +13,13 @@ import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
 from .curve import Array
-from .likelihood import Curves, LikelihoodMap
-from .likelihood_grid import build_map
+from .likelihood import Curves, LikelihoodMap, build_map
 from .noise import SHARE, covariance, whitener
 from .series import Series
 from .solve import FitProblem, Point
 
+# Tail probabilities of the ladder.
 TAILS = np.array([0.0002, 0.001, 0.0025, 0.006, 0.0125, 0.025, 0.04, 0.07, 0.13, 0.25, 0.45])
-"""Tail probabilities of the ladder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,7 @@ class ModelAverage:
 
     maps: tuple[LikelihoodMap, ...]
     weights: tuple[float, ...]
-    correlated: float
-    """Probability of correlated noise."""
+    correlated: float  # probability of correlated noise
 
     @property
     def sigma(self) -> float:
@@ -100,7 +97,7 @@ def average_models(
 
 
 def _average(ends: list[Array], weights: tuple[float, ...], tail: float) -> Array:
-    """Return the value y [m] at which the weighted lower tails of the models reach `tail`.
+    """Return the value y [m] at which the lower tails of the models reach `tail`, averaged.
 
     `ends` are each model's lower interval ends on the ladder [levels, m], rising with level.
     """

@@ -1,7 +1,8 @@
 """The likelihood of all curves on one grid: intervals, bands and probabilities are read off it.
 
 The likelihood of correlated Gaussian noise of unknown size is exact in (A, R0) in each cell of a
-grid of shapes (u, v), which `likelihood_grid.build_map` fits to the plausible region.
+grid of shapes (u, v), which `build_map` shears along the ridge and zooms until the plausible region
+fills it.
 
 * Profile-likelihood region: shapes and rewards with ``S <= S_min (1 + F(level; 1, n-p) / (n-p))``.
   Intervals of A, B, Cmid and the band are its extremes, so the band at infinite compute is the
@@ -17,12 +18,15 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import gammaln, stdtr, stdtrit
 from scipy.stats import f as f_distribution
 
-from .curve import Array, Index, Shape
+from .curve import Array, Index, Mask, Shape
 from .noise import FLOOR
-from .solve import CellSolutions, FitProblem, Point
+from .solve import CellSolutions, FitProblem, Point, refine, solve_cells
+
+WIDE = 0.9999  # level of the region that the grid covers; the weights beyond it are dropped
+CELLS = 51  # cells of the grid in each direction
 
 
 class Curves(NamedTuple):
@@ -44,30 +48,23 @@ class LikelihoodMap:
     """Grid of shapes [rows, columns] with the exact linear solution of each cell."""
 
     problem: FitProblem
-    center: Point
-    """Minimum of the sum of squares."""
+    center: Point  # minimum of the sum of squares
     u: Array
     v: Array
     cells: CellSolutions
-    weight: Array
-    """Probability of each cell [rows * columns]."""
+    weight: Array  # probability of each cell [rows * columns]
     mean_a: Array
     mean_r0: Array
-    log_evidence: float
-    """Log marginal likelihood up to a constant of the data; compares noise models."""
+    log_evidence: float  # log marginal likelihood up to a constant of the data
 
     @property
     def sigma(self) -> float:
         """Noise of one evaluation (standard deviation, in pass rate)."""
-        return float(np.sqrt(variance(self.center.s, self.problem.dof)))
-
-    def threshold(self, level: float) -> float:
-        """Return the sum of squares at the edge of the region."""
-        return threshold(self.center.s, self.problem.dof, level)
+        return float(np.sqrt(_variance(self.center.s, self.problem.dof)))
 
     def half_width(self, variances: Array, level: float) -> Array:
         """Return a linear quantity's half-width at the edge in each cell; nan outside."""
-        slack = self.threshold(level) - self.cells.s
+        slack = _threshold(self.problem, self.center, level) - self.cells.s
         return np.where(slack >= 0, np.sqrt(np.maximum(slack, 0) * variances), np.nan)
 
     def a_range(self, level: float) -> tuple[Array, Array]:
@@ -83,7 +80,7 @@ class LikelihoodMap:
 
         R0 stands for the value at the anchor in the power law.
         """
-        center, edge = self.center, self.threshold(level)
+        center, edge = self.center, _threshold(self.problem, self.center, level)
         a, r0 = (center.a, center.a), (center.r0, center.r0)
         low, high = self.a_range(level)
         if not np.all(np.isnan(low)):
@@ -99,14 +96,15 @@ class LikelihoodMap:
 
     def curve_range(self, compute: Array, levels: Array) -> tuple[Array, Array]:
         """Return the least and greatest curve value of each level's region [levels, m]."""
-        keep = np.flatnonzero(self.cells.s_bounded <= self.threshold(float(levels.max())))
+        edges = [_threshold(self.problem, self.center, float(level)) for level in levels]
+        keep = np.flatnonzero(self.cells.s_bounded <= max(edges))
         if len(keep) == 0:
             keep = np.array([int(np.argmin(self.cells.s_bounded))])
         p, c, g = self.problem, self.cells, self._g(compute, keep)
         low, high = np.tile(self.mean_curve(compute), (2, len(levels), 1))
         e = 1 - g
-        variances = c.v_aa[keep, None] * g**2 + 2 * c.v_ar[keep, None] * g * e
-        variances = variances + c.v_rr[keep, None] * e**2
+        v_aa, v_ar, v_rr = (v[keep, None] for v in (c.v_aa, c.v_ar, c.v_rr))
+        variances = v_aa * g**2 + 2 * v_ar * g * e + v_rr * e**2
         spread = np.sqrt(np.maximum(variances, 0))
         center = c.a[keep, None] * g + c.r0[keep, None] * e
         least = -np.inf if p.r0 is None else p.r0
@@ -114,8 +112,7 @@ class LikelihoodMap:
         for i, level in enumerate(levels):
             inside = np.isfinite(self.a_range(float(level))[0][keep])
             if inside.any():
-                slack = self.threshold(float(level)) - c.s[keep[inside]]
-                half = np.sqrt(slack)[:, None] * spread[inside]
+                half = np.sqrt(edges[i] - c.s[keep[inside]])[:, None] * spread[inside]
                 low[i] = np.maximum(center[inside] - half, least).min(axis=0)
                 high[i] = np.minimum(center[inside] + half, most[inside]).max(axis=0)
         # Pairs with R0 > A fall with compute and are no curves: monotone envelopes drop them.
@@ -136,8 +133,8 @@ class LikelihoodMap:
         """Draw n curves by weight."""
         rng = np.random.default_rng(seed)
         k = rng.choice(len(self.weight), size=n, p=self.weight)
-        p, c, nu = self.problem, self.cells, max(degrees_in_cell(self.problem), 1)
-        scale = np.sqrt(np.maximum(variance(c.s[k], nu), 1e-18) * c.v_aa[k])
+        p, c, nu = self.problem, self.cells, _degrees_in_cell(self.problem)
+        scale = np.sqrt(np.maximum(_variance(c.s[k], nu), 1e-18) * c.v_aa[k])
         if p.fix_a is not None:
             a = np.full(n, p.fix_a)
         else:
@@ -148,10 +145,10 @@ class LikelihoodMap:
         if p.r0 is None:
             slope = np.divide(c.v_ar[k], c.v_aa[k], out=np.zeros(n), where=c.v_aa[k] > 0)
             rest = np.maximum(c.v_rr[k] - slope * c.v_ar[k], 0)
-            noise = np.sqrt(rest * variance(c.s[k], nu)) * rng.standard_t(nu, n)
+            noise = np.sqrt(rest * _variance(c.s[k], nu)) * rng.standard_t(nu, n)
             r0 = np.clip(r0 + slope * (a - c.a[k]) + noise, p.r0_floor, a)
         # Half a cell of jitter: the grid is a quadrature, not a set of atoms.
-        du, dv = cell_sizes(self.u, self.v)
+        du, dv = _cell_sizes(self.u, self.v)
         u = self.u.ravel()[k] + du.ravel()[k] * rng.uniform(-0.5, 0.5, n)
         return Curves(a, r0, u, self.v.ravel()[k] + dv * rng.uniform(-0.5, 0.5, n))
 
@@ -160,27 +157,23 @@ class LikelihoodMap:
         return shape.g(shape.x(compute)[None], u, v)
 
 
-def degrees_in_cell(p: FitProblem) -> int:
-    """Return the degrees of freedom of A inside one cell."""
+def _degrees_in_cell(p: FitProblem) -> int:
     return len(p.y) - (2 if p.r0 is None else 1)
 
 
-def variance(s: Array | float, dof: int) -> Array:
-    """Return the noise variance of a sum of squares, at least FLOOR^2."""
+def _variance(s: Array | float, dof: int) -> Array:
     return np.maximum(np.asarray(s) / dof, FLOOR**2)
 
 
-def threshold(s_min: float, dof: int, level: float) -> float:
+_quantile = cache(f_distribution.ppf)
+
+
+def _threshold(p: FitProblem, center: Point, level: float) -> float:
     """Return the edge of the profile-likelihood region for noise of unknown size."""
-    return s_min + _quantile(level, dof) * float(variance(s_min, dof))
+    return center.s + float(_quantile(level, 1, p.dof) * _variance(center.s, p.dof))
 
 
-@cache
-def _quantile(level: float, dof: int) -> float:
-    return float(f_distribution.ppf(level, 1, dof))
-
-
-def cell_sizes(u: Array, v: Array) -> tuple[Array, float]:
+def _cell_sizes(u: Array, v: Array) -> tuple[Array, float]:
     """Return du [rows, columns] (one value per row) and dv."""
     du = (u[:, -1:] - u[:, :1]) / max(u.shape[1] - 1, 1)
     return np.broadcast_to(du, u.shape), float(v[1, 0] - v[0, 0])
@@ -204,3 +197,106 @@ def _crossing(x: Array, s: Array, edge: float, center: float) -> tuple[float, fl
 
     low, high = float(ends(first_k, -1).min()), float(ends(last_k, 1).max())
     return min(low, center), max(high, center)
+
+
+def build_map(p: FitProblem, log_det: float, start: Point) -> LikelihoodMap:
+    """Compute the likelihood map of a problem.
+
+    `log_det` is of the noise covariance; the search for the minimum begins at `start`.
+    """
+    center = refine(p, start)
+    (u0, u1), (v0, v1) = p.shape.bounds()
+    rows, columns = (CELLS, CELLS) if p.shape.has_u else (4 * CELLS, 1)
+    lo_u, hi_u = np.full(rows, u0), np.full(rows, u1)
+    v = np.linspace(v0, v1, rows)
+    for zoom in range(9):
+        u = np.linspace(lo_u, hi_u, columns, axis=1)
+        vv = np.repeat(v[:, None], columns, axis=1)
+        cells = solve_cells(p, p.shape.g(p.x, u[..., None], vv[..., None]).reshape(-1, len(p.x)))
+        s = cells.s_bounded.reshape(u.shape)
+        if s.min() < center.s:
+            # The zoomed grid has reached a lower valley than `solve`.
+            lowest = cells.point(int(np.argmin(s)), u, vv)
+            refined = refine(p, lowest)
+            center = refined if refined.s < lowest.s else lowest
+        inside = s <= _threshold(p, center, WIDE)
+        if (inside.mean() > 0.3 and zoom > 0) or zoom == 8:
+            break
+        v, lo_u, hi_u = _zoom(p, v, u, s, inside, center)
+    return _weigh(p, center, u, vv, cells, log_det)
+
+
+def _zoom(
+    p: FitProblem, v: Array, u: Array, s: Array, inside: Mask, center: Point
+) -> tuple[Array, Array, Array]:
+    """Return new rows and, for each, the range of u that holds the region (one cell spare)."""
+    u_box, v_box = p.shape.bounds()
+    rows, columns = u.shape
+    step_u = (u[:, -1] - u[:, 0]) / max(columns - 1, 1)
+    lowest = np.take_along_axis(u, np.argmin(s, axis=1)[:, None], axis=1)[:, 0]
+    lo = np.where(inside, u, np.inf).min(axis=1)
+    hi = np.where(inside, u, -np.inf).max(axis=1)
+    empty = ~inside.any(axis=1)
+    lo, hi = np.where(empty, lowest, lo) - step_u, np.where(empty, lowest, hi) + step_u
+    step_v, live = v[1] - v[0], v[~empty]
+    v_lo, v_hi = live.min(initial=center.v) - step_v, live.max(initial=center.v) + step_v
+    new_v = np.linspace(max(v_lo, v_box[0]), min(v_hi, v_box[1]), rows)
+    # Each new row spans the range of its two old neighbors, and the center if it is near.
+    near = np.clip(np.searchsorted(v, new_v), 1, rows - 1)
+    new_lo, new_hi = np.minimum(lo[near - 1], lo[near]), np.maximum(hi[near - 1], hi[near])
+    close = np.abs(new_v - center.v) <= step_v
+    new_lo = np.where(close, np.minimum(new_lo, center.u), new_lo)
+    new_hi = np.where(close, np.maximum(new_hi, center.u), new_hi)
+    return new_v, np.clip(new_lo, *u_box), np.clip(new_hi, *u_box)
+
+
+def _weigh(
+    p: FitProblem, center: Point, u: Array, v: Array, cells: CellSolutions, log_det: float
+) -> LikelihoodMap:
+    """Compute the marginal likelihood of each cell and the mean of (A, R0) in it."""
+    n, nu = len(p.y), _degrees_in_cell(p)
+    # A noise floor keeps the weights finite on data without noise.
+    floor = nu * FLOOR**2 if center.s < nu * FLOOR**2 else 0.0
+    s = cells.s + floor + 1e-300
+    if p.fix_a is not None:
+        log_w = -0.5 * n * np.log(s) + 0.5 * np.log(np.where(cells.v_rr > 0, cells.v_rr, 1.0))
+        mean_a, mean_r0 = cells.a_bounded, cells.r0_bounded
+    else:
+        scale = np.sqrt(s * cells.v_aa / nu)
+        z0, z1 = ((bound - cells.a) / scale for bound in (p.a_floor, p.a_max))
+        # Upper tail by symmetry, so that a cell far above a_max keeps a finite weight.
+        mass = np.where(z0 > 0, stdtr(nu, -z0) - stdtr(nu, -z1), stdtr(nu, z1) - stdtr(nu, z0))
+        mass = np.maximum(mass, 1e-300)
+        volume = cells.v_aa if p.r0 is not None else cells.v_aa * cells.v_rr - cells.v_ar**2
+        log_w = -0.5 * nu * np.log(s) + 0.5 * np.log(np.maximum(volume, 1e-300)) + np.log(mass)
+        shift = (_tail_mean(z0, nu) - _tail_mean(z1, nu)) / mass
+        mean_a = np.clip(cells.a + scale * shift, p.a_floor, p.a_max)
+        slope = np.divide(cells.v_ar, cells.v_aa, out=np.zeros_like(s), where=cells.v_aa > 0)
+        mean_r0 = cells.r0 + slope * (mean_a - cells.a)
+        mean_r0 = np.clip(mean_r0, p.r0_floor, mean_a) if p.r0 is None else cells.r0
+    log_w = np.where(cells.s_bounded <= _threshold(p, center, WIDE), log_w, -np.inf)
+    if not np.isfinite(log_w).any():
+        log_w[int(np.argmin(cells.s_bounded))] = 0.0
+    du, dv = _cell_sizes(u, v)
+    area = du.ravel() if p.shape.has_u and du.sum() > 0 else np.ones(u.size)
+    top = float(log_w.max())
+    evidence = np.log((np.exp(log_w - top) * area).sum() * dv) + top - 0.5 * log_det
+    with np.errstate(divide="ignore"):
+        log_w = log_w + np.log(area)
+    keep = np.flatnonzero(np.isfinite(log_w))
+    gain = (mean_a - mean_r0)[keep, None]
+    # Jeffreys' prior: the root of the determinant of the Fisher information.
+    j = p.jacobian(gain, u.ravel()[keep, None], v.ravel()[keep, None])
+    det = np.linalg.det(j.swapaxes(1, 2) @ j)
+    log_w = log_w[keep] + 0.5 * np.log(np.maximum(det, 1e-300))
+    weight = np.zeros(u.size)
+    weight[keep] = np.exp(log_w - log_w.max())
+    weight /= weight.sum()
+    return LikelihoodMap(p, center, u, v, cells, weight, mean_a, mean_r0, float(evidence))
+
+
+def _tail_mean(z: Array, nu: int) -> Array:
+    """Return the integral of t f(t) from z to infinity for Student's t (with nu at least 2)."""
+    nu = max(nu, 2)
+    log_c = gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu * np.pi)
+    return (nu + z * z) / (nu - 1) * np.exp(log_c - (nu + 1) / 2 * np.log1p(z * z / nu))

@@ -5,10 +5,9 @@ The covariance of two evaluations i, j of one run, in units of the noise varianc
     K_ij = (1 - share) [i = j] + share * exp(-|C_i - C_j| / (LENGTH * median spacing))
 
 `share` is the part of the variance that drifts during the run; the rest is the sampling error of
-one evaluation. Thirteen published curves (their fit windows only) have a share of 0.8 to 1 and a
-length of 2 to 5 spacings: there the log restricted likelihood is 19 to 21 above that of
-independent noise (`benchmarks/scaling/noise.py`). SHARE is the middle of that range, LENGTH its
-lower end, which costs least if the noise is independent after all.
+one evaluation. Thirteen published curves have a share of 0.8 to 1 and a length of 2 to 5 spacings
+(`benchmarks/results/scaling_noise.md`). SHARE is the middle of that range, LENGTH its lower end,
+which costs least if the noise is independent after all.
 """
 
 import numpy as np

@@ -7,8 +7,6 @@ from .errors import PointsError
 
 FormName = Literal["log-sigmoid", "linear-sigmoid", "power-law"]
 FORMS: tuple[FormName, ...] = get_args(FormName)
-Method = Literal["fast", "paper"]
-R0Choice = float | Literal["fit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +21,9 @@ class ReadOptions:
         "Unit to report: gpu-hours, gpu-seconds (converted into each other), flops, tokens, "
         "steps or any label",
     ] = None
-    devices: Annotated[
-        float | None, "Compute is wall-clock time of so many GPUs: multiply by them"
-    ] = None
+    devices: Annotated[float | None, "Compute is wall-clock time of so many GPUs: multiply"] = None
     reward_column: Annotated[
-        list[str] | None, "Column of the pass rate; repeated: one series per column"
+        list[str] | None, "Column of the pass rate; repeated: a series each"
     ] = None
     stderr_column: Annotated[str | None, "Column of the standard error"] = None
     percent: Annotated[bool | None, "Rewards are percent; default: detect"] = None
@@ -37,7 +33,7 @@ class ReadOptions:
 class FitOptions:
     """Options of a fit."""
 
-    r0: Annotated[R0Choice, "Reward at zero compute: a number, or 'fit'"] = "fit"
+    r0: Annotated[float | Literal["fit"], "Reward at zero compute: a number, or 'fit'"] = "fit"
     skip: Annotated[
         float | None, "Leave out points up to this compute; default: a start off the curve"
     ] = None
@@ -46,7 +42,7 @@ class FitOptions:
     ] = None
     fit_until: Annotated[float | None, "Fit up to this compute and predict the rest"] = None
     form: Annotated[FormName, "Family of curves"] = "log-sigmoid"
-    method: Annotated[Method, "'paper': the slow grid of the paper"] = "fast"
+    method: Annotated[Literal["fast", "paper"], "'paper': the slow grid of the paper"] = "fast"
     a_range: Annotated[tuple[float, float], "Range of A in the paper's grid"] = (0.45, 0.8)
     cmid_range: Annotated[
         tuple[float, float] | None, "Range of Cmid in it; default: 1.5% to 150% of the last compute"

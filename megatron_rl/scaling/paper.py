@@ -7,6 +7,7 @@ a fraction of the time.
 """
 
 import warnings
+from itertools import product
 
 import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
@@ -44,23 +45,21 @@ def solve_paper(p: FitProblem, options: FitOptions) -> Point:
         raise ValueError(f"--method paper has no A above R0 = {r0:g} in its range of A")
     best: Point | None = None
     y = p.white @ p.y - r0 * p.white.sum(axis=1)
-    for a in a_values:
-        for cmid in cmid_values:
-            u = p.shape.u(float(cmid))
+    for a, cmid in product(a_values.tolist(), cmid_values.tolist()):
+        u = p.shape.u(cmid)
 
-            def curve(x: Array, b: float, a: float = float(a), u: float = u) -> Array:
-                v = np.log(np.clip(b, MIN_B, MAX_B))
-                return np.asarray((a - r0) * (p.white @ p.shape.g(x, u, v)))
+        def curve(x: Array, b: float, a: float = a, u: float = u) -> Array:
+            v = np.log(np.clip(b, MIN_B, MAX_B))
+            return np.asarray((a - r0) * (p.white @ p.shape.g(x, u, v)))
 
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", OptimizeWarning)
-                try:
-                    (b,), _ = curve_fit(curve, p.x, y, p0=[2.0])
-                except RuntimeError:  # curve_fit did not converge: skip the cell
-                    continue
-            s = float(np.sum((curve(p.x, b) - y) ** 2))
-            if best is None or s < best.s:
-                best = Point(float(a), r0, u, float(np.log(np.clip(b, MIN_B, MAX_B))), s)
+        with warnings.catch_warnings(action="ignore", category=OptimizeWarning):
+            try:
+                (b,), _ = curve_fit(curve, p.x, y, p0=[2.0])
+            except RuntimeError:  # curve_fit did not converge: skip the cell
+                continue
+        s = float(np.sum((curve(p.x, b) - y) ** 2))
+        if best is None or s < best.s:
+            best = Point(a, r0, u, float(np.log(np.clip(b, MIN_B, MAX_B))), s)
     if best is None:
         raise ValueError("curve_fit converged in no cell of the paper's grid: use --method fast")
     return best

@@ -69,8 +69,8 @@ def published(name: str, unit: str = "GPU-hours") -> PaperRun:
         names += [n for n in series if not n.endswith(("_ext", "+"))]
         raise PointsError(f"no published points '{name}'", f"There are: {', '.join(names)}")
     if unit not in ("GPU-hours", "device-hours"):
-        remedy = "Choose --compute-column device_hours"
-        raise PointsError(f"published points are in GPU-hours, the fit is in {unit}", remedy)
+        problem = f"published points are in GPU-hours, the fit is in {unit}"
+        raise PointsError(problem, "Choose --compute-column device_hours")
     points = series.get(f"{key}+", series[key])
     row = next((r for r in table.values() if r["series"] == key), None)
     if row is None:

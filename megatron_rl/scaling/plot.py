@@ -12,18 +12,17 @@ from .curve import Array, log_sigmoid
 from .errors import PointsError, require
 from .fit_result import Fit, amount
 from .paper_points import PaperRun
-from .report import b_spec, roles, spread
+from .report import b_spec, roles
 from .series import Series
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 HELD_OUT, INK, RED, GRAY = "#ea580c", "#1f2937", "#b91c1c", "#6b7280"
 ENDINGS = (".png", ".svg", ".pdf")
-ROLES = {
+ROLES = {  # label, color and symbols (matplotlib's and plotly's) of the points by their role
     "used": ("fitted", COLORS[0], "o", "circle"),
     "skipped": ("skipped", "#9ca3af", "o", "circle-open"),
     "held_out": ("held out", HELD_OUT, "D", "diamond-open"),
 }
-"""Label, color and symbols (matplotlib's and plotly's) of the points by their role."""
 
 
 def save_plot(f: Fit, path: str | Path, overlay: Sequence[PaperRun] = ()) -> None:
@@ -56,14 +55,12 @@ def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[PaperRun]
     Ill-conditioned runs are dashed and lighter. `overlay` are published runs to draw as well.
     """
     figure = _figure(path, (12, 5.2 + 0.11 * len(c.entries)))
-    left, right = figure.subplots(1, 2)
-    left.set_xscale("log")
-    right.set_xscale("log")
+    left, right = axes = figure.subplots(1, 2, subplot_kw={"xscale": "log"})
     for i, entry in enumerate(c.entries):
         f, b = entry.fit, entry.shared or entry.fit
         x, used = axis_values(f, True), f.window.used
         style: dict[str, Any] = {"color": COLORS[i % len(COLORS)]}
-        label = f"{entry.rank}. {f.name}:  A {spread(f.A)},  B {spread(b.B, '.2f')}"
+        label = f"{entry.rank}. {f.name}:  A {f.A:.3f},  B {b.B:.2f}"
         if entry.shared is not None:
             label += f" at A {entry.shared.A.value:.3f}"
         if not f.well_conditioned:
@@ -80,7 +77,7 @@ def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[PaperRun]
     right.set_yscale("log")
     right.set_ylabel(r"$F(R) / C_{mid}^{\,B} = 1 / \left(\frac{A-R_0}{R-R_0} - 1\right)$")
     right.set_title("leave-one-out transform: slope B", fontsize=10, color=INK)
-    for axis in (left, right):
+    for axis in axes:
         axis.set_xlabel(f"compute ({c.entries[0].fit.unit})")
         _tidy(axis)
     # Below the panels: inside one of them it would lie on a curve.
@@ -93,10 +90,8 @@ def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[PaperRun]
 def title(f: Fit) -> str:
     """Return name and parameters in one line."""
     median = " (median)" * (f.estimate == "median")
-    parts = [f"{f.name or 'fit'}:  A {spread(f.A)}{median}", f"B {spread(f.B, b_spec(f))}"]
-    if f.Cmid is not None:
-        parts.append(f"Cmid {spread(f.Cmid, 'amount')}")
-    return ",  ".join(parts)
+    cmid = "" if f.Cmid is None else f",  Cmid {f.Cmid:amount}"
+    return f"{f.name or 'fit'}:  A {f.A:.3f}{median},  B {format(f.B, b_spec(f))}{cmid}"
 
 
 def axis_values(f: Fit, log: bool, points: int = 240) -> Array:
@@ -108,29 +103,27 @@ def axis_values(f: Fit, log: bool, points: int = 240) -> Array:
     return np.linspace(0.0 if f.options.form != "power-law" else first * 0.5, top, points)
 
 
-def value_range(f: Fit, start: float, margins: tuple[float, float]) -> tuple[float, float]:
+def value_range(f: Fit, start: float) -> tuple[float, float]:
     """Return the limits of the pass rate: points, A and the curve at `start`, with margins.
 
     The curve before the data may fall far below them: the power law has no floor.
     """
     shown = [*f.series.reward, float(f.curve(start)), f.A.value]
     low, high = float(min(shown)), float(max(shown))
-    return low - margins[0] * (high - low), high + margins[1] * (high - low)
+    return low - 0.08 * (high - low), high + 0.12 * (high - low)
 
 
 def points_by_role(f: Fit) -> Iterator[tuple[tuple[str, str, str, str], Series]]:
     """Yield the style in ROLES and the points of each role that has any."""
-    part = roles(f)
     for role, style in ROLES.items():
-        if (part == role).any():
-            yield style, f.series.take(part == role)
+        if (part := roles(f) == role).any():
+            yield style, f.series.take(part)
 
 
 def bands(f: Fit, x: Array) -> dict[str, tuple[tuple[Array, Array], float]]:
     """Return label -> ends and opacity of the bands at x."""
-    level = f"{f.options.level:.0%}"
-    wide = f.band(x), 0.10
-    return {f"{level} evaluations": wide, f"{level} curve": (f.band(x, kind="curve"), 0.20)}
+    level, curve = f"{f.options.level:.0%}", f.band(x, kind="curve")
+    return {f"{level} evaluations": (f.band(x), 0.10), f"{level} curve": (curve, 0.20)}
 
 
 def _panels(
@@ -177,11 +170,9 @@ def _draw(axis: Any, f: Fit, log: bool) -> None:
         axis.annotate(label, at, xycoords=("data", "axes fraction"), xytext=(4, 0), **text)
     if f.options.fit_until is not None and x[0] < f.options.fit_until < x[-1]:
         axis.axvline(f.options.fit_until, color=HELD_OUT, lw=1, ls="--")
-    if log:
-        axis.set_xscale("log")
+    axis.set_xscale("log" if log else "linear")
     axis.set_xlim(x[0] if log else -0.02 * x[-1], x[-1])
-    c = f.series.compute
-    axis.set_ylim(*value_range(f, float(c[c > 0][0]), (0.08, 0.12)))
+    axis.set_ylim(*value_range(f, float(f.series.compute[f.series.compute > 0][0])))
     axis.set_xlabel(f"compute ({f.unit}), {'logarithmic' if log else 'linear'}")
     _tidy(axis)
 
@@ -204,7 +195,6 @@ def _draw_published(axis: Any, overlay: Sequence[PaperRun]) -> None:
 
 
 def _draw_transform(axis: Any, f: Fit, style: dict[str, Any], dots: dict[str, Any]) -> None:
-    """Draw the leave-one-out transform of a fit and its line of slope B."""
     if f.Cmid is None:
         return
     c, value = transform(f)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .comparison import Comparison
-from .condition import MEANINGS
 from .errors import require
 from .fit_result import Fit, Interval, amount
+from .fitting import MEANINGS
 from .forecasting import Forecast
 
 FIT_KEYS = (
@@ -84,11 +84,6 @@ def forecasts_to_dict(forecasts: Sequence[Forecast]) -> dict[str, Any]:
     return objects[0] if len(objects) == 1 else several
 
 
-def spread(i: Interval | None, spec: str = ".3f") -> str:
-    """Return `value [low, high]`, `value fixed` or a dash."""
-    return "-" if i is None else format(i, spec)
-
-
 def b_spec(f: Fit) -> str:
     """Return the format of B: in linear compute it depends on the unit."""
     return ".3g" if f.options.form == "linear-sigmoid" else ".2f"
@@ -108,17 +103,16 @@ def print_fits(console: Any, fits: Sequence[Fit]) -> None:
         cells = (_cell(f.A), _cell(f.B, b_spec(f)), _cell(f.Cmid, "amount"))
         table.add_row(wrap(f.name), *cells, verdict)
     console.print(table)
+    rules = f"{o.form}, {o.method} method, compute in {unit}, intervals {o.level:.0%}"
     margin = f", run-to-run margin {o.run_margin:g} on A" if o.run_margin else ""
-    console.print(
-        f"[dim]{o.form}, {o.method} method, compute in {unit}, intervals {o.level:.0%}{margin}[/]"
-    )
+    console.print(f"[dim]{rules}{margin}[/]")
     for f in fits:
-        r0 = "" if f.R0 is None else f"R0 {spread(f.R0)}, "
+        r0 = "" if f.R0 is None else f"R0 {f.R0:.3f}, "
         text = f"{r0}{f.n} points, noise {f.sigma:.4f}, sum of squares {f.sse:.4g}"
         if p := f.prediction:
             text += f"; {p.points} held out: rmse {p.rmse:.4f}, {p.coverage:.0%} in band"
         if f.D is not None:
-            text += f"; D {spread(f.D, '.4g')} in A - D/C^B"
+            text += f"; D {f.D:.4g} in A - D/C^B"
         console.print(f"[bold]{f.name}[/]: {text}")
     _print_notes(console, fits)
 
@@ -154,11 +148,10 @@ def print_comparison(console: Any, c: Comparison) -> None:
     rule = by_a if c.shared_a is None else f"by B at A = {c.shared_a:.4g}"
     console.print(f"[dim]ranked {rule}; compute in {c.entries[0].fit.unit}[/]")
     for p in c.pairs:
-        line = f"[bold]{p.better}[/] over [bold]{p.other}[/]: A {spread(p.difference, '+.3f')}, "
+        line = f"[bold]{p.better}[/] over [bold]{p.other}[/]: A {p.difference:+.3f}, "
         line += f"P(more than {c.margin:g}) = {p.beyond_margin:.2f}; {p.verdict}"
         if p.overtakes is not None:
-            at_text = spread(p.overtakes, "amount")
-            line += f"; overtakes at {at_text} (P {p.overtake_probability:.2f})"
+            line += f"; overtakes at {p.overtakes:amount} (P {p.overtake_probability:.2f})"
         console.print(line)
     _print_notes(console, [e.fit for e in c.entries])
 
@@ -168,15 +161,11 @@ def print_forecast(console: Any, p: Forecast) -> None:
     f = p.fit
     table = _table("compute", "gain", f"gain per {f.unit}")
     for g in p.gains:
-        table.add_row(amount(g.compute), spread(g.gain, "+.4f"), spread(g.per_unit, ".3g"))
-    console.print(f"[bold]{f}[/]")
-    console.print(
-        f"at {amount(p.now)} {f.unit}: {spread(p.slope, '.3g')} per further unit of compute, "
-        f"{spread(p.remaining)} left to gain"
-    )
-    console.print(table)
+        table.add_row(amount(g.compute), format(g.gain, "+.4f"), format(g.per_unit, ".3g"))
+    slope = f"at {amount(p.now)} {f.unit}: {p.slope:.3g} per further unit of compute"
+    console.print(f"[bold]{f}[/]\n{slope}, {p.remaining:.3f} left to gain", table, sep="\n")
     for t in p.targets:
-        line = f"[bold]{t.target:g}[/]: {spread(t.compute, 'amount')} {f.unit}"
+        line = f"[bold]{t.target:g}[/]: {t.compute:amount} {f.unit}"
         if t.within_budget is not None:
             line += f", within the budget P = {t.within_budget:.2f}"
         console.print(f"{line}; {t.verdict}")

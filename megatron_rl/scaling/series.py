@@ -1,10 +1,4 @@
-"""The checked evaluations of one run: every reader returns them, every fit starts from them.
-
-Example::
-
-    Series.clean([120, 0, 240], [0.61, 0.40, 0.66], name="run", unit="GPU-hours")
-    # sorted by compute, repairs == ("sorted by compute",)
-"""
+"""The checked evaluations of one run: every reader returns them, every fit starts from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,19 +14,15 @@ from .errors import PointsError
 class Series:
     """Evaluations of one run in increasing compute; pass rates are fractions of 1."""
 
-    compute: Array
-    """Compute spent [n], in `unit`; may start at 0."""
-    reward: Array
-    """Pass rate [n] in [0, 1]."""
-    stderr: Array | None = None
-    """Standard error of each pass rate [n], or None if unknown."""
+    compute: Array  # compute spent [n], in `unit`; may start at 0
+    reward: Array  # pass rate [n] in [0, 1]
+    stderr: Array | None = None  # standard error of each pass rate [n], or None if unknown
     epoch: Array | None = None
     """Passes over the prompts begun before each evaluation [n], or None if unknown."""
     name: str = ""
     unit: str = "compute"
     source: str | None = None
-    repairs: tuple[str, ...] = ()
-    """Changes that were made to the input; printed with every result."""
+    repairs: tuple[str, ...] = ()  # changes that were made to the input; printed with every result
 
     def __len__(self) -> int:
         return len(self.compute)
@@ -67,7 +57,7 @@ class Series:
         c = np.asarray(compute, dtype=float).ravel()
         r = np.asarray(reward, dtype=float).ravel()
         s, e = (None if x is None else np.asarray(x, float).ravel() for x in (stderr, epoch))
-        if len(c) != len(r) or (s is not None and len(s) != len(r)):
+        if len({len(x) for x in (c, r, s) if x is not None}) > 1:
             sizes = f"{len(c)} compute, {len(r)} reward"
             sizes += "" if s is None else f", {len(s)} standard errors"
             raise PointsError(f"lengths differ: {sizes}", "Give one value of each per evaluation")
@@ -110,8 +100,7 @@ def _merge(c: Array, r: Array, s: Array | None) -> tuple[Array, Array, Array | N
     """Average the rows at equal compute, by inverse variance where it is known."""
     unique, group = np.unique(c, return_inverse=True)
     weight = np.ones_like(r) if s is None else s**-2
-    total = np.bincount(group, weight)
+    total, counts = np.bincount(group, weight), np.bincount(group)
     mean = np.bincount(group, weight * r) / total
-    counts = np.bincount(group)
     error = None if s is None else np.asarray(1 / np.sqrt(total))
     return unique, np.asarray(mean), error, int(counts[counts > 1].sum())

@@ -18,13 +18,10 @@ class FitProblem:
     """Points to fit and the parameters that are held fixed."""
 
     shape: Shape
-    x: Array
-    """Abscissa of the points [n] (see Shape.x); -inf for an evaluation at compute 0."""
+    x: Array  # abscissa of the points [n] (see Shape.x); -inf for an evaluation at compute 0
     y: Array
-    white: Array
-    """Whitening matrix [n, n]; its rows scale the residuals that are squared and summed."""
-    r0: float | None
-    """Fixed reward at zero compute, or None to fit it (always None for the power law)."""
+    white: Array  # whitening matrix [n, n]; its rows scale the residuals
+    r0: float | None  # fixed reward at zero compute, or None to fit it (always for the power law)
     fix_a: float | None
     a_max: float
 
@@ -74,10 +71,8 @@ class Point:
 class CellSolutions:
     """Exact solution in (A, R0) of every cell, and the inverse Hessian of S/2 there [cells]."""
 
-    s: Array
-    """Unbounded least sum of squares."""
-    s_bounded: Array
-    """Least sum of squares with R0 <= A <= a_max."""
+    s: Array  # unbounded least sum of squares
+    s_bounded: Array  # least sum of squares with R0 <= A <= a_max
     a: Array
     r0: Array
     a_bounded: Array
@@ -162,16 +157,7 @@ def refine(p: FitProblem, start: Point) -> Point:
         a, r0, u, v = unpack(theta)
         return p.jacobian(a - r0, u, v)
 
-    out = least_squares(
-        residual,
-        np.clip(full[p.free], lo, hi),
-        jac=jacobian,
-        bounds=(lo, hi),
-        x_scale="jac",
-        xtol=1e-10,
-        ftol=1e-12,
-        gtol=1e-14,
-        max_nfev=200,
-    )
-    a, r0, u, v = map(float, unpack(out.x))
-    return Point(a, r0, u, v, float(2 * out.cost))
+    begin = np.clip(full[p.free], lo, hi)
+    limits = {"xtol": 1e-10, "ftol": 1e-12, "gtol": 1e-14, "max_nfev": 200}
+    out = least_squares(residual, begin, jacobian, (lo, hi), x_scale="jac", **limits)
+    return Point(*map(float, (*unpack(out.x), 2 * out.cost)))

@@ -2,9 +2,7 @@
 
 Default rule for the start (`skip=None`): the first point is dropped as long as leaving it out,
 by itself (F-test at 5%) or with the next one or two (2%), improves the fit of the others under
-correlated noise; at most a third of the points, and never below eight. The paper skips about 1.5k
-GPU-hours, one epoch of its data; the rule needs no unit and keeps the early points of runs that
-follow the curve from the start.
+correlated noise; at most a third of the points, and never below eight.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +19,7 @@ from .series import Series
 from .solve import FitProblem, solve
 
 KEEP_AT_LEAST = 8
-DROP_LEVELS = {1: 0.95, 2: 0.98, 3: 0.98}
-"""Level of the test by the number of points that are left out together."""
+DROP_LEVELS = {1: 0.95, 2: 0.98, 3: 0.98}  # level of the test by the number of points left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +29,8 @@ class Window:
     used: Mask
     skipped: Mask
     held_out: Mask
-    r0: float | None
-    """Fixed reward at zero compute; None when it is fitted, or unused (power law)."""
-    skip: float
-    """Points up to this compute are left out."""
+    r0: float | None  # fixed reward at zero compute; None when it is fitted, or unused (power law)
+    skip: float  # points up to this compute are left out
 
 
 def choose_window(series: Series, options: FitOptions) -> Window:
@@ -51,31 +46,27 @@ def choose_window(series: Series, options: FitOptions) -> Window:
     # An evaluation at compute 0 measures R0: a point like the others if R0 is fitted, else none.
     start = (c == 0) & (sigmoid and r0 is None)
     inside = ~held_out & ((c > 0) | start)
-    if options.skip_epochs is not None:
-        skip = _compute_of_epochs(series, options.skip_epochs)
+    if options.skip is not None:
+        skip = float(options.skip)
+    elif options.skip_epochs is None:
+        skip = _choose_skip(series, options, r0, inside)
+    elif series.epoch is not None:
+        skip = float(c[series.epoch <= options.skip_epochs].max(initial=0.0))
     else:
-        skip = _choose_skip(series, options, r0, inside) if options.skip is None else options.skip
-    used = inside & ((c > skip) | start)
-    window = Window(used, ~used & ~held_out, held_out, r0, float(skip))
-    _check_window(series, window, options)
-    return window
-
-
-def _compute_of_epochs(series: Series, epochs: float) -> float:
-    """Return the compute of the last evaluation within the first passes over the prompts."""
-    if series.epoch is None:
         problem = "no epochs are known, so the first ones cannot be left out"
         remedy = "Give --skip, a run's metrics.jsonl, or a column 'epoch'"
         raise PointsError(problem, remedy, file=series.source)
-    return float(series.compute[series.epoch <= epochs].max(initial=0.0))
+    used = inside & ((c > skip) | start)
+    window = Window(used, ~used & ~held_out, held_out, r0, skip)
+    _check_window(series, window, options)
+    return window
 
 
 def _choose_skip(series: Series, options: FitOptions, r0: float | None, inside: Mask) -> float:
     """Return the compute up to which the start contradicts the curve."""
     c = series.compute
     positive = c[inside & (c > 0)]
-    n = len(positive)
-    most = min(n // 3, n - KEEP_AT_LEAST)
+    most = min(len(positive) // 3, len(positive) - KEEP_AT_LEAST)
 
     @cache
     def fit_without(dropped: int) -> tuple[float, int]:
@@ -87,16 +78,13 @@ def _choose_skip(series: Series, options: FitOptions, r0: float | None, inside: 
 
     def contradicts(dropped: int, more: int, level: float) -> bool:
         rest, dof = fit_without(dropped + more)
-        if dof < 2:
-            return False
         ratio = (fit_without(dropped)[0] - rest) / more / max(rest / dof, FLOOR**2)
         return bool(ratio > f_distribution.ppf(level, more, dof))
 
     dropped = 0
-    while dropped < most and any(
-        contradicts(dropped, more, level)
+    while any(
+        dropped + more <= most and contradicts(dropped, more, level)
         for more, level in DROP_LEVELS.items()
-        if dropped + more <= most
     ):
         dropped += 1
     return float(positive[dropped - 1]) if dropped else 0.0

@@ -21,9 +21,8 @@ def read_csv(path: Path) -> Table:
     file = str(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 text ({error.reason})"
-        raise PointsError(problem, "Save it as UTF-8", file=file) from None
+    except UnicodeDecodeError as e:
+        raise PointsError(f"not UTF-8 text ({e.reason})", "Save it as UTF-8", file=file) from None
     lines = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip()]
     kept = [(n, t) for n, t in lines if t[0] != "#"]
     cells = [re.split(r"[\s,;]+", t.strip("# ,;\t")) for _, t in lines]
@@ -33,26 +32,25 @@ def read_csv(path: Path) -> Table:
             raise PointsError("no header line", remedy, file=file, line=kept[0][0])
         kept.insert(0, (lines[above - 1][0], lines[above - 1][1].lstrip("# ")))
     if len(kept) < 2:
-        remedy = "Give a header line and rows"
-        raise PointsError("the file is empty or has no rows", remedy, file=file)
+        problem = "the file is empty or has no rows"
+        raise PointsError(problem, "Give a header line and rows", file=file)
     first = kept[0][1]
     semicolon = ";" in first and "," not in first
     delimiter = next((d for d in ("\t", ";" if semicolon else ",", " ") if d in first), ",")
     reader = csv.reader([t for _, t in kept], delimiter=delimiter, skipinitialspace=True)
     header = [name.strip() for name in next(reader)]
+    table = Table(file, path.stem, [])
     for name in header:
         if header.count(name) > 1:
-            problem, line = f"two columns are named '{name}'", kept[0][0]
-            raise PointsError(problem, "Rename one of them", file=file, line=line, column=name)
-    rows: Rows = []
+            problem = f"two columns are named '{name}'"
+            raise table.error(problem, "Rename one of them", name, kept[0][0])
     for row in reader:
         line = kept[reader.line_num - 1][0]
         if len(row) != len(header):
             problem = f"{len(row)} cells under {len(header)} columns"
-            remedy = "Quote cells that contain the delimiter"
-            raise PointsError(problem, remedy, file=file, line=line)
-        rows.append((line, dict(zip(header, row, strict=True))))
-    return Table(file, path.stem, rows)
+            raise table.error(problem, "Quote cells that contain the delimiter", None, line)
+        table.rows.append((line, dict(zip(header, row, strict=True))))
+    return table
 
 
 def read_jsonl(path: Path) -> Table:
@@ -62,8 +60,7 @@ def read_jsonl(path: Path) -> Table:
     ``tasks.math.pass_rate``. A torn last line, left by a kill, is ignored. For metrics.jsonl see
     `_evaluations`.
     """
-    file = str(path)
-    raw = path.read_bytes().splitlines()
+    file, name, raw = str(path), path.stem, path.read_bytes().splitlines()
     rows: Rows = []
     repairs: list[str] = []
     for line, text in enumerate(raw, 1):
@@ -83,20 +80,15 @@ def read_jsonl(path: Path) -> Table:
         rows.append((line, row))
     if not rows:
         raise PointsError("the file is empty", "Give one object per line", file=file)
-    name = path.stem
-    schema = str(rows[0][1].get("schema", ""))
-    if schema.startswith(SCHEMA):
-        rows = _evaluations(file, rows, schema)
+    if str(rows[0][1].get("schema")).startswith(SCHEMA):
+        rows = _evaluations(file, rows)
         name = path.resolve().parent.name if name == "metrics" else name
     return Table(file, name, [(line, _flatten(row)) for line, row in rows], repairs)
 
 
-def _evaluations(file: str, rows: Rows, schema: str) -> Rows:
-    """Return the evaluation rows of metrics.jsonl, whose first line names its schema.
-
-    They get the `epoch` of the last step row before them, 0 without any.
-    """
-    if schema != SCHEMA + "1":
+def _evaluations(file: str, rows: Rows) -> Rows:
+    """Return the evaluation rows of metrics.jsonl, with the `epoch` of the last step row or 0."""
+    if (schema := rows[0][1]["schema"]) != SCHEMA + "1":
         problem = f"schema {schema} is newer than {SCHEMA}1"
         raise PointsError(problem, "Update megatron_rl", file=file, line=1)
     evaluations = [(n, row) for n, row in rows if row.get("kind") == "eval"]
@@ -109,14 +101,11 @@ def _evaluations(file: str, rows: Rows, schema: str) -> Rows:
     return evaluations
 
 
-def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Join nested keys by dots."""
-    flat: dict[str, object] = {}
+def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in row.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
+        nested = isinstance(value, dict)
+        flat |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return flat
 
 
@@ -125,8 +114,8 @@ def read_parquet(path: Path) -> Table:
     pyarrow, parquet = (require(m, f"Reading {path}", "io") for m in ("pyarrow", "pyarrow.parquet"))
     try:
         rows = parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        problem = f"not a Parquet file ({error})"
+    except pyarrow.ArrowInvalid as e:
+        problem = f"not a Parquet file ({e})"
         raise PointsError(problem, "Check the file's format", file=str(path)) from None
     return Table(str(path), path.stem, list(enumerate(rows, 1)))
 

@@ -25,8 +25,7 @@ EMPTY = {"", "nan", "none", "null", "n/a", "na", "inf", "+inf", "-inf", "infinit
 SECONDS = {"hours": 3600, "seconds": 1}
 UNITS = [f"{kind}{time}" for kind in ("GPU-", "device-", "") for time in SECONDS]
 UNITS += ["FLOPs", "tokens", "steps"]
-Rows = list[tuple[int, dict[str, Any]]]
-"""Line (or record) number from 1, and cells by column."""
+Rows = list[tuple[int, dict[str, Any]]]  # line (or record) number from 1, and cells by column
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class Table:
     """Raw cells; a cell that the file does not have is missing, or None."""
 
     source: str
-    name: str
-    """Name of the run if the table holds only one."""
+    name: str  # name of the run if the table holds only one
     rows: Rows
     repairs: Sequence[str] = ()
 
@@ -50,20 +48,18 @@ class Table:
 
     def numbers(self, column: str, rows: Rows) -> Array:
         """Return the numbers of a column (PointsError: a cell is none)."""
-        return np.array([self._number(column, *row) for row in rows], dtype=float)
-
-    def _number(self, column: str, line: int, cells: dict[str, Any]) -> float:
-        value = cells.get(column)
-        try:
-            if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
-                raise ValueError
-            return float(value.strip().removesuffix("%") if isinstance(value, str) else value)
-        except ValueError:
-            shown = repr(value) if has(column, [(line, cells)]) else "empty"
-            remedy = "Correct the cell or remove the row"
-            if "," in shown:
-                remedy = "Write a decimal point, and no separator of thousands"
-            raise self.error(f"not a number: {shown}", remedy, column, line) from None
+        numbers = []
+        for line, cells in rows:
+            value = cells.get(column)
+            text = "" if isinstance(value, bool) else str(value).strip().removesuffix("%")
+            if not is_number(text):
+                shown = repr(value) if has(column, [(line, cells)]) else "empty"
+                remedy = "Correct the cell or remove the row"
+                if "," in shown:
+                    remedy = "Write a decimal point, and no separator of thousands"
+                raise self.error(f"not a number: {shown}", remedy, column, line)
+            numbers.append(float(text))
+        return np.array(numbers)
 
 
 def has(column: str, rows: Rows) -> bool:
@@ -99,11 +95,10 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
         reward = _find_column(table, wanted, REWARD_NAMES, "reward")
         reward_name = re.split("[./]", reward)[-1]
         groups = _groups(table, options)
-        selection = [(name, reward, rows) for name, rows in groups.items()]
-        for column in table.columns:
-            pattern = re.escape(reward.replace(reward_name, "")) + rf"tasks[./].+[./]{reward_name}"
-            if re.fullmatch(pattern, column):
-                selection += [(f"{n}:{_task(column)}", column, r) for n, r in groups.items()]
+        pattern = re.escape(reward.replace(reward_name, "")) + rf"tasks[./].+[./]{reward_name}"
+        tasks = {f":{_task(c)}": c for c in table.columns if re.fullmatch(pattern, c)}
+        columns = {"": reward, **tasks}.items()
+        selection = [(n + end, column, r) for end, column in columns for n, r in groups.items()]
     series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
     names = [s.name for s in series]
     for name in options.series or ():
@@ -153,16 +148,15 @@ def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
 
 
 def _groups(table: Table, options: ReadOptions) -> dict[str, Rows]:
-    """Return the rows of each series, in order of appearance."""
     column = options.series_column
-    if column is not None and column not in table.columns:
-        remedy = f"Choose with --series-column; there are: {', '.join(table.columns)}"
-        raise table.error(f"no series column '{column}'", remedy, column)
     if column is None:
         lower = {n.lower().replace(" ", "_"): n for n in table.columns}
         column = next((lower[n] for n in SERIES_NAMES if n in lower), None)
-    if column is None:
-        return {table.name: table.rows}
+        if column is None:
+            return {table.name: table.rows}
+    if column not in table.columns:
+        remedy = f"Choose with --series-column; there are: {', '.join(table.columns)}"
+        raise table.error(f"no series column '{column}'", remedy, column)
     groups: dict[str, Rows] = {}
     for line, cells in table.rows:
         groups.setdefault(str(cells.get(column)), []).append((line, cells))
@@ -218,13 +212,7 @@ def _check_text(table: Table, name: str, rows: Rows, compute: str, reward: str) 
 
 
 def _last_of_each_step(table: Table, rows: Rows, compute: str, repairs: list[str]) -> Rows:
-    """Return the last row of each step, or of each compute if there are no steps.
-
-    A resumed run writes the evaluations of some steps again.
-
-    Raises:
-        PointsError: compute goes back while the step grows.
-    """
+    """Return the last row of each step (a resumed run repeats some), or else of each compute."""
     names = (n for n in table.columns if re.split("[./]", n.lower())[-1] in STEP_NAMES)
     step = next((n for n in names if has(n, rows)), compute)
     numbers = table.numbers(step, rows)
@@ -248,8 +236,7 @@ def _unit(column: str) -> str:
     name = column.lower()
     kind = "device-" if "device" in name else "GPU-" if "gpu" in name else ""
     units = (f"{kind}hours", f"{kind}seconds", "FLOPs", "tokens", "steps")
-    parts = ("hour", "second", "flop", "token", "step")
-    return next((unit for part, unit in zip(parts, units, strict=True) if part in name), column)
+    return next((u for u in units if u.split("-")[-1].lower()[:-1] in name), column)
 
 
 def _convert(c: Array, unit: str, options: ReadOptions, notes: list[str]) -> tuple[Array, str]:
@@ -289,9 +276,8 @@ def _stderr(
 
 def _binomial(table: Table, rows: Rows, r: Array) -> Array | None:
     """Return binomial standard errors if the number of samples is known; (k+1)/(n+2) is not 0."""
-    needed = ["num_prompts", "samples_per_prompt"]
-    if "num_samples" in table.columns:
-        needed = ["num_samples"]
+    one, two = ["num_samples"], ["num_prompts", "samples_per_prompt"]
+    needed = one if one[0] in table.columns else two
     if not all(has(column, rows) for column in needed):
         return None
     n = np.prod([table.numbers(column, rows) for column in needed], axis=0)
