@@ -1,7 +1,5 @@
 """Advantages of completions from their rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ The trainer computes `sum(loss_weight * term)` without further division, so a gr
 on micro-batches, data parallelism or packing.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -5,8 +5,6 @@ later epochs. The order depends on seed, epoch and history only, so two runs wit
 draw the same prompts.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any, Literal
 
@@ -65,13 +63,8 @@ class Curriculum:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {
-            "epoch": self.epoch,
-            "order": self._order,
-            "passed": self._passed,
-            "visits": self._visits,
-            "excluded": self.excluded,
-        }
+        history = {"passed": self._passed, "visits": self._visits}
+        return {"epoch": self.epoch, "order": self._order, "excluded": self.excluded, **history}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a saved `state()`."""

@@ -1,7 +1,5 @@
 """The two ways to bound the length of completions: thinking budgets and a length penalty."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The `schedule` section: sizes of a step, and the lag of training behind generation."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -67,9 +65,7 @@ class Schedule(Section):
         Example: pipeline with k = 8 accepts versions from `step - 8`; ppo_off_policy with k = 8
         accepts version 8 for steps 8 to 15.
         """
-        if self.mode == "pipeline":
-            return step - self.max_lag_steps
-        return self.phase_start(step)
+        return step - self.max_lag_steps if self.mode == "pipeline" else self.phase_start(step)
 
     def phase_steps(self, step: int) -> int:
         """Return the number of steps whose batches must be complete before `step` is trained.
@@ -77,14 +73,12 @@ class Schedule(Section):
         Example: ppo_off_policy with k = 8 has 8 at step 8, where a phase starts, and 1 at step 9;
         other modes have 1.
         """
-        if step != self.phase_start(step):
-            return 1
-        return min(self.updates_per_phase, self.steps - step)
+        starts = step == self.phase_start(step)
+        return min(self.updates_per_phase, self.steps - step) if starts else 1
 
     def summary(self) -> str:
         """Return the schedule in a few words."""
-        if self.mode == "pipeline":
-            return f"PipelineRL-{self.max_lag_steps}"
-        if self.mode == "synchronous":
-            return "synchronous"
-        return f"PPO-off-policy-{self.updates_per_phase}"
+        return {
+            "pipeline": f"PipelineRL-{self.max_lag_steps}",
+            "ppo_off_policy": f"PPO-off-policy-{self.updates_per_phase}",
+        }.get(self.mode, self.mode)

@@ -1,7 +1,5 @@
 """The `algorithm` section: all choices of a recipe other than sizes, and their conflicts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -84,9 +82,8 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        conflicts = [*self._loss_conflicts(), *self._other_conflicts()]
-        if conflicts:
-            raise ValueError(conflicts[0])
+        for conflict in (*self._loss_conflicts(), *self._other_conflicts()):
+            raise ValueError(conflict)
         return self
 
     def _loss_conflicts(self) -> Iterator[str]:
@@ -97,22 +94,19 @@ class Algorithm(Section):
                 f"algorithm.old_policy is 'trainer': algorithm.loss.kind = {kind!r} has no ratio to"
                 " an old policy of the trainer; use 'generator'"
             )
-        if correction != "none" and reference == "generator":
+        if correction == "none":
+            return
+        start = f"algorithm.correction.kind is {correction!r}:"
+        loss = f"algorithm.loss.kind = {kind!r}"
+        if reference == "generator":
+            yield f"{start} {loss} weighs with pi / pi_gen already; use 'none'"
+        if reference == "old" and self.old_policy == "generator":
             yield (
-                f"algorithm.correction.kind is {correction!r}: algorithm.loss.kind = {kind!r}"
-                " weighs with pi / pi_gen already; use 'none'"
+                f"{start} with algorithm.old_policy = 'generator' the ratio starts at the generator"
+                " and needs no correction; use old_policy 'trainer', or correction 'none'"
             )
-        if correction != "none" and reference == "old" and self.old_policy == "generator":
-            yield (
-                f"algorithm.correction.kind is {correction!r}: with algorithm.old_policy ="
-                " 'generator' the ratio starts at the generator and needs no correction; use"
-                " old_policy 'trainer', or correction 'none'"
-            )
-        if correction != "none" and kind == "mini_rl":
-            yield (
-                f"algorithm.correction.kind is {correction!r}: algorithm.loss.kind = 'mini_rl' has"
-                " its own importance weight (max_weight_ratio); use 'none'"
-            )
+        if kind == "mini_rl":
+            yield f"{start} {loss} has its own importance weight (max_weight_ratio); use 'none'"
 
     def _other_conflicts(self) -> Iterator[str]:
         if self.kl_reset_steps is not None and not self.kl_coefficient:
@@ -155,7 +149,7 @@ class Algorithm(Section):
         """True if a token's term depends on its own log-probs only."""
         return self.loss.per_token and self.correction.per_token
 
-    def resolved(self, completion_tokens: int) -> Algorithm:
+    def resolved(self, completion_tokens: int) -> Self:
         """Return a copy with the default lengths, for the longest possible completion."""
         lengths: dict[str, int] = {}
         if self.aggregation == "constant" and self.constant_length_tokens is None:

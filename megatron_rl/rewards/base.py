@@ -1,7 +1,5 @@
 """Verdicts on completions, and the errors that are not verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any

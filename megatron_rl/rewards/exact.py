@@ -1,7 +1,5 @@
 """Exact verifier: the boxed text after thinking must equal the gold answer."""
 
-from __future__ import annotations
-
 from megatron_rl.rewards.base import Outcome, Verdict
 
 BOX = "\\boxed{"

@@ -1,7 +1,5 @@
 """The verifier pool: completions in, verdicts out, from workers that may die at any time."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import signal
@@ -9,8 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Self
+
+import msgspec
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
 from megatron_rl.rewards.process import WorkerLost, WorkerProcess
@@ -23,11 +22,10 @@ MAX_BUGS = 20
 """Unexpected exceptions in a row after which the verifier is down."""
 
 
-@dataclass(slots=True)
-class PoolStats:
+class PoolStats(msgspec.Struct):
     """Counts since the start of the pool."""
 
-    verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    verdicts: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
     """(task kind, outcome) -> completions."""
     deaths: int = 0
     """Workers that died and were replaced; their completions were verified again."""

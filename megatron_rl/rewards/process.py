@@ -1,7 +1,5 @@
 """The pool's end of a worker process: start it, send it requests, kill it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

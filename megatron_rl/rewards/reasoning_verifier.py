@@ -4,8 +4,6 @@ Some of its scorers pass the answer to `eval` or to sympy's `parse_expr`, which 
 tasks an answer that could call anything is unparsable.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable
@@ -77,9 +75,8 @@ def make_reasoning_verifier(settings: VerifierSettings) -> Verifier:
         if not is_safe(task, answer):
             reason = f"{shorten(answer)} has a form that could run code in {task}'s scorer"
             return Verdict(Outcome.UNPARSABLE, reason)
-        scorer = scorer_of(task)
         try:
-            score = float(scorer(answer, meta["entry"]))
+            score = float(scorer_of(task)(answer, meta["entry"]))
         except (MemoryError, VerifierDown):
             raise
         except Exception as e:  # noqa: BLE001 - scorers raise anything on malformed answers

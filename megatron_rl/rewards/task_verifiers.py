@@ -1,7 +1,5 @@
 """Task kinds and their verifiers; runs inside a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect
@@ -103,8 +101,7 @@ def call_function(
     elif isinstance(result, bool):
         verdict = Verdict(Outcome.CORRECT if result else Outcome.WRONG, f"custom reward: {result}")
     elif isinstance(result, Real):
-        reward = float(result)
-        outcome = Outcome.CORRECT if reward > 0 else Outcome.WRONG
+        outcome = Outcome.CORRECT if (reward := float(result)) > 0 else Outcome.WRONG
         verdict = Verdict(outcome, f"custom reward: {reward:g}", reward)
     else:
         raise VerifierDown(

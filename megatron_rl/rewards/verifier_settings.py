@@ -1,7 +1,5 @@
 """Settings of verifiers and sandbox: the configuration section `verifier`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt

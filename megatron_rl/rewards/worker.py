@@ -9,8 +9,6 @@ A message on the socket is its length (4 bytes, little endian) and its MessagePa
 one `Request` at a time and waits for the `Reply`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -29,6 +27,7 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 Request = tuple[str, str, str, dict[str, Any]]
 """Task kind, completion, gold answer, `meta`."""
+Verifiers = dict[str, Verifier]
 
 RECYCLED = 3
 """Exit status of a child that reached the leak limit."""
@@ -67,8 +66,7 @@ def receive(stream: BinaryIO) -> bytes:
 
 def wall_limit(settings: VerifierSettings, kind: str) -> float:
     """Return the wall-clock limit of one verdict in seconds."""
-    sandbox = settings.sandbox.total_seconds + 10.0 if kind == "code" else 0.0
-    return settings.wall_seconds + sandbox
+    return settings.wall_seconds + (kind == "code") * (settings.sandbox.total_seconds + 10.0)
 
 
 def main(fd: int, settings: VerifierSettings, kinds: list[str]) -> NoReturn:
@@ -98,10 +96,7 @@ def main(fd: int, settings: VerifierSettings, kinds: list[str]) -> NoReturn:
 
 
 def _run_child(
-    connection: socket.socket,
-    phase: mmap.mmap,
-    verifiers: dict[str, Verifier],
-    settings: VerifierSettings,
+    connection: socket.socket, phase: mmap.mmap, verifiers: Verifiers, settings: VerifierSettings
 ) -> NoReturn:
     exit_status = 1
     try:
@@ -129,7 +124,7 @@ def _run_child(
         os._exit(exit_status)  # interpreter shutdown belongs to the fork server
 
 
-def _verify(request: Request, verifiers: dict[str, Verifier], settings: VerifierSettings) -> Reply:
+def _verify(request: Request, verifiers: Verifiers, settings: VerifierSettings) -> Reply:
     kind, completion, gold, meta = request
     signal.setitimer(signal.ITIMER_PROF, settings.cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, wall_limit(settings, kind))

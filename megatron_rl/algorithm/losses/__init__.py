@@ -4,8 +4,6 @@ All normalization is in the loss weights, so a loss does not depend on the split
 micro-batches and ranks. To add a loss, write one file with a `Loss` and add its name here.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -106,10 +106,8 @@ class Loss(Section):
 
     def summary(self) -> str:
         """Return the name and the parameters in a few words."""
-        parameters = self.model_dump(exclude={"kind"}, exclude_none=True)
-        shown = [
-            f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in parameters.items()
-        ]
+        fields = self.model_dump(exclude={"kind"}, exclude_none=True).items()
+        shown = [f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields]
         return f"{self.kind} ({', '.join(shown)})" if shown else self.kind
 
 

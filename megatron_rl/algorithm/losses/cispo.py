@@ -9,8 +9,6 @@ not a recomputed one: with one update per batch that would be the current policy
 have no effect.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat

@@ -6,8 +6,6 @@
 separates correct from wrong completions where rewards are a verified +-1.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -36,8 +34,7 @@ class Dispo(Loss):
     def terms(self, tokens: Tokens) -> LossTerms:
         """Return the terms; rho = 3 with bounds (0, 2) and (0, 4) gives weights 2 and 3."""
         ratio_T = ratio_of(tokens.logprobs_T.detach(), tokens.generator_logprobs_T)
-        bounded_T = ratio_T.clamp(self.positive_min_ratio, self.positive_max_ratio).where(
-            tokens.advantages_T > 0,
-            ratio_T.clamp(self.negative_min_ratio, self.negative_max_ratio),
-        )
+        positive_T = ratio_T.clamp(self.positive_min_ratio, self.positive_max_ratio)
+        negative_T = ratio_T.clamp(self.negative_min_ratio, self.negative_max_ratio)
+        bounded_T = positive_T.where(tokens.advantages_T > 0, negative_T)
         return LossTerms(-bounded_T * tokens.advantages_T * tokens.logprobs_T, bounded_T != ratio_T)

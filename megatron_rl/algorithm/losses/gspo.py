@@ -9,8 +9,6 @@ forced ones were not sampled. Bounds are closer to 1 than PPO's: 1 - 3e-4 and 1 
 ScaleRL found 4e-3 to 5e-3 better.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

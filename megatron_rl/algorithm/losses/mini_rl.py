@@ -8,8 +8,6 @@
 the mask depends on staleness only, by the ratio to the trainer's old policy.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat

@@ -51,19 +51,15 @@ class PpoClip(Loss):
 
 
 def clipped_surrogate(
-    ratio_T: Tensor,
-    advantages_T: Tensor,
-    min_ratio: float,
-    max_ratio: float,
-    dual_clip_ratio: float | None = None,
+    ratio_T: Tensor, advantages_T: Tensor, low: float, high: float, dual_clip: float | None = None
 ) -> LossTerms:
     """Return -min(r A, clip(r) A) [T], bounded by -c A for negative advantages."""
-    bounded_T = ratio_T.clamp(min_ratio, max_ratio) * advantages_T
+    bounded_T = ratio_T.clamp(low, high) * advantages_T
     surrogate_T = (ratio_T * advantages_T).minimum(bounded_T)
     positive_T, negative_T = advantages_T > 0, advantages_T < 0
-    clipped_T = (positive_T & (ratio_T > max_ratio)) | (negative_T & (ratio_T < min_ratio))
-    if dual_clip_ratio is not None:
-        floor_T = advantages_T * dual_clip_ratio
+    clipped_T = (positive_T & (ratio_T > high)) | (negative_T & (ratio_T < low))
+    if dual_clip is not None:
+        floor_T = advantages_T * dual_clip
         surrogate_T = surrogate_T.maximum(floor_T).where(negative_T, surrogate_T)
-        clipped_T = clipped_T | (negative_T & (ratio_T > dual_clip_ratio))
+        clipped_T = clipped_T | (negative_T & (ratio_T > dual_clip))
     return LossTerms(-surrogate_T, clipped_T)

@@ -6,8 +6,6 @@ With `algorithm.correction` it is REINFORCE with truncated importance sampling (
 f(pi / pi_gen) is detached, so `token_truncation` with a cap equals CISPO with that cap.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from megatron_rl.algorithm.losses.base import Loss, LossTerms, RatioReference, Tokens
@@ -22,6 +20,5 @@ class Reinforce(Loss):
 
     def terms(self, tokens: Tokens) -> LossTerms:
         """Return the terms; logp = -1 and A = 2 give loss 2 and dL/dlogp = -2."""
-        return LossTerms(
-            -tokens.advantages_T * tokens.logprobs_T, tokens.loss_weights_T.new_zeros(()).bool()
-        )
+        clipped_T = tokens.loss_weights_T.new_zeros(()).bool()
+        return LossTerms(-tokens.advantages_T * tokens.logprobs_T, clipped_T)

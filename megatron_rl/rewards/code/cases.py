@@ -1,7 +1,5 @@
 """Tests of programming problems in the formats of public data sets; comparison of outputs."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import io
@@ -10,9 +8,10 @@ import math
 import pickle
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+import msgspec
 
 from megatron_rl.rewards.code.sandbox import ProgramResult
 
@@ -24,8 +23,7 @@ class BadTests(ValueError):
     """The tests of a problem cannot be parsed; the message describes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     r"""One test. Example: `Case({"stdin": "1 2\n"}, "3\n")`."""
 
     run: dict[str, Any]
@@ -45,8 +43,7 @@ def read_cases(text: str, function: str | None = None) -> list[Case]:
         function: name of the function if the tests do not have it.
     """
     data = _decode(text)
-    if isinstance(data, dict) and "assert" in data:
-        data = data["assert"]
+    data = data.get("assert", data) if isinstance(data, dict) else data
     if isinstance(data, dict):
         cases = _from_columns(data, function)
     elif isinstance(data, list) and data and all(isinstance(t, str) for t in data):
@@ -190,9 +187,6 @@ def same_value(expected: Any, value: Any) -> bool:
     if isinstance(expected, set | frozenset):
         return same_value(sorted(expected, key=repr), value)
     if isinstance(expected, dict):
-        return (
-            isinstance(value, dict)
-            and {str(k) for k in expected} == set(value)
-            and all(same_value(v, value[str(k)]) for k, v in expected.items())
-        )
+        same_keys = isinstance(value, dict) and set(map(str, expected)) == set(value)
+        return same_keys and all(same_value(v, value[str(k)]) for k, v in expected.items())
     return bool(expected == value)

@@ -1,7 +1,5 @@
 """Task kind `code`: the last code block after thinking must pass every test."""
 
-from __future__ import annotations
-
 import re
 from contextlib import closing
 from typing import Any
@@ -52,8 +50,7 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
 def function_name(meta: dict[str, Any]) -> str | None:
     """Return the function that the tests call: `fn_name`, or in LiveCodeBench's `metadata`."""
     metadata = parsed(meta.get("metadata"))
-    in_metadata = metadata.get("func_name") if isinstance(metadata, dict) else None
-    name = meta.get("fn_name") or in_metadata
+    name = meta.get("fn_name") or (isinstance(metadata, dict) and metadata.get("func_name"))
     return str(name) if name else None
 
 

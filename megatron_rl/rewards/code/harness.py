@@ -62,10 +62,8 @@ def run_test(
     stdin = os.memfd_create("stdin")
     write_all(stdin, test.get("stdin", "").encode("utf-8", "replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
-    out_read, out_write = os.pipe()
-    error_read, error_write = os.pipe()
-    value_read, value_write = os.pipe()
-    ready_read, ready_write = os.pipe()
+    (out_read, out_write), (error_read, error_write) = os.pipe(), os.pipe()
+    (value_read, value_write), (ready_read, ready_write) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         for source, target in ((stdin, 0), (out_write, 1), (error_write, 2)):

@@ -1,17 +1,16 @@
 """Isolation of programs from the host: bubblewrap's namespaces, else rlimits and seccomp."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_rl.rewards.base import SandboxUnavailable
 from megatron_rl.rewards.code import seccomp
@@ -19,19 +18,13 @@ from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 PROBE_SECONDS = 30
-ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin",
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "PYTHONIOENCODING": "utf-8",
-}
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"}
 # Unused user ids: process limits count per user, and other users' files stay closed.
 _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """Start of a harness: command, file descriptors to pass, fields of the job."""
 
     command: list[str]
@@ -79,19 +72,13 @@ def _probe(read_only_paths: tuple[str, ...]) -> str:
     """Return the reason why bubblewrap does not work here; empty if it does."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
-    settings = SandboxSettings(read_only_paths=read_only_paths)
     if bubblewrap() is None:
         return "bubblewrap (bwrap) is not installed"
-    launch = strong(settings, program="print('ready')")
+    launch = strong(SandboxSettings(read_only_paths=read_only_paths), program="print('ready')")
+    options: dict[str, Any] = {"env": ENVIRONMENT, "pass_fds": launch.fds, "capture_output": True}
     try:
         done = subprocess.run(
-            launch.command,
-            env=ENVIRONMENT,
-            pass_fds=launch.fds,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-            check=False,
+            launch.command, text=True, timeout=PROBE_SECONDS, check=False, **options
         )
     except subprocess.TimeoutExpired:
         return f"bubblewrap did not exit within {PROBE_SECONDS} s"
@@ -111,8 +98,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
     bwrap, root = bubblewrap(), os.getuid() == 0
     if bwrap is None:
         raise SandboxUnavailable("bubblewrap (bwrap) is not installed")
-    size = str(settings.file_mib * 2**20)
-    scratch = ["--perms", "1777", "--size", size, "--tmpfs"]
+    scratch = ["--perms", "1777", "--size", str(settings.file_mib * 2**20), "--tmpfs"]
     command = [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if root:
@@ -127,8 +113,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         for parent in reversed(Path(path).parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", path, path]
-    for name in ("bin", "lib", "lib32", "lib64"):
-        link = Path("/", name)
+    for link in (Path("/", name) for name in ("bin", "lib", "lib32", "lib64")):
         if link.is_symlink():
             command += ["--symlink", os.readlink(link), str(link)]
         elif link.is_dir():

@@ -1,7 +1,5 @@
 """Run a program against test inputs in a sandbox, and kill all of it at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -57,15 +55,9 @@ def run_tests(
         "file_bytes": settings.file_mib * 2**20,
         "output_bytes": settings.output_kib * 2**10,
     }
-    process = subprocess.Popen(
-        launch.command,
-        env=isolation.ENVIRONMENT,
-        pass_fds=launch.fds,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    options: dict[str, Any] = {"env": isolation.ENVIRONMENT, "pass_fds": launch.fds, **pipes}
+    process = subprocess.Popen(launch.command, start_new_session=True, **options)
     launch.close()
     assert process.stdin is not None
     try:

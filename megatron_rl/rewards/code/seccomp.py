@@ -1,7 +1,5 @@
 """Seccomp rules: system calls that programs under test may not make, by pyseccomp (libseccomp)."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import os
@@ -57,8 +55,8 @@ def strong_rules() -> list[Rule]:
 
 def weak_rules() -> list[Rule]:
     """Return the rules without namespaces: also no process, signal to others, write to a file."""
-    rules = _COMMON + [(name, errno.EPERM, []) for name in _WEAK_CALLS.split()]
-    rules += [(name, errno.EPERM, []) for name in ("socket", "socketpair")]
+    calls = (*_WEAK_CALLS.split(), "socket", "socketpair")
+    rules = _COMMON + [(name, errno.EPERM, []) for name in calls]
     rules.append(("clone", errno.EPERM, [(0, "MASKED_EQ", CLONE_THREAD, 0)]))
     rules.append(("tgkill", errno.EPERM, [(0, "NE", "pid", 0)]))
     for call, position in (("open", 1), ("openat", 2)):

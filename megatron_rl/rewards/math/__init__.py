@@ -4,8 +4,6 @@
 work under hard limits. `math_verdict` is the same in the calling process, without limits.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

@@ -3,12 +3,9 @@
 Equations and inequalities are compared as statements, as assigned values, as sets of numbers.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 
@@ -41,16 +38,6 @@ _NAME = re.compile(
     r"^(?:\\?[A-Za-z]+|\\(?:overline|angle|widehat|vec|hat|bar)\s*\{?[A-Za-z]+\}?)(?:_\{?\w+\}?|')*"
     r"(?:\^\{?-1\}?)?(?:\([A-Za-z_0-9,+\\-]*\))?$"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RealInterval:
-    """Real numbers between two ends; a single number is closed with equal ends."""
-
-    low: Node
-    high: Node
-    open_below: bool
-    open_above: bool
 
 
 def same(gold: Form, answer: Form) -> bool:
@@ -154,24 +141,16 @@ def _based_value(number: Based) -> int | None:
 def _same_union(gold: Form, answer: Form) -> bool:
     """Compare as sets of real numbers."""
     golds, answers = _as_intervals(gold), _as_intervals(answer)
-    return golds is not None and answers is not None and _matched(golds, answers, _same_interval)
-
-
-def _same_interval(gold: RealInterval, answer: RealInterval) -> bool:
-    return (
-        (gold.open_below, gold.open_above) == (answer.open_below, answer.open_above)
-        and same_expression(gold.low, answer.low)
-        and same_expression(gold.high, answer.high)
-    )
+    return golds is not None and answers is not None and _matched(golds, answers)
 
 
 def _same_collection(gold: Form, answer: Form) -> bool:
     items = [f.items if isinstance(f, Collection) else (f,) for f in (gold, answer)]
     brackets = [f.opening + f.closing if isinstance(f, Collection) else "" for f in (gold, answer)]
     if brackets == ["{}", "{}"] or ("{}" in brackets and "" in brackets):
-        return _matched(_distinct(items[0]), _distinct(items[1]), same)
+        return _matched(_distinct(items[0]), _distinct(items[1]))
     if brackets == ["", ""]:
-        return _matched(list(items[0]), list(items[1]), same)
+        return _matched(*items)
     if "{}" in brackets or len(items[0]) != len(items[1]):
         return False
     if "" not in brackets and brackets[0] != brackets[1] and len(items[0]) == 2:
@@ -187,15 +166,15 @@ def _distinct(items: tuple[Form, ...]) -> list[Form]:
     return out
 
 
-def _matched[T](gold: list[T], answer: list[T], equal: Callable[[T, T], bool]) -> bool:
-    """Return True if the lists have equal members, in any order."""
+def _matched(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+    """Return True if they have equal members, in any order."""
     if len(gold) != len(answer):
         return False
     rest = list(answer)
     for g in gold:
         for i, a in enumerate(rest):
             with suppress(Undefined):
-                if equal(g, a):
+                if same(g, a):
                     del rest[i]
                     break
         else:
@@ -232,11 +211,10 @@ def _value_of(relation: Relation, *, is_gold: bool) -> Form | None:
     if not node.symbols:
         return value if all(same(h, value) for h in heads) else None
     # m+n=11 assigns a value to a quantity; x+1=5 is an equation that is not solved.
-    try:
+    with suppress(Undefined):
         at_zero = evaluate(node, Context(values=dict.fromkeys(node.symbols, Fraction(0))))
-    except Undefined:
-        return None
-    return value if len(node.symbols) > 1 and at_zero == 0 else None
+        return value if len(node.symbols) > 1 and at_zero == 0 else None
+    return None
 
 
 def _variables(relation: Relation) -> frozenset[str]:
@@ -256,10 +234,9 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 
 def _parts_agree(gold: tuple[Form, ...], answer: tuple[Form, ...]) -> bool:
-    try:
+    with suppress(Undefined):
         return all(map(same, gold, answer))
-    except Undefined:
-        return False
+    return False
 
 
 def _same_equation(gold: Relation, answer: Relation) -> bool:
@@ -299,16 +276,20 @@ def _same_inequality(gold: Relation, answer: Relation) -> bool:
     return first == second and proportional(a, b, positive=first != "ne")
 
 
-def _as_intervals(form: Form) -> list[RealInterval] | None:
+def _interval(low: Node, high: Node, open_below: bool, open_above: bool) -> Collection:
+    """Return the numbers between two ends; a single number is closed with equal ends."""
+    brackets = "[("[open_below], "])"[open_above]
+    return Collection(*brackets, (Expression(low), Expression(high)))
+
+
+def _as_intervals(form: Form) -> list[Collection] | None:
     """Return a form as disjoint parts of the real line; None if it is not a set of numbers."""
     if isinstance(form, NamedSet):
-        line = [RealInterval(MINUS_INFINITY, INFINITY, True, True)]
+        line = [_interval(MINUS_INFINITY, INFINITY, True, True)]
         return line if form.name == "R" else [] if form.name == "empty" else None
     if isinstance(form, Union) or (isinstance(form, Collection) and not form.opening):
         parts = [_as_intervals(item) for item in form.items]
-        if any(p is None for p in parts):
-            return None
-        return [interval for part in parts if part is not None for interval in part]
+        return None if None in parts else list(chain(*(p or () for p in parts)))
     if isinstance(form, Relation):
         return _relation_intervals(form)
     if not isinstance(form, Collection):
@@ -317,13 +298,13 @@ def _as_intervals(form: Form) -> list[RealInterval] | None:
     if len(nodes) != len(form.items):
         return None
     if form.opening == "{":
-        return [RealInterval(n, n, False, False) for n in nodes]
+        return [_interval(n, n, False, False) for n in nodes]
     if len(nodes) != 2:
         return None
-    return [RealInterval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
+    return [_interval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
 
 
-def _relation_intervals(relation: Relation) -> list[RealInterval] | None:
+def _relation_intervals(relation: Relation) -> list[Collection] | None:
     if relation.operators == ("in",):
         return _as_intervals(relation.parts[1])
     nodes = [p.node for p in relation.parts if isinstance(p, Expression)]
@@ -335,16 +316,16 @@ def _relation_intervals(relation: Relation) -> list[RealInterval] | None:
     if len(nodes) == 2:
         operator, bound = relation.operators[0], nodes[1 - at]
         operator = _FLIPPED.get(operator, operator) if at == 1 else operator
-        below = RealInterval(MINUS_INFINITY, bound, True, operator != "le")
-        above = RealInterval(bound, INFINITY, operator != "ge", True)
-        point = RealInterval(bound, bound, False, False)
+        below = _interval(MINUS_INFINITY, bound, True, operator != "le")
+        above = _interval(bound, INFINITY, operator != "ge", True)
+        point = _interval(bound, bound, False, False)
         sets = {"<": [below], ">": [above], "ne": [below, above], "=": [point]}
         return {**sets, "le": [below], "ge": [above]}.get(operator)
     if len(nodes) != 3 or at != 1:
         return None
-    first, second = relation.operators
-    if set(relation.operators) <= {"<", "le"}:
-        return [RealInterval(nodes[0], nodes[2], first == "<", second == "<")]
-    if set(relation.operators) <= {">", "ge"}:
-        return [RealInterval(nodes[2], nodes[0], second == ">", first == ">")]
-    return None
+    low, high, (first, second) = nodes[0], nodes[2], relation.operators
+    if {first, second} <= {">", "ge"}:
+        low, high, first, second = high, low, _FLIPPED[second], _FLIPPED[first]
+    if not {first, second} <= {"<", "le"}:
+        return None
+    return [_interval(low, high, first == "<", second == "<")]

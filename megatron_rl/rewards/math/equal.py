@@ -5,8 +5,6 @@ points. Everything else is compared at 40, 160 and 600 digits relative to its la
 sum. Points where a side has no real value are skipped; if all are, complex values are compared.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import mpmath
@@ -22,9 +20,7 @@ _POINTS = (
     (Fraction(3, 11), Fraction(5, 17), Fraction(9, 23), Fraction(2, 13), Fraction(4, 19)),
     (Fraction(-11, 4), Fraction(-17, 6), Fraction(-5, 7), Fraction(-23, 9), Fraction(-31, 10)),
     (Fraction(9, 2), Fraction(-7, 5), Fraction(16, 9), Fraction(-3, 8), Fraction(21, 4)),
-    (Fraction(3), Fraction(5), Fraction(4), Fraction(7), Fraction(2)),
-    (Fraction(6), Fraction(2), Fraction(9), Fraction(4), Fraction(5)),
-    (Fraction(11), Fraction(8), Fraction(3), Fraction(10), Fraction(6)),
+    *(tuple(map(Fraction, p)) for p in ((3, 5, 4, 7, 2), (6, 2, 9, 4, 5), (11, 8, 3, 10, 6))),
 )
 ENOUGH_POINTS = 3
 
@@ -80,14 +76,11 @@ def _close(x: Number, y: Number, scale: mpmath.mpf) -> bool:
 
 def _contexts(symbols: list[str], log_base: Fraction | None = None) -> list[Context]:
     """Return the points at which to compare."""
-    if not symbols:
-        return [Context(log_base=log_base)]
     if len(symbols) > 12:
         raise OverLimit(f"{len(symbols)} variables: over the limit of 12")
-    return [
-        Context({s: point[i % 5] + i // 5 for i, s in enumerate(symbols)}, log_base)
-        for point in _POINTS
-    ]
+    points = _POINTS if symbols else _POINTS[:1]
+    values = ({s: p[i % 5] + i // 5 for i, s in enumerate(symbols)} for p in points)
+    return [Context(v, log_base) for v in values]
 
 
 def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, Number] | None:

@@ -3,13 +3,11 @@
 Sizes are checked before anything is computed, so no expression takes long.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, field
 from fractions import Fraction
 
 import mpmath
+import msgspec
 from mpmath import mp
 
 from megatron_rl.rewards.math.node import Node, OverLimit
@@ -25,14 +23,13 @@ class Undefined(ArithmeticError):
     """The expression has no value: a division by zero, the factorial of a fraction."""
 
 
-@dataclass(slots=True)
-class Context:
+class Context(msgspec.Struct):
     r"""Values of the variables, and the base of a `\log` without one."""
 
-    values: dict[str, Fraction] = field(default_factory=dict)
+    values: dict[str, Fraction] = {}
     log_base: Fraction | None = None
     """None: the natural logarithm."""
-    scale: mpmath.mpf = field(default_factory=lambda: mpmath.mpf(0))
+    scale: mpmath.mpf = msgspec.field(default_factory=lambda: mpmath.mpf(0))
     """Largest absolute value of a summand so far."""
 
 
@@ -41,8 +38,8 @@ def _bits(x: Fraction) -> int:
 
 
 def _checked(x: Fraction) -> Fraction:
-    if _bits(x) > MAX_BITS:
-        raise OverLimit(f"a number of {_bits(x)} bits: over the limit of {MAX_BITS}")
+    if (bits := _bits(x)) > MAX_BITS:
+        raise OverLimit(f"a number of {bits} bits: over the limit of {MAX_BITS}")
     return x
 
 
@@ -84,8 +81,8 @@ def _product(node: Node, context: Context) -> Number:
     return exact if rest is None or exact == 0 else rest * to_mp(exact)
 
 
-def _inverse(x: Number) -> Number:
-    if x == 0:
+def _inverse(node: Node, context: Context) -> Number:
+    if (x := evaluate(node.args[0], context)) == 0:
         raise Undefined("a division by zero")
     return 1 / x
 
@@ -120,12 +117,10 @@ def _power_node(node: Node, context: Context) -> Number:
 
 
 def _integer_power(base: Fraction, n: int) -> Fraction:
-    if base == 0:
-        if n <= 0:
-            raise Undefined("0 to the power of 0 or less")
-        return Fraction(0)
+    if base == 0 and n <= 0:
+        raise Undefined("0 to the power of 0 or less")
     bits = abs(n) * max(_bits(base) - 1, 1)
-    if abs(base) != 1 and bits > MAX_BITS:
+    if abs(base) not in (0, 1) and bits > MAX_BITS:
         size = str(bits) if bits < 10**15 else "over 10^15"
         raise OverLimit(f"a power of about {size} bits: over the limit of {MAX_BITS}")
     return base ** (n % 2 if abs(base) == 1 else n)
@@ -205,8 +200,7 @@ _DIRECT |= {f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos",
 def _call(node: Node, context: Context) -> Number:
     args = [evaluate(a, context) for a in node.args]
     if node.name in ("max", "min"):
-        reals = [_real(a) for a in args]
-        return (max if node.name == "max" else min)(reals, key=to_mp)
+        return {"max": max, "min": min}[node.name](map(_real, args), key=to_mp)
     if node.name in ("gcd", "lcm"):
         return _checked(Fraction(getattr(math, node.name)(*_integers(args, node.name))))
     if node.name == "binom":
@@ -259,7 +253,7 @@ _HANDLERS = {
     "add": _sum,
     "mul": _product,
     "div": lambda n, c: _product(Node("mul", (n.args[0], Node("inv", n.args[1:]))), c),
-    "inv": lambda n, c: _inverse(evaluate(n.args[0], c)),
+    "inv": _inverse,
     "neg": lambda n, c: -evaluate(n.args[0], c),
     "pow": _power_node,
     "root": _root_node,

@@ -4,8 +4,6 @@ Nothing is evaluated, so `9^{9^9}` takes microseconds. Nothing is guessed either
 understood raises, and no number is picked out of it.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from megatron_rl.rewards.math.node import (

@@ -1,7 +1,5 @@
 """The answer in a completion: the last box after thinking."""
 
-from __future__ import annotations
-
 import re
 
 from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit

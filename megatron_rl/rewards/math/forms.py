@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from megatron_rl.rewards.math.expression import read_expression
 from megatron_rl.rewards.math.node import (
@@ -20,15 +21,13 @@ from megatron_rl.rewards.math.normalize import text_form, untext
 MAX_ITEMS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(msgspec.Struct, frozen=True):
     r"""A formula without a relation. Example: `2\pi`."""
 
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Collection:
+class Collection(msgspec.Struct, frozen=True):
     """Several values. Example: `(1, 2)` has the brackets `(` and `)`, a bare list has none.
 
     `{` is a set; `(` and `[` with two members may be an interval, depending on the other side.
@@ -39,15 +38,13 @@ class Collection:
     items: tuple[Form, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Union:
+class Union(msgspec.Struct, frozen=True):
     """Intervals and sets joined by a union sign."""
 
     items: tuple[Form, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Relation:
+class Relation(msgspec.Struct, frozen=True):
     r"""A chain of comparisons. Example: `1 < x \le 2` has the operators `<` and `le`."""
 
     parts: tuple[Form, ...]
@@ -56,36 +53,31 @@ class Relation:
     """Text form of each part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
+class Words(msgspec.Struct, frozen=True):
     """Text that is not a formula. Example: `no solution`."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(msgspec.Struct, frozen=True):
     """A series with dots, a quantified statement or a congruence; compared by its text form."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamedSet:
+class NamedSet(msgspec.Struct, frozen=True):
     """`R`, `Z`, `Q`, `N`, `C` or `empty`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(msgspec.Struct, frozen=True):
     """Rows of a matrix, or a column vector."""
 
     rows: tuple[tuple[Form, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Based:
+class Based(msgspec.Struct, frozen=True):
     """A number in a base. Example: `1011_2`."""
 
     digits: str
@@ -123,9 +115,9 @@ def read_form(text: str) -> Form:
     if len(text) > MAX_CHARACTERS and not text.lstrip("-").isdigit():
         raise over_length(text)
     text = text.strip().rstrip(".").strip()
-    if (all_text := _ALL_TEXT.match(text)) is not None:
+    if all_text := _ALL_TEXT.match(text):
         text = all_text[1].strip()
-    if (matrix := _MATRIX.match(text)) is not None:
+    if matrix := _MATRIX.match(text):
         return _matrix(matrix[2])
     if _STATEMENT.search(_UNDER_LIMIT.sub("", text)):
         return Statement(text_form(text))

@@ -1,15 +1,13 @@
 """Tokens and trees of formulas, and their limits."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass, replace
 from fractions import Fraction
+
+import msgspec
 
 MAX_CHARACTERS = 4096
 """Longest text that is parsed as a formula; longer ones are only compared as text."""
-MAX_TOKENS = 1200
-MAX_DEPTH = 60
+MAX_TOKENS, MAX_DEPTH = 1200, 60
 MAX_DIGITS = 40_000
 """Longest integer literal."""
 
@@ -36,14 +34,13 @@ class OverLimit(ValueError):
     """Parsing or evaluation would exceed a limit, which the message names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """Part of an expression. Example: `Node("neg", (Node("sym", name="x"),))` is -x."""
 
     op: str
     """num, sym, imaginary, e, pi, infinity, add, mul, inv, div, neg, pow, fact, abs, floor, ceil,
     root, pm, mp, call, percent."""
-    args: tuple[Node, ...] = ()
+    args: "tuple[Node, ...]" = ()
     name: str = ""
     value: Fraction = Fraction(0)
     decimals: int = -1
@@ -103,4 +100,4 @@ def with_sign(node: Node, upper: bool) -> Node:
     if node.op in ("pm", "mp"):
         inner = with_sign(node.args[0], upper)
         return inner if (node.op == "pm") == upper else Node("neg", (inner,))
-    return replace(node, args=tuple(with_sign(a, upper) for a in node.args))
+    return msgspec.structs.replace(node, args=tuple(with_sign(a, upper) for a in node.args))

@@ -1,7 +1,5 @@
 r"""One spelling for equal texts: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
 
-from __future__ import annotations
-
 import re
 
 _SYMBOLS = r"""

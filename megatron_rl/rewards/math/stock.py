@@ -8,8 +8,6 @@ converges, or the limit agrees at two points close to it (or far out).
 Importing this module takes seconds.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable
@@ -82,43 +80,30 @@ def verify(answer: str, gold: str) -> bool | None:
     if any(not isinstance(s, sympy.Basic | sympy.MatrixBase) for s in sides):
         return None
     sides = [_summed(side) for side in sides]
-    if (decided := same_number(sides[0], sides[1])) is not None:
+    if (decided := same_number(*sides)) is not None:
         return decided
     # No timeout by signals: the worker has a hard limit, and this may run in any thread.
-    return bool(math_verify.verify(sides[0], sides[1], timeout_seconds=None))
+    return bool(math_verify.verify(*sides, timeout_seconds=None))
 
 
 def _summed(side: Any) -> Any:
     """Put sums of polynomials in closed form; math-verify would sum them numerically, slowly."""
 
     def is_easy(part: Any) -> bool:
-        if not isinstance(part, sympy.Sum) or not part.function.is_polynomial(*part.variables):
-            return False
-        return sympy.total_degree(part.function, *part.variables) <= _EASY_DEGREE
+        polynomial = isinstance(part, sympy.Sum) and part.function.is_polynomial(*part.variables)
+        return polynomial and sympy.total_degree(part.function, *part.variables) <= _EASY_DEGREE
 
     return side.replace(is_easy, lambda part: part.doit())
 
 
 def _parse(text: str) -> Any:
-    settings = NormalizationConfig(
-        basic_latex=True,
-        units=False,
-        malformed_operators=True,
-        nits=True,
-        boxed="none",
-        equations=False,
-    )
-    normalized = normalize_latex(text.replace("\\times", "\\cdot"), settings)
+    steps = {"basic_latex": True, "malformed_operators": True, "nits": True, "boxed": "none"}
+    settings = NormalizationConfig(**steps, units=False, equations=False)
+    text = normalize_latex(text.replace("\\times", "\\cdot"), settings)
     try:
-        return latex2sympy(
-            normalized, is_real=True, convert_degrees=False, normalization_config=None
-        )
+        return latex2sympy(text, is_real=True, convert_degrees=False, normalization_config=None)
     except Exception as e:  # noqa: BLE001 - its parser raises bare Exception for bad LaTeX
         raise Unreadable(f"math-verify cannot parse it: {str(e)[:80]}") from None
-
-
-class _Uncertain(ValueError):
-    """The value is not certain."""
 
 
 def same_number(gold: Any, answer: Any) -> bool | None:
@@ -137,7 +122,7 @@ def same_number(gold: Any, answer: Any) -> bool | None:
             with mp.workdps(digits):
                 a, b = (_number(side.xreplace(values), digits) for side in sides)
                 error = abs(a - b) / max(1, abs(a), abs(b))
-        except (_Uncertain, TypeError, ValueError, NameError, ArithmeticError):
+        except (TypeError, ValueError, NameError, ArithmeticError):
             return None
         if error > DIFFERENT:
             return False
@@ -146,7 +131,7 @@ def same_number(gold: Any, answer: Any) -> bool | None:
 
 def _value(part: Any, digits: int, tolerance: float) -> Any:
     if part.args[0].has(sympy.Integral, sympy.Limit):
-        raise _Uncertain("nested integrals or limits")
+        raise ValueError("nested integrals or limits")
     if isinstance(part, sympy.Limit):
         with mp.workdps(LIMIT_DIGITS):
             return _limit(part)
@@ -156,15 +141,15 @@ def _value(part: Any, digits: int, tolerance: float) -> Any:
 
 def _integral(integral: Any, tolerance: float) -> Any:
     if len(integral.limits) != 1 or len(integral.limits[0]) != 3:
-        raise _Uncertain("not one definite integral")
+        raise ValueError("not one definite integral")
     variable, *ends = integral.limits[0]
     if not all(e.is_finite and e.is_real for e in ends):
-        raise _Uncertain("a tail that may oscillate or fall slowly")
+        raise ValueError("a tail that may oscillate or fall slowly")
     function = sympy.lambdify(variable, integral.function, "mpmath")
     low, high = (mpmath.mpmathify(e.evalf(mpmath.mp.dps)) for e in ends)
     value, error = mpmath.quad(function, [low, high], error=True)
     if not mpmath.isfinite(value) or error > tolerance * max(1, abs(value)):
-        raise _Uncertain("no convergence")
+        raise ValueError("no convergence")
     return sympy.sympify(value)
 
 
@@ -180,7 +165,7 @@ def _limit(limit: Any) -> Any:
         points = [at + sign * mpmath.mpf(10) ** -n for n in NEAR]
     first, second = (mpmath.mpmathify(function(p)) for p in points)
     if not mpmath.isfinite(second) or abs(first - second) > STEADY * max(1, abs(second)):
-        raise _Uncertain("the two values differ")
+        raise ValueError("the two values differ")
     return sympy.sympify(second)
 
 
@@ -188,5 +173,5 @@ def _number(expression: Any, digits: int) -> Any:
     value = expression.evalf(digits)
     real, imaginary = value.as_real_imag()
     if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
-        raise _Uncertain("not a number")
+        raise ValueError("not a number")
     return mpmath.mpc(mpmath.mpmathify(real), mpmath.mpmathify(imaginary))

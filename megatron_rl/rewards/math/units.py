@@ -1,10 +1,10 @@
 r"""Units, percent and money around an answer: `5\text{ cm}`, `\$18.90`, `50\%`, `90^\circ`."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import Self
+
+import msgspec
 
 MAX_CHARACTERS = 400
 """Longer texts have no unit."""
@@ -56,15 +56,14 @@ _MONEY = re.compile(r"^(?P<sign>[-+]?)\s*(?:\\\$|\$|€|£|¥)\s*(?P<value>.+)$"
 _NOT_UNITS = {"or", "and", "mod", "if", "for", "where", "when", "with", "to", "than", "over"}
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(msgspec.Struct, frozen=True):
     """A unit. Example: `square centimeters` is `Unit("length^2", Fraction(1, 10000))`."""
 
     kind: str
     """Kind of the table; `noun` for any other counted thing."""
     size: Fraction = Fraction(1)
 
-    def agrees(self, other: Unit) -> bool:
+    def agrees(self, other: Self) -> bool:
         """Return True if values in these two units can be equal."""
         loose = ("noun", "units")
         return self.kind == other.kind or self.kind in loose or other.kind in loose

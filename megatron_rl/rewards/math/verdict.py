@@ -1,13 +1,12 @@
 """The math verdict, in this process and without a timeout; users call `verify`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
+
+import msgspec
 
 from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.math.compare import same
@@ -39,16 +38,14 @@ _FOR_MATH_VERIFY = re.compile(
 _CHOICE_WORD = re.compile(r"^(?:option|choice|answer)\s*:?\s*\(?([A-J])\)?[.]?$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """One reading of a text: `5 m` is five meters, or five times m."""
 
     form: Form
     unit: Unit | None
 
 
-@dataclass(frozen=True, slots=True)
-class Readings:
+class Readings(msgspec.Struct, frozen=True):
     """All readings of a text, and the error of the others."""
 
     readings: tuple[Reading, ...]
@@ -82,10 +79,9 @@ def math_verdict(
         return Verdict(Outcome.UNPARSABLE, reason)
     try:
         return _compare(answer, gold)
-    except OverLimit as e:
-        return Verdict(Outcome.TIMED_OUT, f"{shorten(answer)}: {e}")
-    except RecursionError:
-        return Verdict(Outcome.TIMED_OUT, f"{shorten(answer)}: nested too deep")
+    except (OverLimit, RecursionError) as e:
+        problem = e if isinstance(e, OverLimit) else "nested too deep"
+        return Verdict(Outcome.TIMED_OUT, f"{shorten(answer)}: {problem}")
 
 
 def shorten(text: str) -> str:
@@ -128,8 +124,7 @@ def _compare_readings(answer: str, gold: str, right: Verdict, wrong: Verdict) ->
         except Undefined as e:
             undefined = str(e)
             if not _has_value(g.form):
-                reason = f"gold answer {shorten(gold)} has no value: {e}"
-                return Verdict(Outcome.UNPARSABLE, reason)
+                return Verdict(Outcome.UNPARSABLE, f"gold answer {shorten(gold)} has no value: {e}")
     if limit or answers.over_limit or (golds.over_limit and not golds.readings):
         raise OverLimit(limit or answers.error or golds.error)
     if not (golds.readings and answers.readings):
@@ -240,7 +235,5 @@ def _compare_choice(answer: str, gold: str) -> bool | None:
     text = untext(answer).strip()
     match = _CHOICE_WORD.match(text) or _CHOICE.match(text)
     if match is None or (match.re is _CHOICE and re.match(r"[-+*/^_=(!]", match[2])):
-        if gold_choice[2]:
-            return _compare(text, gold_choice[2]).passed
-        return None
+        return _compare(text, gold_choice[2]).passed if gold_choice[2] else None
     return match[1].upper() == gold_choice[1]
