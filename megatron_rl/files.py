@@ -1,7 +1,5 @@
 """Atomic replacement of files and folders: readers see the old one or the new one, complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

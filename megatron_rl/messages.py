@@ -6,8 +6,6 @@ another protocol version is refused. Arrays are little-endian bytes.
     trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators, stores
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from typing import Any
@@ -29,8 +27,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=T
 
 
 # ---------------------------------------------------------------- weights
-
-
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a weight version, by its Hugging Face name."""
 
@@ -52,10 +48,7 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete weight version: announced only after its last byte is readable.
-
-    Example: `Manifest(version=21, root="/dev/shm/megatron_rl_0a1b", nodes=("0",), buckets=...)`.
-    """
+    """A complete weight version: announced only after its last byte is readable."""
 
     version: int
     """Optimizer steps behind these weights."""
@@ -96,8 +89,6 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 # ---------------------------------------------------------------- orchestrator -> store
-
-
 class TakeVersion(Message):
     """Take a version from these sources; the answers are `StoreMemory` and `VersionTaken`.
 
@@ -109,8 +100,6 @@ class TakeVersion(Message):
 
 
 # ---------------------------------------------------------------- store -> orchestrator
-
-
 class StoreMemory(Message):
     """The memory of a store is mapped and registered: it can be a source from now on."""
 
@@ -136,8 +125,6 @@ class SourceFailed(Message):
 
 
 # ---------------------------------------------------------------- orchestrator -> generator
-
-
 class Generate(Message):
     """Sample completions of one prompt; the answer is one `Sample` per completion."""
 
@@ -176,8 +163,6 @@ class Stop(Message):
 
 
 # ---------------------------------------------------------------- generator -> orchestrator
-
-
 class Hello(Message):
     """The first message of a peer."""
 
@@ -264,8 +249,6 @@ class Failed(Message):
 
 
 # ---------------------------------------------------------------- trainer <-> orchestrator
-
-
 class BatchRequest(Message):
     """The trainer is ready for step `step`."""
 

@@ -1,7 +1,5 @@
 """Base class of the sections of the configuration; imports nothing of this package."""
 
-from __future__ import annotations
-
 import types
 from typing import Annotated, Any, Union, get_args, get_origin
 

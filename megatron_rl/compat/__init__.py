@@ -4,8 +4,6 @@ Megatron is changed while it is imported, so every package here that imports it 
 in its `__init__`: no order of imports has to be kept.
 """
 
-from __future__ import annotations
-
 from megatron_rl.compat import megatron_cpu, megatron_fixes, upstream
 
 

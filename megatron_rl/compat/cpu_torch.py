@@ -5,13 +5,11 @@ The real `torch` stays as it is, because a global patch of the factories breaks
 `torch.device("meta")`, on which transformers and others rely.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -34,7 +32,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, _: _Event) -> float:
+    def elapsed_time(self, _: Self) -> float:
         return 0.0
 
 
@@ -90,17 +88,14 @@ def view() -> types.ModuleType:
         torch.cuda,
         current_device=lambda: CPU,
         device_count=lambda: 1,
-        set_device=_nothing,
-        synchronize=_nothing,
-        empty_cache=_nothing,
         Stream=_Stream,
         Event=_Event,
-        current_stream=lambda *_: stream,
-        default_stream=lambda *_: stream,
         stream=lambda *_: contextlib.nullcontext(),
         nvtx=_View(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
         random=_View(torch.cuda.random, **rng),
         **rng,
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache"), _nothing),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda *_: stream),
     )
     return _View(torch, cuda=cuda, **{n: _on_cpu(getattr(torch, n)) for n in FACTORIES})
 

@@ -1,7 +1,5 @@
 """Changes of other packages' modules, made right after a module ran."""
 
-from __future__ import annotations
-
 import importlib.abc
 import sys
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ seconds at the first save, a re-import of the main script (which must guard its 
 orphan that keeps stdout open when a rank is killed.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ EVIDENCE = {
     "dist_checkpointing.strategies.filesystem_async": "_results_queue = ctx.Manager().Queue()",
 }
 """Module of `megatron.core` -> text of its source that requires the changes made here."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def write_in_process() -> None:
@@ -42,12 +41,9 @@ def write_in_process() -> None:
 
 
 def save(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
-    """Write a sharded state; collective.
+    """Write a state of Megatron's sharded tensors and objects to an empty folder; collective.
 
-    Args:
-        state: of Megatron's sharded tensors and objects.
-        directory: exists, and is empty.
-        group: of all ranks; its time-out is the longest that one rank may write for.
+    The time-out of `group`, of all ranks, is the longest that one rank may write for.
     """
     from megatron.core import dist_checkpointing
 
@@ -113,10 +109,8 @@ def _sharded_state(optimizer: Any, model: Any, is_loading: bool = False, _: Any 
 @torch.no_grad()
 def _load_state(optimizer: Any, state: dict[int, dict[str, list[torch.Tensor]]]) -> None:
     for position, (parameter, _) in enumerate(_ranges(optimizer)):
-        tensors = {
-            name: torch.cat([box.reshape(-1) for box in boxes])
-            for name, boxes in state[position].items()
-        }
+        saved = state[position].items()
+        tensors = {name: torch.cat([box.reshape(-1) for box in boxes]) for name, boxes in saved}
         optimizer._set_main_param_and_optimizer_states(parameter, tensors)
 
 
@@ -162,9 +156,7 @@ def _boxes(entry: Any, start: int, stop: int) -> Iterator[Any]:
             )
 
 
-def rectangles(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yield (offset, shape) of the boxes that elements `start` to `stop` of a tensor consist of.
 
     They are in the order of the elements; each is contiguous.
@@ -185,8 +177,6 @@ def rectangles(
     yield from _of_row(shape, last, 0, stop - last * row)
 
 
-def _of_row(
-    shape: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
     for offset, size in rectangles(shape[1:], start, stop):
         yield (row, *offset), (1, *size)

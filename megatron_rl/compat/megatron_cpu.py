@@ -10,8 +10,6 @@ entry of `megatron_workarounds`. Outside of Megatron only `Tensor.cuda`, `Module
 `Tensor.record_stream` change, which raise without CUDA anyway.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import runpy
@@ -57,8 +55,7 @@ def _change(module: types.ModuleType) -> None:
     if module.__dict__.get("torch") is torch:
         module.__dict__["torch"] = view
     if module.__name__ in WORKAROUNDS:
-        _, change = WORKAROUNDS[module.__name__]
-        change(module)
+        WORKAROUNDS[module.__name__][1](module)
 
 
 @cache

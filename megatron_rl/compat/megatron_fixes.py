@@ -1,7 +1,5 @@
 """Fixes of Megatron-Core for a trainer; `patches/` has them as diffs."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -137,21 +135,17 @@ FIXES = (
         "megatron-core-compile-helpers", _PACKAGE, _BOTH,
         "megatron.training exits at its start: the wheel has the data set helpers compiled, and no"
         " Makefile to compile them with",
-        {
-            "megatron.core.datasets.utils": (
-                'command = ["make", "-C", os.path.abspath(os.path.dirname(__file__))]',
-                _use_compiled_helpers,
-            )
-        },
+        {"megatron.core.datasets.utils": (
+            'command = ["make", "-C", os.path.abspath(os.path.dirname(__file__))]',
+            _use_compiled_helpers,
+        )},
     ),
     UpstreamFix(
         "megatron-core-torch-adam-checkpoint", _PACKAGE, _BOTH,
         "checkpoints with torch's Adam: after a load all parameters share one step count, a fresh"
         " distributed optimizer cannot be loaded into, and a step count of 0 is not saved",
-        {
-            "megatron.core.optimizer.optimizer": ("if step:\n", _save_step_counts),
-            "megatron.core.optimizer.distrib_optimizer": ('s["step"] = step\n', _load_step_counts),
-        },
+        {"megatron.core.optimizer.optimizer": ("if step:\n", _save_step_counts),
+         "megatron.core.optimizer.distrib_optimizer": ('s["step"] = step\n', _load_step_counts)},
         unless_importable=("transformer_engine", "apex"),
     ),
     UpstreamFix(
@@ -161,12 +155,10 @@ FIXES = (
         " only",
         {
             "megatron.core.tensor_parallel.layers": (
-                "not (self.is_expert and self.expert_parallel)",
-                _sum_expert_gradients,
+                "not (self.is_expert and self.expert_parallel)", _sum_expert_gradients
             ),
             "megatron.core.extensions.transformer_engine": (
-                'setattr(param, "allreduce", not self.expert_parallel)',
-                _sum_expert_gradients,
+                'setattr(param, "allreduce", not self.expert_parallel)', _sum_expert_gradients
             ),
         },
         fixed_in="0.19.0",

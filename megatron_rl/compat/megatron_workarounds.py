@@ -4,8 +4,6 @@ The docstring of each says why; a test looks for its evidence, so that a release
 needs it is noticed.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable
@@ -44,30 +42,23 @@ def _cpu_random_state(module: Any) -> None:
     )
 
 
-@_workaround(
-    "tensor_parallel.mappings",
-    "torch.distributed.all_gather(output_tensor_list, input_, group=group)",
-)
+@_workaround("tensor_parallel.mappings", "all_gather(output_tensor_list, input_, group=group)")
 def _uneven_collectives(module: Any) -> None:
     """Pad collectives of uneven sizes (tensor x expert parallel), which gloo lacks."""
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
-    def gather_uneven(
-        input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+    def gather_uneven(input_: Any, group: Any, sizes: Any = None, *rest: Any, **named: Any) -> Any:
         if sizes is None or group.size() == 1:
-            return gather(input_, group, sizes, use_global_buffer)
+            return gather(input_, group, sizes, *rest, **named)
         sizes = [int(n) for n in sizes]
         padded = input_.new_zeros([max(sizes), *input_.shape[1:]])
         padded[: input_.shape[0]] = input_
         parts = gather(padded, group).split(max(sizes))
         return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
 
-    def scatter_uneven(
-        input_: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+    def scatter_uneven(input_: Any, group: Any, sizes: Any = None, *rest: Any, **named: Any) -> Any:
         if sizes is None or group.size() == 1:
-            return scatter(input_, group, sizes, use_global_buffer)
+            return scatter(input_, group, sizes, *rest, **named)
         total = input_.contiguous().clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(n) for n in sizes])[group.rank()].clone()

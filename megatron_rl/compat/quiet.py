@@ -3,8 +3,6 @@
 All other notices are shown; `MEGATRON_RL_VERBOSE=1` shows these as well.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

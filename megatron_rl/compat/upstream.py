@@ -5,8 +5,6 @@ the faulty text, so a fork that fixed the fault stays as it is. In any other rel
 cannot be excluded: the import, and before it `check`, stops with `UnsupportedVersionError`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import inspect

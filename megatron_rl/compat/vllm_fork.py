@@ -4,8 +4,6 @@ vLLM's CPU platform has them spawned, for another OpenMP library and bound cores
 one thread do not need, and each imports vLLM again. Elsewhere vLLM forks by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkContext, ForkProcess

@@ -1,7 +1,5 @@
 """List every key of the configuration with its type, default and meaning."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
@@ -64,10 +62,7 @@ def type_text(kind: Any, constraints: Iterable[Any] = ()) -> str:
         text = f"{origin.__name__}[{', '.join(parts)}]"
     else:
         text = "None" if kind is NoneType else getattr(kind, "__name__", str(kind))
-    return " ".join([text, " and ".join(_bounds(constraints))]).rstrip()
-
-
-def _bounds(constraints: Iterable[Any]) -> list[str]:
     flat = [x for c in constraints for x in (c.metadata if isinstance(c, FieldInfo) else [c])]
     limits = [(sign, getattr(x, name, None)) for x in flat for name, sign in _BOUNDS.items()]
-    return [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
+    bounds = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+    return f"{text} {bounds}".rstrip()

@@ -4,8 +4,6 @@ A run keeps its configuration in its folder as `config.yaml`, a file like any ot
 key, so that it means the same when defaults change.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -130,15 +128,14 @@ def _message(error: ValidationError, one_task: bool) -> str:
     for e in error.errors():
         keys, _ = _follow(e["loc"], one_task)
         key, message = ".".join(keys) or "configuration", e["msg"].removeprefix("Value error, ")
+        value = repr(e["input"])
         if e["type"] == "extra_forbidden":
             above, sections = _follow(e["loc"][:-1], one_task)
             where = ".".join(above) or "the top level"
             if len(sections) == 1 and "kind" in sections[0].model_fields:
                 where += f" of kind {kind_of(sections[0])}"
             known = dict.fromkeys(name for section in sections for name in section.model_fields)
-            lines.append(
-                f"{key}: unknown key (value {e['input']!r}); {where} has: {', '.join(known)}"
-            )
+            lines.append(f"{key}: unknown key (value {value}); {where} has: {', '.join(known)}")
         elif e["type"] == "union_tag_invalid":
             lines.append(f"{key}.kind is {e['ctx']['tag']!r}: one of {e['ctx']['expected_tags']}")
         elif e["type"] == "missing":
@@ -147,7 +144,7 @@ def _message(error: ValidationError, one_task: bool) -> str:
             # Messages of RunConfig have full keys, those of a task only the name of the field.
             lines.append(f"{key}.{message}" if keys[:1] in (["task"], ["tasks"]) else message)
         else:
-            lines.append(f"{key} is {e['input']!r}: {message[0].lower()}{message[1:]}")
+            lines.append(f"{key} is {value}: {message[0].lower()}{message[1:]}")
     return "\n".join(lines)
 
 

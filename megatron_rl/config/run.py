@@ -1,7 +1,5 @@
 """The whole tree of one run, and the checks of values that depend on each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 
@@ -137,7 +135,11 @@ class RunConfig(Section):
             )
         self._generation_fits()
         self._tasks_fit()
-        self._weights_fit()
+        if self.weights.quantization == "fp8" and self.generator_dtype != "bf16":
+            raise ValueError(
+                "weights.quantization is 'fp8': precision.params = 'fp32' lets the generators"
+                " compute in fp32, and vLLM's FP8 layers take bf16; set weights.dtype = 'bf16'"
+            )
         self.algorithm = self.algorithm.resolved(self.generation.completion_tokens)
         return self
 
@@ -163,14 +165,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.first_step is {self.evaluation.first_step}: it must not exceed"
                 f" schedule.steps = {self.schedule.steps}"
-            )
-
-    def _weights_fit(self) -> None:
-        w = self.weights
-        if w.quantization == "fp8" and self.generator_dtype != "bf16":
-            raise ValueError(
-                "weights.quantization is 'fp8': precision.params = 'fp32' lets the generators"
-                " compute in fp32, and vLLM's FP8 layers take bf16; set weights.dtype = 'bf16'"
             )
 
     def _tasks_fit(self) -> None:

@@ -1,7 +1,5 @@
 """The sections of a run's configuration that do not belong to the algorithm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal, Self
 

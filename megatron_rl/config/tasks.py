@@ -8,8 +8,6 @@ A single task is given as `task`, several as `tasks` by name; `task` then has th
       maths: {kind: jsonl, path: maths.jsonl, heldout: aime2024}
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 

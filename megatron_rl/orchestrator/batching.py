@@ -1,14 +1,11 @@
 """The trainer's batch from complete groups: filters, advantages, loss weights; its metrics."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from megatron_rl.algorithm.advantages import advantages as group_advantages
 from megatron_rl.algorithm.aggregation import token_weights
@@ -61,7 +58,7 @@ def build_batch(
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
 
-    def column(values: Callable[[_TrainedSample], ArrayLike], fill: float, dtype: str) -> bytes:
+    def column(values: Callable[[_TrainedSample], Any], fill: float, dtype: str) -> bytes:
         """Return a value for each completion token, and `fill` for each prompt token."""
         parts = [np.empty(0)]
         for t in trained:
@@ -100,8 +97,6 @@ def build_batch(
 def _trained_samples(
     groups: list[Group], kept: list[Group], prompts: dict[int, list[int]], algorithm: Algorithm
 ) -> list[_TrainedSample]:
-    """Return the trained completions of the kept groups with advantages and loss weights."""
-
     def rewards(group: Group) -> np.ndarray:
         samples = baseline_samples(group, algorithm)
         verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
@@ -225,14 +220,10 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     }
 
 
-def by_task(
-    tasks: Iterable[str], groups: list[Group], kept: list[Group]
-) -> dict[str, dict[str, Any]]:
+def by_task(tasks: Iterable[str], groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     """Return `task_metrics` of each task; a task without a prompt in the step has zero counts."""
-    return {
-        task: task_metrics(*([g for g in part if g.task == task] for part in (groups, kept)))
-        for task in tasks
-    }
+    parts = {t: [[g for g in part if g.task == t] for part in (groups, kept)] for t in tasks}
+    return {task: task_metrics(*part) for task, part in parts.items()}
 
 
 def _multi_version_fraction(samples: list[Sample]) -> float:

@@ -1,7 +1,5 @@
 """Start, watch and end the orchestrator's process, from trainer rank 0."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -73,9 +71,8 @@ class OrchestratorProcess:
         )
         spec_file = Path(self._folder.name) / "spec.json"
         spec_file.write_bytes(msgspec.json.encode(spec))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
-        )
+        command = [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
+        self._process = subprocess.Popen(command)
         self.endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
         if not one_node:
             self.endpoint = self.endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])

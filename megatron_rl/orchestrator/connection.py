@@ -1,14 +1,13 @@
 """The orchestrator's socket as one queue of events and an outbox."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Self
 
-import zmq.asyncio
+import zmq
+from zmq.asyncio import Socket
 
 from megatron_rl import messages as m
 from megatron_rl.orchestrator import RunError
@@ -19,9 +18,7 @@ Event = Callable[[], None]
 class Connection:
     """Reads a bound ROUTER socket; each message is an event `handle(sender, message)`."""
 
-    def __init__(
-        self, socket: zmq.asyncio.Socket, handle: Callable[[str, m.Message], None]
-    ) -> None:
+    def __init__(self, socket: Socket, handle: Callable[[str, m.Message], None]) -> None:
         self._socket, self._handle = socket, handle
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outbox: list[tuple[str, m.Message]] = []

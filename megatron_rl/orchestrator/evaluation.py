@@ -1,7 +1,5 @@
 """Evaluations of a run: their steps, their requests to generators, and their rows."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -83,14 +81,9 @@ class EvaluationRun:
 
     def row(self, seconds: float) -> dict[str, Any]:
         """Return the row of metrics.jsonl: pass rates with standard errors, and compute."""
-        names = list(dict.fromkeys(self.tasks))
-        row = {
-            "step": self.step,
-            **self.compute,
-            **self._pass_rates(range(len(self.tasks))),
-            "eval_seconds": seconds,
-        }
-        if len(names) > 1:
+        rates = self._pass_rates(range(len(self.tasks)))
+        row = {"step": self.step, **self.compute, **rates, "eval_seconds": seconds}
+        if len(names := dict.fromkeys(self.tasks)) > 1:
             row["tasks"] = {
                 name: self._pass_rates([p for p, task in enumerate(self.tasks) if task == name])
                 for name in names
@@ -102,6 +95,7 @@ class EvaluationRun:
         n = self.samples_per_prompt
         samples = [self.samples[p, i] for p in prompts for i in range(n)]
         table = np.array([v.passed for _, v in samples], dtype=float).reshape(-1, n)
+        truncated = [s.finish_reason == "length" for s, _ in samples]
         return {
             "pass_rate": float(table.mean(axis=1).mean()),
             "pass_rate_stderr": sampling_stderr(table),
@@ -110,9 +104,7 @@ class EvaluationRun:
             "samples_per_prompt": n,
             "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
             "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s, _ in samples])),
-            "eval_truncated_fraction": float(
-                np.mean([s.finish_reason == "length" for s, _ in samples])
-            ),
+            "eval_truncated_fraction": float(np.mean(truncated)),
         }
 
 
@@ -145,34 +137,27 @@ class Evaluations:
         planned = [0] if only else evaluation_steps(config.evaluation, config.schedule.steps)
         self.steps = steps_left(planned, metrics.evaluated_steps, first_step)
         """Steps to evaluate at; generators skip none of these versions."""
-        self._running: dict[int, EvaluationRun] = {}
-
-    @property
-    def running(self) -> list[int]:
-        """Steps whose evaluation is not complete."""
-        return list(self._running)
+        self.running: dict[int, EvaluationRun] = {}
+        """Evaluations by step until they are complete."""
 
     def reach(self, version: int) -> None:
         """Open the evaluation of a version, if one is planned, when its steps are trained."""
         if version in self.steps:
-            self._running[version] = EvaluationRun(
-                version,
-                [p.task for p in self._heldout],
-                self._config.evaluation.samples_per_prompt,
-                self._metrics.compute(),
-            )
+            tasks, n = [p.task for p in self._heldout], self._config.evaluation.samples_per_prompt
+            self.running[version] = EvaluationRun(version, tasks, n, self._metrics.compute())
 
     def start(self, generator: GeneratorState) -> list[m.Generate]:
         """Hold a generator at its version and return the requests for its share of the prompts."""
         step = generator.version
-        if step not in self._running:
+        if step not in self.running:
             return []
         g, n = self._config.generation, self._config.evaluation.samples_per_prompt
-        share = self._heldout[generator.number :: self._config.roles.engines]
+        number = int(generator.name.rpartition("-")[2])
+        share = self._heldout[number :: self._config.roles.engines]
         if share:
             generator.evaluations_left = len(share) * n
             generator.in_flight += len(share) * n
-            run = self._running[step]
+            run = self.running[step]
             run.started = run.started or time.monotonic()
             self._metrics.evaluation_started(generator.name)
         return [
@@ -190,21 +175,21 @@ class Evaluations:
 
     def arrived(self, generator: GeneratorState, sample: m.Sample) -> None:
         """Count a completion; the generator's last one frees it for the next version."""
-        self._running[sample.evaluation].check_versions(sample)
+        self.running[sample.evaluation].check_versions(sample)
         generator.evaluations_left -= 1
         if generator.evaluations_left == 0:
             self._metrics.evaluation_ended(generator.name)
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one writes the row."""
-        run = self._running[sample.evaluation]
+        run = self.running[sample.evaluation]
         sample = msgspec.structs.replace(sample, logprobs=[], routes=b"")  # their bulk is unused
         run.add(sample, verdict)
         if self._only:
             with open(self._only.samples_file, "ab") as file:
                 file.write(msgspec.json.encode((sample, verdict)) + b"\n")
         if run.complete:
-            del self._running[run.step]
+            del self.running[run.step]
             self.steps.discard(run.step)
             now = time.monotonic()
             self._metrics.evaluation(run.row(now - (run.started or now)))

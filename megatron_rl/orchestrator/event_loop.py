@@ -19,11 +19,7 @@ they are k steps ahead, and the trainer waits for its groups.
 
 The trainer's stores have two versions: that of step s + 1 replaces that of step s - 1. The batch of
 step s is given once no peer reads a version before s any more (`_is_free`).
-
-Verdicts of the verifier pool are events like messages. Dispatch waits while the pool is behind.
 """
-
-from __future__ import annotations
 
 import os
 import sys
@@ -37,7 +33,6 @@ from megatron_rl import messages as m
 from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
-from megatron_rl.messages import TRAINER
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import is_dropped
 from megatron_rl.orchestrator.child_process import EvaluateOnly
@@ -74,10 +69,8 @@ class Orchestrator:
     ) -> None:
         self.config, self.prompts, self.verification = config, prompts, verification
         self.metrics, self.connection = metrics, Connection(socket, self._handle)
-        a = config.algorithm
-        self.groups = GroupQueue(
-            config.schedule.prompts_per_step, lambda group: a.refill and is_dropped(group, a)
-        )
+        per_step, a = config.schedule.prompts_per_step, config.algorithm
+        self.groups = GroupQueue(per_step, lambda group: a.refill and is_dropped(group, a))
         self.generators, self.stores = Generators(config), Stores(config)
         self._early: m.Published | None = None
         self._weights_can_move = True
@@ -92,8 +85,6 @@ class Orchestrator:
             self._restore(state)
         self._first_step = first_step = self.groups.trained_steps
         self.evaluations = Evaluations(config, prompts.heldout, metrics, first_step, evaluate_only)
-
-    # ------------------------------------------------------------ event loop
 
     async def run(self) -> m.TrainerDone:
         """Serve until the trainer is done and every evaluation is complete.
@@ -122,7 +113,11 @@ class Orchestrator:
                     self.generators.check(now)
                     self.stores.check(now, self.generators.nodes)
                     self._weights_can_move = True
-                self._advance()
+                if self._weights_can_move:
+                    self._weights_can_move = False
+                    self._move_weights()
+                self._dispatch()
+                self._answer_batch()
                 await self.connection.flush()
         assert self.trainer_done is not None
         return self.trainer_done
@@ -184,23 +179,13 @@ class Orchestrator:
             case _:
                 raise RunError(f"unexpected message {type(message).__name__} from {sender}")
 
-    def _advance(self) -> None:
-        """Do all that an event may have made possible: updates, dispatch, the next batch."""
-        if self._weights_can_move:
-            self._weights_can_move = False
-            self._move_weights()
-        self._dispatch()
-        self._answer_batch()
-
-    # ------------------------------------------------------------ peers and weights
-
     def _add_peer(self, sender: str, hello: m.Hello) -> None:
         if hello.protocol != m.PROTOCOL:
             raise RunError(
                 f"{sender} speaks protocol {hello.protocol}, this is {m.PROTOCOL}: install the same"
                 " version of megatron_rl on every rank"
             )
-        if hello.role == TRAINER:
+        if hello.role == m.TRAINER:
             self.metrics.active_parameters = hello.active_parameters
             return
         if hello.role in ("store", "trainer-store"):
@@ -218,7 +203,7 @@ class Orchestrator:
         if manifest.version > self.groups.trained_steps:
             self._early = published  # it was faster than StepDone, on another socket
             return
-        self.metrics.published(published)
+        self.metrics.publish_seconds = published.seconds
         self.stores.publish(manifest)
         self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
 
@@ -242,14 +227,12 @@ class Orchestrator:
         if generator.updating != updated.version:
             raise RunError(f"{sender} acknowledged version {updated.version}, which was not sent")
         generator.updating, generator.version = None, updated.version
-        self.metrics.updated(updated)
+        self.metrics.updates.append(updated)
         self._start_evaluation(generator)
 
     def _start_evaluation(self, generator: GeneratorState) -> None:
         for request in self.evaluations.start(generator):
             self.connection.send(generator.name, request)
-
-    # ------------------------------------------------------------ generation and verdicts
 
     def _dispatch(self) -> None:
         s, g = self.config.schedule, self.config.generation
@@ -263,19 +246,17 @@ class Orchestrator:
                 return
             group = self.groups.dispatch(self.steps.stream.next, self._new_group)
             generator.in_flight += group.size
-            self.connection.send(
-                generator.name,
-                m.Generate(
-                    group=group.index,
-                    prompt_id=group.prompt_id,
-                    prompt=self.prompts.train[group.prompt_id].token_ids,
-                    thinking_budgets=thinking_budgets(
-                        self.config.seed, group.index, group.size, g.thinking_budget_tokens
-                    ),
-                    answer_budget=g.answer_budget_tokens,
-                    temperature=g.temperature,
+            request = m.Generate(
+                group=group.index,
+                prompt_id=group.prompt_id,
+                prompt=self.prompts.train[group.prompt_id].token_ids,
+                thinking_budgets=thinking_budgets(
+                    self.config.seed, group.index, group.size, g.thinking_budget_tokens
                 ),
+                answer_budget=g.answer_budget_tokens,
+                temperature=g.temperature,
             )
+            self.connection.send(generator.name, request)
 
     def _new_group(self, index: int, prompt_id: int) -> Group:
         size, values = self.config.schedule.completions_per_prompt, self.config.verifier.values
@@ -309,8 +290,6 @@ class Orchestrator:
         else:
             self.evaluations.verified(sample, verdict)
 
-    # ------------------------------------------------------------ training
-
     def _answer_batch(self) -> None:
         step = self.requested_step
         if step is None:
@@ -318,17 +297,14 @@ class Orchestrator:
         if step >= self.config.schedule.steps:
             batch = m.Batch(step=step, stop=True)
         else:
-            if not self._is_free(step):
-                return
-            built = self.steps.build(step, self.groups)
-            if built is None:
+            if not self._is_free(step) or (built := self.steps.build(step, self.groups)) is None:
                 return
             self.stores.batch_given(step)
             self._score_requests[step] = built.probe
             self.metrics.batch(step, built.metrics)
             batch = built.batch
         self.requested_step = None
-        self.connection.send(TRAINER, batch)
+        self.connection.send(m.TRAINER, batch)
 
     def _record_step(self, done: m.StepDone) -> None:
         for group in self.groups.consume(done.step):
@@ -349,8 +325,6 @@ class Orchestrator:
     def _end_training(self, done: m.TrainerDone) -> None:
         self.trainer_done, self._done_at = done, time.monotonic()
 
-    # ------------------------------------------------------------ state
-
     def _save_state(self, request: m.SaveState) -> None:
         state = State(
             step=request.step,
@@ -364,7 +338,7 @@ class Orchestrator:
             aborted=self.metrics.aborted,
         )
         save_state(state, Path(request.directory))
-        self.connection.send(TRAINER, m.StateSaved(step=request.step))
+        self.connection.send(m.TRAINER, m.StateSaved(step=request.step))
 
     def _restore(self, state: State) -> None:
         self.steps.stream.restore(state.curriculum)

@@ -1,7 +1,5 @@
 """The orchestrator's view of the generators: versions held, work in flight, the next update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,11 +30,6 @@ class GeneratorState:
     evaluations_left: int = 0
     """Evaluation completions not returned; until then updates wait."""
     last_message: float = field(default_factory=time.monotonic)
-
-    @property
-    def number(self) -> int:
-        """The generator's number, from 0."""
-        return int(self.name.rpartition("-")[2])
 
 
 class Generators:
@@ -81,11 +74,8 @@ class Generators:
     ) -> Iterator[tuple[str, UpdateWeights]]:
         """Start the updates that are possible now, and yield them with the generators' names.
 
-        A generator gets the newest version that can be loaded on its node.
-
-        Args:
-            keep: versions that no generator skips.
-            folder: `Stores.folder`.
+        A generator gets the newest version that can be loaded on its node (`Stores.folder`); it
+        skips no version of `keep`.
         """
         newest = max(self._manifests, default=NO_VERSION)
         for g in self:
@@ -122,11 +112,8 @@ class Generators:
 
     def free(self, oldest_version: int) -> GeneratorState | None:
         """Return the least busy generator that may sample, or None if all are full or too old."""
-        free = [
-            g
-            for g in self
-            if g.version != NO_VERSION and oldest_version <= g.version and g.in_flight < g.capacity
-        ]
+        oldest = max(oldest_version, NO_VERSION + 1)
+        free = [g for g in self if g.version >= oldest and g.in_flight < g.capacity]
         return min(free, key=lambda g: g.in_flight, default=None)
 
     def message_from(self, name: str) -> None:

@@ -1,7 +1,5 @@
 """Groups: the completions of one prompt, and their queue from dispatch to training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,11 +10,7 @@ from megatron_rl.rewards.verifier_settings import RewardValues
 
 @dataclass(slots=True)
 class Group:
-    """The completions of one prompt.
-
-    Groups are numbered and trained in dispatch order, regardless of which finishes first: batches
-    have no bias to short completions, and a resumed run trains the same prompts.
-    """
+    """The completions of one prompt."""
 
     index: int
     prompt_id: int
@@ -70,8 +64,9 @@ class Group:
 class GroupQueue:
     """Groups in dispatch order, which is the order in which steps take them.
 
-    A step trains `per_step` groups (B), not counting the complete ones that are `replaced`, dropped
-    in favor of later ones (refill).
+    So batches have no bias to short completions, and a resumed run trains the same prompts. A step
+    trains `per_step` groups (B), not counting the complete ones that are `replaced`, dropped in
+    favor of later ones (refill).
 
     Example: B = 2; groups 0 to 4 were dispatched and 1 is replaced: step 0 takes 0, 1 and 2, and
     group 5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).

@@ -1,7 +1,5 @@
 """The orchestrator as a process: `python -m megatron_rl.orchestrator.main SPEC.json`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource
@@ -37,19 +35,23 @@ def run_orchestrator(spec: Spec) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _raise_limit_of_files()
+    # Shells give 1024 files. 600 generators and the verifier's workers need more, and a connection
+    # beyond the limit would wait without an error.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     config = RunConfig.model_validate(spec.config)
     model = Path(spec.model_dir)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    if spec.evaluate_only:
-        prompts = PromptSet([], spec.evaluate_only.heldout, "")
+    only = spec.evaluate_only
+    if only is not None:
+        prompts = PromptSet([], only.heldout, "")
     else:
         form = read_format(model, config.generation.think_start)
         prompts = load_prompts(config, tokenizer, form)
     state, step = None, None
     if spec.checkpoint:
-        per_step = config.schedule.prompts_per_step
-        state = load_state(Path(spec.checkpoint), prompts.fingerprint, per_step)
+        checkpoint = Path(spec.checkpoint)
+        state = load_state(checkpoint, prompts.fingerprint, config.schedule.prompts_per_step)
         step = state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
@@ -60,9 +62,7 @@ def run_orchestrator(spec: Spec) -> None:
 
     async def serve() -> m.TrainerDone:
         async with _bound_socket(spec) as socket, verification:
-            orchestrator = Orchestrator(
-                config, prompts, verification, metrics, socket, state, spec.evaluate_only
-            )
+            orchestrator = Orchestrator(config, prompts, verification, metrics, socket, state, only)
             try:
                 return await orchestrator.run()
             finally:
@@ -72,39 +72,24 @@ def run_orchestrator(spec: Spec) -> None:
         done = asyncio.run(serve())
     finally:
         sink.close()
-    if spec.evaluate_only:
+    if only is not None:
         return
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
-    summary = write_report(
-        config.output_dir,
-        path,
-        phases={**spec.phases, **metrics.phases()},
-        fit_compute=config.fit.compute,
-        extra={**run, "aborted_requests": metrics.aborted},
-    )
+    extra = {**run, "aborted_requests": metrics.aborted}
+    phases, fit = {**spec.phases, **metrics.phases()}, config.fit.compute
+    summary = write_report(config.output_dir, path, phases=phases, fit_compute=fit, extra=extra)
     if config.metrics.terminal != "off":
         print_report(summary)
 
 
 @contextlib.asynccontextmanager
 async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
-    """Bind the ROUTER socket and announce its address."""
-    options = {zmq.ROUTER_MANDATORY: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 2000}
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
-        for option, value in options.items():
-            socket.setsockopt(option, value)
+        socket.router_mandatory, socket.linger = 1, 2000
+        socket.set_hwm(0)
         socket.bind(spec.bind)
         replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
         yield socket
-
-
-def _raise_limit_of_files() -> None:
-    # Shells give 1024. 600 generators and the verifier's workers need more, and a connection
-    # beyond the limit would wait without an error.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = min(hard, 65_536)
-    if soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """Measurements of a run: compute, waiting, transfers; one row per step and per evaluation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,26 +26,24 @@ class RunMetrics:
     ) -> None:
         self.sink, self._ranks, self._clock = sink, ranks, clock
         self.evaluated_steps = evaluated_steps or set()
-        self.active_parameters = 0
-        self.aborted = 0
-        self._aborted_before = 0
+        self.active_parameters = self.aborted = self._aborted_before = 0
+        self.publish_seconds = 0.0
+        """Seconds of the trainer's last export of weights."""
+        self.updates: list[m.WeightsUpdated] = []
+        """Weight updates of generators since the last row."""
         self._aborted_by: dict[str, int] = {}
         self._created = clock()
         self._started: float | None = None
-        self._wall_before = 0.0
-        self._training_seconds = 0.0
+        self._wall_before = self._training_seconds = self._evaluation_start = 0.0
         self._last_step_end: float | None = None
         self._counters = {"tokens": 0.0, "flops": 0.0, "evaluation_seconds": 0.0}
         self._batches: dict[int, dict[str, Any]] = {}
-        self._updates: list[m.WeightsUpdated] = []
-        self._publish_seconds = 0.0
         self._stores: dict[str, float] = {}
         self._stats: list[m.GeneratorStats] = []
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
         self._verifiers: dict[str, int] = {}
         self._evaluating: set[str] = set()
-        self._evaluation_start = 0.0
 
     def start_clock(self) -> None:
         """Start counting compute: all generators are up."""
@@ -81,37 +77,25 @@ class RunMetrics:
 
     def restore(self, counters: dict[str, float], wall_seconds: float, aborted: int) -> None:
         """Restore the counters of a checkpoint."""
-        self._counters = dict(counters)
-        self._wall_before = wall_seconds
+        self._counters, self._wall_before = dict(counters), wall_seconds
         self.aborted = self._aborted_before = aborted
 
     def phases(self) -> dict[str, float]:
         """Return wall seconds by phase, since the start of this process."""
         evaluation = self._evaluation_seconds()
-        up = self._started if self._started is not None else self._clock()
-        return {
-            "engines": up - self._created,
-            "rl": self.wall_seconds() - evaluation,
-            "evaluation": evaluation,
-        }
+        engines = (self._clock() if self._started is None else self._started) - self._created
+        rl = self.wall_seconds() - evaluation
+        return {"engines": engines, "rl": rl, "evaluation": evaluation}
 
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """Record the rollout metrics of a batch that went to the trainer."""
         self._batches[step] = rollouts
-
-    def published(self, published: m.Published) -> None:
-        """Record an export of weights by the trainer."""
-        self._publish_seconds = published.seconds
 
     def version_taken(self, seconds: float, num_bytes: int) -> None:
         """Record a version in a store, by what `Stores.taken` returns."""
         row = self._stores
         row["stores_seconds"] = max(row.get("stores_seconds", 0.0), seconds)
         row["stores_trainer_bytes"] = row.get("stores_trainer_bytes", 0) + num_bytes
-
-    def updated(self, updated: m.WeightsUpdated) -> None:
-        """Record a weight update of a generator."""
-        self._updates.append(updated)
 
     def generator_stats(self, name: str, stats: m.GeneratorStats) -> None:
         """Record the load of a generator."""
@@ -165,24 +149,21 @@ class RunMetrics:
         now = self._clock()
         step_seconds = max(now - (self._last_step_end or now), 1e-9)
         self._last_step_end = now
-        self.sink.step(
-            {
-                "step": done.step,
-                **self.compute(),
-                **rollouts,
-                **trainer,
-                **logprob_error,
-                "step_seconds": step_seconds,
-                "trainer_tokens_per_second": tokens / step_seconds,
-                "train_seconds": done.train_seconds,
-                "publish_seconds": self._publish_seconds,
-                # The first wait began before the generators were up.
-                "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
-                "aborted_requests": self.aborted,
-                **self._verifiers,
-                **self._generators(),
-            }
-        )
+        row = {
+            "step": done.step,
+            **self.compute(),
+            **rollouts,
+            **trainer,
+            **logprob_error,
+            "step_seconds": step_seconds,
+            "trainer_tokens_per_second": tokens / step_seconds,
+            "train_seconds": done.train_seconds,
+            "publish_seconds": self.publish_seconds,
+            # The first wait began before the generators were up.
+            "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
+            "aborted_requests": self.aborted,
+        }
+        self.sink.step({**row, **self._verifiers, **self._generators()})
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""
@@ -195,19 +176,16 @@ class RunMetrics:
         self._probe_errors.clear()
         if not tokens:
             return {}
-        return {
-            "logprob_error_max": worst,
-            "logprob_error_mean": total / tokens,
-            "logprob_error_tokens": tokens,
-        }
+        values = {"max": worst, "mean": total / tokens, "tokens": tokens}
+        return {f"logprob_error_{name}": value for name, value in values.items()}
 
     def _generators(self) -> dict[str, float]:
         """Return the means over generators since the last row."""
         row, self._stores = self._stores, {}
-        if self._updates:
+        if self.updates:
             for name in ("pause_seconds", "transfer_seconds", "requests_in_flight"):
-                row[name] = float(np.mean([getattr(u, name) for u in self._updates]))
-            self._updates.clear()
+                row[name] = float(np.mean([getattr(u, name) for u in self.updates]))
+            self.updates.clear()
         if seconds := sum(s.seconds for s in self._stats):
             busy = sum(s.busy_seconds for s in self._stats)
             row["generator_wait_fraction"] = max(1 - busy / seconds, 0.0)

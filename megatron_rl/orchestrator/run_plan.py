@@ -1,21 +1,19 @@
 """The plan of a run: the role of each rank, and the sizes that follow from the configuration."""
 
-from __future__ import annotations
-
 from megatron_rl.config import DataSetTask, RunConfig
 from megatron_rl.metrics.terminal import print_table
 from megatron_rl.orchestrator.evaluation import evaluation_steps
 
 
-def plan_lines(config: RunConfig) -> dict[str, str]:
-    """Return the plan as name -> text with units."""
+def print_plan(config: RunConfig) -> None:
+    """Print the plan as a table of names and texts with units."""
     r, p, s, g = config.roles, config.parallel, config.schedule, config.generation
     first, last = r.trainer_ranks, r.world_size - 1
     completions = s.prompts_per_step * s.completions_per_prompt
     ahead = (s.max_lag_steps + 1) * s.prompts_per_step
     steps = evaluation_steps(config.evaluation, s.steps)
     heldout = sum(t.heldout_prompts for t in config.tasks.values())
-    return {
+    lines = {
         "recipe": config.recipe or "none",
         "model": config.model,
         "trainer": f"ranks {_ranks(0, first - 1)}: tensor {p.tensor} x pipeline {p.pipeline} x"
@@ -42,6 +40,7 @@ def plan_lines(config: RunConfig) -> dict[str, str]:
         **{config.task_key(name): _task(config, name) for name in config.tasks},
         "output": str(config.output_dir),
     }
+    print_table("Plan", lines.items())
 
 
 def _ranks(first: int, last: int) -> str:
@@ -66,8 +65,3 @@ def _task(config: RunConfig, name: str) -> str:
         f"{task.kind}{verifier}: {share:.0%} of the prompts, from a pool of {pool};"
         f" {task.heldout_prompts} held out"
     )
-
-
-def print_plan(config: RunConfig) -> None:
-    """Print the plan as a table."""
-    print_table("Plan", plan_lines(config).items())

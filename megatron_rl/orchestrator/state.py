@@ -5,8 +5,6 @@ MessagePack map. A file with another checksum is refused. It lies in the folder 
 which is renamed into place as one, so both parts are always of the same step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -65,18 +63,14 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
     ]
 
 
-def restored_groups(
-    state: State, make: Callable[[int, int], Group], routed: bool = False
-) -> list[Group]:
+def restored_groups(state: State, make: Callable[[int, int], Group], routed: bool) -> list[Group]:
     """Return the saved groups, each from `make(index, prompt_id)`.
 
     With `routed`, completions of this run have routed experts. Completions that were saved under
     another `algorithm.routing_replay` are generated again.
     """
-    groups = []
-    for saved in state.groups:
-        group = make(saved.index, saved.prompt_id)
-        groups.append(group)
+    groups = [make(saved.index, saved.prompt_id) for saved in state.groups]
+    for group, saved in zip(groups, state.groups, strict=True):
         if all(bool(s.routes) == routed for s in saved.samples):
             group.samples = {s.index: s for s in saved.samples}
             group.verdicts = saved.verdicts

@@ -1,7 +1,5 @@
 """The prompt stream of a run, and the batch of each step once its groups are complete."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_rl.algorithm.curriculum import Curriculum
@@ -50,36 +48,28 @@ class StepBuilder:
         if ready is None or groups.next_groups(s.phase_steps(step)) is None:
             self._check_refill(step, groups)
             return None
-        built = build_batch(
-            step,
-            ready,
-            self._prompt_ids,
-            c.algorithm,
-            probe=PROBE_SEQUENCES if self._is_probed(step) else 0,
-            save=step % c.checkpoint.every_steps == 0 and step > self.first_step,
-        )
+        # Generators score tokens at temperature 1 and with their own routed experts.
+        comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
+        probed = comparable and step % c.metrics.logprob_check_every_steps == 0
+        probe = PROBE_SEQUENCES if probed else 0
+        save = step % c.checkpoint.every_steps == 0 and step > self.first_step
+        prompts, a = self._prompt_ids, c.algorithm
+        built = build_batch(step, ready, prompts, a, probe=probe, save=save)
         stream, metrics = self.stream, built.metrics
-        lag = metrics["lag_max"]
-        if lag > s.max_lag_steps:
+        lag, limit = metrics["lag_max"], s.max_lag_steps
+        if lag > limit:
             raise RunError(
-                f"step {step}: a token is {lag} steps old, schedule.max_lag_steps is"
-                f" {s.max_lag_steps}"
+                f"step {step}: a token is {lag} steps old, schedule.max_lag_steps is {limit}"
             )
         groups.take(step, ready)
         metrics |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
-        if c.algorithm.refill:
+        if a.refill:
             metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
-        if len(stream.tasks) > 1:
-            tasks = metrics["tasks"] = by_task(stream.tasks, ready, built.kept)
+        if len(stream.curricula) > 1:
+            tasks = metrics["tasks"] = by_task(stream.curricula, ready, built.kept)
             for task, curriculum in stream.curricula.items():
                 tasks[task] |= {"prompts_excluded": curriculum.excluded, "epoch": curriculum.epoch}
         return built
-
-    def _is_probed(self, step: int) -> bool:
-        c = self._config
-        # Generators score tokens at temperature 1 and with their own routed experts.
-        comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
-        return comparable and step % c.metrics.logprob_check_every_steps == 0
 
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule

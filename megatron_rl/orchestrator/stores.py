@@ -10,22 +10,13 @@ or joins again. The reporter gets another source: a store that has the version c
 that takes it and does not wait for the reporter, else the trainer's stores.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
-from megatron_rl.messages import (
-    Hello,
-    Manifest,
-    SourceFailed,
-    StoreSource,
-    TakeVersion,
-    VersionTaken,
-)
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import NO_VERSION, Generators
 
@@ -42,14 +33,14 @@ class StoreState:
     name: str
     node: str
     folder: str
-    memory: StoreSource | None = None
+    memory: m.StoreSource | None = None
     """Set once its memory is mapped; only then is it a source."""
     complete: list[int] = field(default_factory=list)
     """Versions that it holds, at most two, in ascending order."""
-    taking: Manifest | None = None
+    taking: m.Manifest | None = None
     """Version that was named and is not complete; of a trainer's store, the last one named."""
     named_at: float = 0.0
-    sources: tuple[StoreSource, ...] = ()
+    sources: tuple[m.StoreSource, ...] = ()
     sources_at: float | None = None
     """Time of the first sources of this version."""
     failed: dict[str, float] = field(default_factory=dict)
@@ -66,12 +57,10 @@ class Stores:
         self._stores: dict[str, StoreState] = {}  # in the order in which they joined
         self._trainer: dict[str, StoreState] = {}  # by node
         self._by_node: dict[str, StoreState] = {}
-        self._manifest: Manifest | None = None
+        self._manifest: m.Manifest | None = None
         self._published_at: dict[int, float] = {}
         self._first_at: float | None = None
         self._readable_from = 0
-
-    # ------------------------------------------------------------ what others see
 
     def __iter__(self) -> Iterator[StoreState]:
         yield from self._trainer.values()
@@ -93,7 +82,7 @@ class Stores:
         taken = (store.taking.version for store in self._stores.values() if store.taking)
         return min(taken, default=None)
 
-    def folder(self, manifest: Manifest, node: str) -> str | None:
+    def folder(self, manifest: m.Manifest, node: str) -> str | None:
         """Return the folder from which generators of a node can load a version now.
 
         It is empty for the trainer's own stores. None: the version is not there (any more).
@@ -103,9 +92,7 @@ class Stores:
         store = self._by_node.get(node)
         return store.folder if store and manifest.version in store.complete else None
 
-    # ------------------------------------------------------------ events
-
-    def add(self, name: str, hello: Hello) -> None:
+    def add(self, name: str, hello: m.Hello) -> None:
         """Add a store, without memory or versions; one that joins again is the newest."""
         store = StoreState(name, hello.node, hello.folder)
         if hello.role == "trainer-store":
@@ -116,7 +103,7 @@ class Stores:
         for other in self._stores.values():
             other.failed.pop(name, None)
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: m.Manifest) -> None:
         """Note the newest version, which is complete in the trainer's stores."""
         held, now = self.versions, time.monotonic()
         self._published_at = {v: t for v, t in self._published_at.items() if v in held}
@@ -128,7 +115,7 @@ class Stores:
         """Note that versions before `step` are not in the trainer's stores for much longer."""
         self._readable_from = step
 
-    def mapped(self, name: str, source: StoreSource) -> None:
+    def mapped(self, name: str, source: m.StoreSource) -> None:
         """Note the memory of a store.
 
         Raises:
@@ -136,7 +123,7 @@ class Stores:
         """
         self._known(name).memory = source
 
-    def taken(self, name: str, message: VersionTaken) -> tuple[float, int]:
+    def taken(self, name: str, message: m.VersionTaken) -> tuple[float, int]:
         """Note a complete version.
 
         Returns:
@@ -157,18 +144,17 @@ class Stores:
         num_bytes = sum(n for source, n in message.num_bytes.items() if source in trainers)
         return time.monotonic() - self._published_at.get(version, time.monotonic()), num_bytes
 
-    def failed(self, name: str, message: SourceFailed) -> str:
+    def failed(self, name: str, message: m.SourceFailed) -> str:
         """Put a source out of the tree and return a line that names it and the reason."""
         store = self._known(name)
         given = next((s for s in store.sources if s.name == message.source), None)
         source = self._stores.get(message.source)
         if given is not None:
             store.sources = ()
-            if source is None:
+            if source is None or source.memory == given:  # else it has joined again since
                 store.failed[message.source] = time.monotonic()
-            elif source.memory == given:  # else it has joined again since
-                store.failed[message.source] = time.monotonic()
-                source.suspect = max(message.version, source.suspect or 0)
+                if source is not None:
+                    source.suspect = max(message.version, source.suspect or 0)
         return (
             f"{name} cannot take weights version {message.version} from {message.source}:"
             f" {message.reason}; it takes them from another store"
@@ -180,15 +166,10 @@ class Stores:
                 return store
         raise RunError(f"{name} is no store that has said hello")
 
-    # ------------------------------------------------------------ requests
-
-    def requests(self, generators: Generators, keep: set[int]) -> Iterator[tuple[str, TakeVersion]]:
-        """Yield what can be sent now, with the names of the receivers.
-
-        Args:
-            generators: of the run.
-            keep: versions that no generator skips.
-        """
+    def requests(
+        self, generators: Generators, keep: set[int]
+    ) -> Iterator[tuple[str, m.TakeVersion]]:
+        """Yield what can be sent now, with the receivers; generators skip no version of `keep`."""
         manifest, now = self._manifest, time.monotonic()
         if manifest is None or not manifest.nodes:
             return
@@ -196,7 +177,7 @@ class Stores:
             if store.taking is not manifest:
                 store.named_at = store.named_at or now
                 store.taking = manifest
-                yield store.name, TakeVersion(manifest=manifest)
+                yield store.name, m.TakeVersion(manifest=manifest)
         healthy = [store for store in self._stores.values() if store.suspect is None]
         suspects = [store for store in self._stores.values() if store.suspect is not None]
         for index, store in enumerate([*healthy, *suspects]):
@@ -210,56 +191,44 @@ class Stores:
                 store.named_at, store.sources_at = now, None
                 store.failed.clear()
                 if store.memory is None:
-                    yield store.name, TakeVersion(manifest=store.taking)
+                    yield store.name, m.TakeVersion(manifest=store.taking)
             if store.memory is not None and not store.sources:
-                store.sources = self._sources(store, store.taking, parent, now)
+                store.sources = self._sources(store, store.taking, parent)
                 if store.sources:
                     store.sources_at = store.sources_at or now
-                    yield store.name, TakeVersion(manifest=store.taking, sources=store.sources)
+                    yield store.name, m.TakeVersion(manifest=store.taking, sources=store.sources)
 
     def _next_version(
         self, store: StoreState, generators: Generators, keep: set[int]
-    ) -> Manifest | None:
+    ) -> m.Manifest | None:
         assert self._manifest is not None
         if _is_direct(self._manifest, store.node):
             return None
         kept = generators.unread(store.node, keep)
         if generators.loading(store.node) & set(store.complete[:-1]):
             return None  # from the slot that would be overwritten
-        return next(
-            (
-                manifest
-                for manifest in (*kept, self._manifest)
-                if manifest.version not in store.complete
-                and manifest.version >= self._readable_from
-            ),
-            None,
-        )
+        for manifest in (*kept, self._manifest):
+            if manifest.version not in store.complete and manifest.version >= self._readable_from:
+                return manifest
+        return None
 
     def _sources(
-        self, store: StoreState, manifest: Manifest, parent: StoreState | None, now: float
-    ) -> tuple[StoreSource, ...]:
+        self, store: StoreState, manifest: m.Manifest, parent: StoreState | None
+    ) -> tuple[m.StoreSource, ...]:
         """Return the sources of a store with this parent in the tree; empty if it has to wait."""
         version = manifest.version
-        others = [
-            other
-            for other in self._stores.values()
-            if other is not store and other.suspect is None and other.name not in store.failed
-        ]
-        pool = [other for other in others if version in other.complete]
+        healthy = [s for s in self._stores.values() if s is not store and s.suspect is None]
+        others = [s for s in healthy if s.name not in store.failed]
+        pool = [s for s in others if version in s.complete]
         if not pool and (parent is not None or store.failed):
-            pool = [
-                other
-                for other in others
-                if _takes(other, version) and not self._waits_for(other, store, version)
-            ]
+            pool = [s for s in others if _takes(s, version) and not self._awaits(s, store, version)]
         if not pool:
-            return self._trainer_sources(store, manifest, now)
-        children = Counter(s.name for other in self._stores.values() for s in other.sources)
-        best = min(pool, key=lambda other: (other is not parent, children[other.name]))
+            return self._trainer_sources(store, manifest)
+        children = Counter(source.name for s in self._stores.values() for source in s.sources)
+        best = min(pool, key=lambda s: (s is not parent, children[s.name]))
         return () if best.memory is None else (best.memory,)
 
-    def _waits_for(self, store: StoreState, other: StoreState, version: int) -> bool:
+    def _awaits(self, store: StoreState, other: StoreState, version: int) -> bool:
         """Return True if a store takes a version through another one."""
         source: StoreState | None = store
         while source is not None and _takes(source, version) and source.sources:
@@ -269,16 +238,14 @@ class Stores:
         return False
 
     def _trainer_sources(
-        self, store: StoreState, manifest: Manifest, now: float
-    ) -> tuple[StoreSource, ...]:
+        self, store: StoreState, manifest: m.Manifest
+    ) -> tuple[m.StoreSource, ...]:
         states = [self._trainer.get(node) for node in manifest.nodes]
         memories = [state.memory for state in states if state is not None and state.memory]
         if len(memories) < len(states):
             return ()
         failed_at = max((store.failed.get(s.name, -RETRY_SECONDS) for s in memories), default=0.0)
-        return tuple(memories) if now >= failed_at + RETRY_SECONDS else ()
-
-    # ------------------------------------------------------------ limits
+        return tuple(memories) if time.monotonic() >= failed_at + RETRY_SECONDS else ()
 
     def check(self, now: float, nodes: set[str]) -> None:
         """Raise RunError that names a store that is late, or missing on one of the `nodes`."""
@@ -294,9 +261,11 @@ class Stores:
             version = store.taking.version
             if store.sources_at is None:
                 if now - store.named_at > startup:
+                    lacking = ", ".join(n for n in store.taking.nodes if n not in self._trainer)
+                    why = f"the trainer's nodes {lacking} have no store process; see their logs"
                     raise RunError(
                         f"{store.name} has no source of weights version {version} {within}:"
-                        f" {self._missing(store.taking)}"
+                        f" {why if lacking else 'no other store can serve it'}"
                     )
             elif now - store.sources_at > transfer + GRACE_SECONDS:
                 sources = ", ".join(s.name for s in store.sources) or "none"
@@ -314,17 +283,11 @@ class Stores:
                     " logs of its ranks"
                 )
 
-    def _missing(self, manifest: Manifest) -> str:
-        nodes = [node for node in manifest.nodes if node not in self._trainer]
-        if nodes:
-            return f"the trainer's nodes {', '.join(nodes)} have no store process; see their logs"
-        return "no other store can serve it"
-
 
 def _takes(store: StoreState, version: int) -> bool:
     return store.taking is not None and store.taking.version == version
 
 
-def _is_direct(manifest: Manifest, node: str) -> bool:
+def _is_direct(manifest: m.Manifest, node: str) -> bool:
     """Return True if generators of a node read the trainer's own stores."""
     return manifest.nodes in ((), (node,))

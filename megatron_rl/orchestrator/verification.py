@@ -1,10 +1,7 @@
 """Verdicts for the event loop: cheap verifiers run inline, all others in the verifier pool.
 
-`INLINE` in `rewards.task_verifiers` lists the cheap ones. Verdicts come back in any order; groups
-are still trained in dispatch order.
+`INLINE` in `rewards.task_verifiers` lists the cheap ones. Verdicts come back in any order.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -60,8 +57,7 @@ class Verification:
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
         """Return the verdict on a completion, or its task, which may raise VerifierDown."""
         text = self._decode(sample.token_ids)
-        verify = self._inline.get(prompt.kind)
-        if verify is not None:
+        if (verify := self._inline.get(prompt.kind)) is not None:
             return verify(text, prompt.gold, prompt.meta)
         assert self.pool is not None, f"no verifier was started for {prompt.kind}"
         task = asyncio.create_task(self.pool.verify(prompt.kind, text, prompt.gold, prompt.meta))
