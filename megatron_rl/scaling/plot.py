@@ -71,7 +71,12 @@ def save_comparison(c: Comparison, path: str | Path, overlay: Sequence[PaperRun]
         left.plot(x, f.curve(x), lw=1.8, label=label, **style)
         shade = 0.10 if f.well_conditioned else 0.04
         left.fill_between(x, *f.band(x, kind="curve"), color=style["color"], alpha=shade, lw=0)
-        _draw_transform(right, b, style, dots)
+        if b.Cmid is not None:
+            cmid, slope = b.Cmid.value, b.B.value
+            compute, value = transform(b)
+            right.plot(compute, value / cmid**slope, **dots)
+            ends = np.array([compute.min(), compute.max()] if len(compute) else [1.0, 2.0])
+            right.plot(ends, (ends / cmid) ** slope, lw=1.5, **style)
     _draw_published(left, overlay)
     left.set_ylabel("pass rate")
     right.set_yscale("log")
@@ -192,15 +197,6 @@ def _draw_published(axis: Any, overlay: Sequence[PaperRun]) -> None:
             x = np.geomspace(c[0], x1, 200)
             axis.plot(x, log_sigmoid(x, **run.parameters), color=GRAY, lw=1, ls=":")
     axis.set(xlim=(x0, x1), ylim=(y0, y1))
-
-
-def _draw_transform(axis: Any, f: Fit, style: dict[str, Any], dots: dict[str, Any]) -> None:
-    if f.Cmid is None:
-        return
-    c, value = transform(f)
-    axis.plot(c, value / f.Cmid.value**f.B.value, **dots)
-    x = np.geomspace(float(c.min()), float(c.max()), 2) if len(c) else np.array([1.0, 2.0])
-    axis.plot(x, (x / f.Cmid.value) ** f.B.value, lw=1.5, **style)
 
 
 def _tidy(axis: Any) -> None:

@@ -57,9 +57,19 @@ def choose_window(series: Series, options: FitOptions) -> Window:
         remedy = "Give --skip, a run's metrics.jsonl, or a column 'epoch'"
         raise PointsError(problem, remedy, file=series.source)
     used = inside & ((c > skip) | start)
-    window = Window(used, ~used & ~held_out, held_out, r0, skip)
-    _check_window(series, window, options)
-    return window
+    skipped, n = ~used & ~held_out, int(used.sum())
+    free = 2 + sigmoid + (r0 is None) - (options.fix_a is not None)
+    if n < free + 1:
+        limits = f"{int(skipped.sum())} skipped, {int(held_out.sum())} held out"
+        problem = f"{n} points in the window for {free} parameters ({limits})"
+        remedy = "Give more evaluations, a smaller --skip, a larger --fit-until, or fix R0 or A"
+        raise PointsError(problem, remedy, file=series.source)
+    y = series.reward[used]
+    if float(np.ptp(y)) == 0:
+        remedy = "A curve needs a reward that changes; check the reward column"
+        problem = f"the reward is constant ({y[0]:g}) in the window"
+        raise PointsError(problem, remedy, file=series.source)
+    return Window(used, skipped, held_out, r0, skip)
 
 
 def _choose_skip(series: Series, options: FitOptions, r0: float | None, inside: Mask) -> float:
@@ -96,18 +106,3 @@ def make_problem(points: Series, options: FitOptions, r0: float | None) -> FitPr
     shape = Shape(options.form, float(c.max()), float(c[c > 0].min()))
     white = np.eye(len(c)) if s is None else np.diag(np.sqrt(np.mean(s**2)) / s)
     return FitProblem(shape, shape.x(c), points.reward, white, r0, options.fix_a, options.a_max)
-
-
-def _check_window(series: Series, window: Window, options: FitOptions) -> None:
-    n = int(window.used.sum())
-    free = 2 + (options.form != "power-law") + (window.r0 is None) - (options.fix_a is not None)
-    if n < free + 1:
-        limits = f"{int(window.skipped.sum())} skipped, {int(window.held_out.sum())} held out"
-        problem = f"{n} points in the window for {free} parameters ({limits})"
-        remedy = "Give more evaluations, a smaller --skip, a larger --fit-until, or fix R0 or A"
-        raise PointsError(problem, remedy, file=series.source)
-    y = series.reward[window.used]
-    if float(np.ptp(y)) == 0:
-        remedy = "A curve needs a reward that changes; check the reward column"
-        problem = f"the reward is constant ({y[0]:g}) in the window"
-        raise PointsError(problem, remedy, file=series.source)
