@@ -1,10 +1,7 @@
 """The two entry points for losses over the LM head, with autograd, for eager and compiled code.
 
-    linear_loss       CISPO, or another loss that is a sum of functions of single log-probs: the
-                      forward pass computes the gradients, three products
-    linear_logprobs   log-probs with gradient, for losses of any shape: four products
-
-Both sum the hidden gradient over the tensor-parallel ranks: gather hidden states by
+`linear_loss` is one pass of `linear`, `linear_logprobs` is two, for losses of any shape. Both sum
+the hidden gradient over the tensor-parallel ranks: gather hidden states by
 `gather_from_sequence_parallel_region(..., tensor_parallel_output_grad=False)`. The gradient of a
 head with `main_grad` (Megatron's fp32 buffer) is added there, as Megatron's fused weight gradients
 are; else autograd delivers it in the head's own type.

@@ -1,9 +1,5 @@
 """Operators of `torch.library` with fakes and autograd, opaque to torch.compile.
 
-    megatron_rl::fp32_linear        logits [T, V] in fp32
-    megatron_rl::linear_cispo       one pass of `linear`: loss, rows [5, T], gradients
-    megatron_rl::scaled             an fp32 gradient times a scalar, in another type
-
 They are built from the row operators of `csrc` (`cispo_reference` documents those). Shape legend:
 T tokens, V vocabulary of this rank, H hidden.
 """

@@ -22,8 +22,6 @@ from megatron_rl.trainer.reference import old_is_current
 from megatron_rl.trainer.step import next_batch
 from megatron_rl.trainer.step_metrics import report
 
-STATE_FOLDER = "megatron_rl"
-
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
@@ -145,7 +143,7 @@ class PluginSteps:
 
 def state_folder(directory: Path, step: int) -> Path:
     """Return the folder of the orchestrator's state of an iteration."""
-    return directory / f"iter_{step:07d}" / STATE_FOLDER
+    return directory / f"iter_{step:07d}" / "megatron_rl"
 
 
 class MicroBatchIterator(Iterator[HeadPass]):

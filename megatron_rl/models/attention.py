@@ -158,11 +158,9 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
             packed_seq_params: Rows | None = None,
             **kwargs: Any,
         ) -> Tensor:
-            s, b = query.shape[:2]
-            size = self.config.context_parallel_size
-            rows = packed_seq_params or Rows.of_bounds(
-                (0, s * size), self._rank, size, query.device
-            )
+            (s, b), size = query.shape[:2], self.config.context_parallel_size
+            bounds = (0, s * size)
+            rows = packed_seq_params or Rows.of_bounds(bounds, self._rank, size, query.device)
             if chunk is not None and self._by_torch is not None and rows.longest > chunk:
                 return self._by_torch(query, key, value, packed_seq_params=rows)
             query = _scaled(query, rows, temperature)

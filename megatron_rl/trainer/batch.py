@@ -27,9 +27,6 @@ from megatron_rl.models.packing import Bounds, RowLayout, own_positions, plan_ro
 from megatron_rl.trainer import world
 from megatron_rl.trainer.shards import ModelShards
 
-TOKEN_ARRAYS = ("advantages", "generator_logprobs", "loss_weights", "versions")
-"""Fields of `messages.Batch` with one number per token."""
-
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
@@ -254,7 +251,7 @@ def _checked_bounds(batch: messages.Batch) -> tuple[NDArray[np.int64], NDArray[n
 
 def _checked_ids(batch: messages.Batch, architecture: Architecture) -> NDArray[np.int32]:
     ids = messages.ints(batch.token_ids)
-    for name in TOKEN_ARRAYS:
+    for name in ("advantages", "generator_logprobs", "loss_weights", "versions"):
         count = len(getattr(batch, name)) // 4
         if count != len(ids):
             raise ValueError(

@@ -186,7 +186,6 @@ def _check_layout(path: Path, old: dict[str, Any], new: dict[str, Any], experts:
 
 
 def _layout_metadata() -> dict[str, Any]:
-    """Return the layout options of Megatron's distributed checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -212,7 +211,6 @@ def _sharded_state(
 
 
 def _modules(policy: Policy) -> dict[str, torch.nn.Module]:
-    """Return the modules of this rank by their key in the state."""
     single = len(policy.modules) == 1
     return {"model" if single else f"model{i}": m for i, m in enumerate(policy.modules)}
 

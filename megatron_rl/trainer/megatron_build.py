@@ -59,7 +59,6 @@ def finalize_gradients(
 
 
 def _recompute(kind: str, use_te: bool) -> dict[str, Any]:
-    """Return Megatron's fields for `parallel.recompute`."""
     if kind == "none":
         return {}
     if kind == "full":

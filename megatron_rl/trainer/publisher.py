@@ -1,11 +1,9 @@
 """The trainer's end: every rank keeps the buckets that it joins in a store of its own.
 
-    publish(v)      all ranks: export bucket by bucket, straight into the store's slot
-    in background   differences to the version before, checksums; rank 0 gathers them and announces
-                    the manifest, when every rank's part of the version is complete
-
-The trainer waits for the copy of its own shards and for nothing else. A slot is written again two
-versions later; until then the orchestrator gives no batch while anyone still reads it.
+The export goes straight into the store's slot. In the background, every rank makes differences and
+checksums, and rank 0 announces the manifest when every rank's part is complete. The trainer waits
+for the copy of its own shards and for nothing else. A slot is written again two versions later;
+until then the orchestrator gives no batch while anyone still reads it.
 """
 
 from __future__ import annotations

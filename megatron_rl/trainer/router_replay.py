@@ -176,5 +176,4 @@ class _Follower:
 
 
 def _missing(taken_RE: Tensor, given_RK: Tensor, known_R: Tensor) -> Tensor:
-    """Return the number of given experts that were not taken."""
     return (~taken_RE.gather(1, given_RK.clamp(min=0)) & known_R).sum()

@@ -100,7 +100,6 @@ def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tu
 
 
 def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
-    """Return the metrics of a step by their names in metrics.jsonl."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     ratio_max, same_max = maxima.tolist()
     n, same, routes = (max(total[key], 1.0) for key in ("tokens", "same_tokens", "routes"))
