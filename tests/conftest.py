@@ -28,16 +28,35 @@ settings.load_profile("shared")
 ONE_WORKER = {"tests/generator/test_weight_updates.py": "tests/generator/test_engine.py"}
 """File -> file whose engines it shares: on two workers each of them would start all."""
 
+LONGEST = (
+    "tests/e2e/test_examples.py",
+    "tests/e2e/test_pretraining.py",
+    "tests/generator/test_engine.py",
+    "tests/rewards/test_pool.py",
+    "tests/trainer/test_transformer_engine.py",
+    "tests/trainer/test_layouts.py",
+)
+"""Files that start first, so that no worker is left with one of them at the end."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep each file on one worker (`--dist loadfile`), together with those of `ONE_WORKER`."""
+    """Keep each file on one worker (`--dist loadfile`), together with those of `ONE_WORKER`.
+
+    The files of `LONGEST` are first; the others keep their order.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope = super()._split_scope(nodeid)
             return ONE_WORKER.get(scope, scope)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            for scope in reversed(LONGEST):
+                if scope in self.workqueue:
+                    self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
