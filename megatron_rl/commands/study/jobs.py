@@ -4,8 +4,6 @@ The templates are examples/cluster/slurm.sh and examples/cluster/kubernetes.yaml
 another partition, image, claim or memory. Each job has the complete configuration of its run.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

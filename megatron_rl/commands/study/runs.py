@@ -1,7 +1,5 @@
 """The runs of a study, one `megatron-rl train` after the other; their folders are its state."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json
@@ -94,15 +92,10 @@ class Run:
     def check_folder(self) -> None:
         """Raise ConfigError if the folder has a run of other values."""
         path = self.config.output_dir / "config.yaml"
-        configs = (load_config(path), self.config) if path.exists() else ()
-        values = [config.model_dump(mode="json", exclude=FREE) for config in configs]
-        changed = [
-            f"{k} {old} -> {new}" for k, old, new in (differences(*values) if values else ())
-        ]
-        if changed:
-            raise ConfigError(
-                f"{path}: a run of other values ({', '.join(changed)}); choose another --output"
-            )
+        old = load_config(path) if path.exists() else self.config
+        values = (config.model_dump(mode="json", exclude=FREE) for config in (old, self.config))
+        if changed := ", ".join(f"{k} {a} -> {b}" for k, a, b in differences(*values)):
+            raise ConfigError(f"{path}: a run of other values ({changed}); choose another --output")
 
     def execute(self) -> None:
         """Train to the last step or a budget, from the newest checkpoint on.

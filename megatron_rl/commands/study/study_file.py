@@ -1,9 +1,8 @@
 """From a study's file (docs/study.md) to the checked configurations of its runs."""
 
-from __future__ import annotations
-
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -60,6 +59,28 @@ class Study:
         if doubled := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"study {self.name}: several runs are {sorted(doubled)}: name them")
         return sorted(runs, key=lambda run: run.turn)
+
+    def print_plan(self) -> None:
+        """Print state, sizes, estimated GPU-hours and commands of the runs."""
+        runs, total = self.runs(), 0.0
+        print(f"{self.name}: {self.values.get('summary', '')}\n")
+        width = max(len(run.name) for run in runs)
+        form = f"{{:{width}}}  {{:16}}{{:>8}}{{:>8}}{{:>6}}{{:>11}}{{:>8}}"
+        print(form.format("run", "state", "steps", "batch", "GPUs", "GPU-hours", "days"))
+        for run in runs:
+            s, devices, hours = run.config.schedule, run.config.roles.devices, run.gpu_hours
+            ended, done = run.ended_by(), run.steps_done()
+            state = f"ended by {ended}" if ended else f"at step {done}" if done else "new"
+            cost = ("-", "-") if hours is None else (f"{hours:,.0f}", f"{hours / devices / 24:.1f}")
+            batch = f"{s.prompts_per_step} x {s.completions_per_prompt}"
+            print(form.format(run.name, state, s.steps, batch, devices, *cost))
+            total += hours or 0.0
+        if total:
+            print(f"\n{total:,.0f} GPU-hours, an estimate for any number of GPUs:")
+            print(f"steps x completions x hours of a completion. {self.values.get('source', '')}")
+        for run in runs:
+            if run.ended_by() is None:
+                print(f"\n{shlex.join(['megatron-rl', *run.arguments])}")
 
     def _of_seeds(self, name: str, entry: dict[str, Any]) -> Iterator[Run]:
         """Yield a run for every repeat and seed.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from megatron_rl import recipes
+from megatron_rl.cli import main
 from megatron_rl.commands.study import runs, study_file, study_results
 from megatron_rl.config import ConfigError, load_config
 from megatron_rl.metrics.metrics_file import read_metrics
@@ -308,52 +309,70 @@ def test_a_single_run_or_a_short_one_has_no_ranking(tmp_path: Path, fake: FakeRu
     assert "more evaluations" in (tmp_path / "comparison.md").read_text()
 
 
-def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `megatron-rl study mine.yaml` with the stand-in for its runs."""
-    driver = (
-        "import sys; from megatron_rl.commands.study import runs; from megatron_rl.cli import main;"
-        "runs.COMMAND = [sys.executable, '-m', 'tests.commands.study.fake_train'];"
-        "runs.POLL_SECONDS = 0.05; main(['study', *sys.argv[1:]])"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", driver, "mine.yaml", "--output", "out", *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command in this process; return what it prints."""
+    with pytest.raises(SystemExit) as e:
+        main(list(arguments))
+    assert e.value.code == 0
+    return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_study_goes_on_where_it_was(tmp_path: Path, number: int) -> None:
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Restore the handler that the command replaces."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_a_killed_study_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     study(tmp_path, seeds=1)
-    metrics = tmp_path / "out/grpo/seed-1/metrics.jsonl"
-    process = command(tmp_path)
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b'"step"') < 10:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    # At once: the killed study's run is still writing its checkpoint.
-    output, _ = command(tmp_path).communicate(timeout=120)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    stand_in = [sys.executable, "-m", "tests.commands.study.fake_train"]
+    monkeypatch.setattr(runs, "COMMAND", stand_in)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.05)
+    command = ("study", "mine.yaml", "--output", "out")
+    metrics, called = tmp_path / "out/grpo/seed-1/metrics.jsonl", tmp_path / "called.txt"
+    # Each begins at once: the run of the killed one before is still writing its checkpoint.
+    for number, calls, status in ((signal.SIGKILL, 3, -signal.SIGKILL), (signal.SIGTERM, 4, 130)):
+        process = multiprocessing.get_context("fork").Process(target=main, args=(list(command),))
+        process.start()
+        deadline = time.monotonic() + 120
+        while (
+            not metrics.exists()
+            or metrics.read_bytes().count(b'"step"') < 10
+            or called.read_text().count("\n") < calls
+        ):
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        process.join(60)
+        assert process.exitcode == status
+    output = printed(capsys, *command)
     assert "[1/2] scalerl/seed-1: ended by steps, 0 s in this call" in output
     assert "[2/2] grpo/seed-1: ended by steps" in output
-    calls = (tmp_path / "called.txt").read_text().splitlines()
-    assert [line.split()[0] for line in calls] == ["sft", "train", "train", "train"]
-    assert ["--resume" in line for line in calls] == [False, False, False, True]
+    lines = called.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["sft", *["train"] * 4]
+    assert ["--resume" in line for line in lines] == [False, False, False, True, True]
     steps = [row["step"] for row in read_metrics(metrics) if row["kind"] == "step"]
     assert steps == list(range(STEPS))
     table = (tmp_path / "out/comparison.md").read_text()
     assert table.count("| 1 | steps | 40 |") == 4
-    # Without a study, the first option may be one of the configuration.
-    driver = (
-        "from megatron_rl.cli import main; main(['ablate', '--optimizer.beta2', '0.9', '--plan'])"
-    )
-    ablate = subprocess.check_output(
-        [sys.executable, "-c", driver], cwd=ROOT, text=True, timeout=60
-    )
-    assert ablate.count("--optimizer.beta2 0.9") == 2
-    plan, _ = command(tmp_path, "--plan").communicate(timeout=60)
+    plan = printed(capsys, *command, "--plan")
     assert plan.count("ended by steps") == 2 and "megatron-rl train" not in plan
+
+
+def test_without_a_study_the_first_option_may_be_the_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = printed(capsys, "ablate", "--optimizer.beta2", "0.9", "--plan")
+    assert plan.count("--optimizer.beta2 0.9") == 2
 
 
 def test_a_call_is_interrupted_once_it_may_stop(
