@@ -8,8 +8,6 @@ Invariants:
 - Every token has the version that made it (vLLM's weight-version labels are our versions).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -179,9 +177,7 @@ class Engine:
         its bytes stay locked from there until they are loaded; an error after that leaves the
         engine paused, for the caller to end.
 
-        Args:
-            manifest: the version.
-            folder: store that has all of its buckets; empty: the stores of the trainer's ranks.
+        The store `folder` has all of its buckets; empty: the stores of the trainer's ranks do.
 
         Raises:
             WeightsError: names, shapes, dtypes or bytes are not what they must be.

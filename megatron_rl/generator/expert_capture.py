@@ -7,10 +7,8 @@ again, and its experts are those of the pass that filled the cache.
 Shape legend: N tokens, L layers with experts (ascending), K experts of a token.
 """
 
-from __future__ import annotations
-
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -63,34 +61,7 @@ class RequestRoutes:
     def encoded(self, routes_NLK: RoutedExperts, tokens: int) -> bytes:
         """Return `Sample.routes` of so many tokens of prompt and completion; pad with unknown."""
         padding = np.full((tokens, *routes_NLK.shape[1:]), UNKNOWN, dtype=np.int16)
-        joined = np.concatenate([routes_NLK, padding])[:tokens]
-        return encode(joined, self._architecture.experts)
-
-
-class CapturedRoutes:
-    """The part of a generator's worker extension that captures experts."""
-
-    model_runner: Any
-    _routes: _Recorder
-
-    def capture_routes(self) -> list[int]:
-        """Record from now on; return the layers with experts, from 0."""
-        self._routes = _Recorder(self.model_runner)
-        return self._routes.layers
-
-    def take_routes(self, request_ids: list[str]) -> list[bytes]:
-        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
-        return [self._routes.take(request) for request in request_ids]
-
-
-@dataclass(slots=True)
-class _Rows:
-    count: int = 0
-    parts: list[Tensor] = field(default_factory=list)
-
-    def add(self, rows_NLK: Tensor) -> None:
-        self.parts.append(rows_NLK)
-        self.count += len(rows_NLK)
+        return encode(np.concatenate([routes_NLK, padding])[:tokens], self._architecture.experts)
 
 
 class _Recorder:
@@ -103,7 +74,8 @@ class _Recorder:
         moe = {m.layer_id: m for m in runner.model.modules() if isinstance(m, MoERunner)}
         self.layers = sorted(moe)
         self._pass: list[Tensor] = []
-        self._by_request: dict[str, _Rows] = {}
+        self._by_request: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._held: Counter[str] = Counter()  # rows by request
         self._group, self._block = _whole_group(runner.kv_cache_config)
         slots = runner.kv_cache_config.num_blocks * self._block
         shape = (slots, len(self.layers), runner.model_config.get_num_experts_per_tok())
@@ -129,20 +101,22 @@ class _Recorder:
             request = batch.req_ids[i]
             # vLLM appends its own suffix to the id of a request.
             request = request.rpartition("-")[0] or request
-            held = self._by_request.setdefault(request, _Rows())
-            cached = max(first - held.count, 0)
+            parts, held = self._by_request[request], self._held[request]
+            cached = max(first - held, 0)
             block, offset = np.divmod(np.arange(first - cached, first + len(rows)), self._block)
             slots = torch.from_numpy(blocks[i, block] * np.int64(self._block) + offset)
             self._by_slot[slots[cached:]] = rows
             if cached:
-                held.add(self._by_slot[slots[:cached]])
+                parts.append(self._by_slot[slots[:cached]])
             # A position that is computed again, after preemption, keeps its first experts: those
             # of the pass that its successor was sampled in.
-            held.add(rows[held.count - first :])
+            parts.append(rows[held + cached - first :])
+            self._held[request] += cached + len(parts[-1])
 
     def take(self, request: str) -> bytes:
-        held = self._by_request.pop(request, _Rows())
-        return torch.cat([self._by_slot[:0], *held.parts]).numpy().tobytes()
+        self._held.pop(request, None)
+        parts = self._by_request.pop(request, [])
+        return torch.cat([self._by_slot[:0], *parts]).numpy().tobytes()
 
 
 def _whole_group(config: Any) -> tuple[int, int]:
@@ -156,3 +130,19 @@ def _whole_group(config: Any) -> tuple[int, int]:
         "algorithm.routing_replay: no layer of this model attends to its whole past, so vLLM keeps"
         " no blocks that identify a cached prefix; set it to 'none'"
     )
+
+
+class CapturedRoutes:
+    """The part of a generator's worker extension that captures experts."""
+
+    model_runner: Any
+    _routes: _Recorder
+
+    def capture_routes(self) -> list[int]:
+        """Record from now on; return the layers with experts, from 0."""
+        self._routes = _Recorder(self.model_runner)
+        return self._routes.layers
+
+    def take_routes(self, request_ids: list[str]) -> list[bytes]:
+        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
+        return [self._routes.take(request) for request in request_ids]

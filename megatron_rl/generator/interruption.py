@@ -21,8 +21,6 @@ Example (budget 3, phrase "stop </think>", answer budget 2; E is end-of-sequence
     sampled a E          -> a E                            `stop`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,11 +85,10 @@ class Completion:
         """Tokens that the next request may sample; 0 when complete."""
         if self.finish_reason:
             return 0
-        if self.interruption is None:
-            return self.thinking_budget + self.answer_budget - len(self.token_ids)
-        if self._answer_start < 0:
+        if self.interruption is not None and self._answer_start < 0:
             return self.thinking_budget - len(self.token_ids)
-        return self._answer_start + self.answer_budget - len(self.token_ids)
+        thinking = self.thinking_budget if self.interruption is None else self._answer_start
+        return thinking + self.answer_budget - len(self.token_ids)
 
     def add(self, sampled: SampledTokens) -> None:
         """Append the tokens that a request for `wanted` tokens sampled.
@@ -124,16 +121,13 @@ class Completion:
         if self.interruption is not None and self._answer_start < 0:
             self._answer_start = self.interruption.end(self.token_ids)
             if self._answer_start < 0 and sampled.finish_reason == "length":
-                self._force(self.interruption.phrase)
+                start, phrase = len(self.token_ids), self.interruption.phrase
+                self.token_ids += phrase
+                self.logprobs += [0.0] * len(phrase)
+                self._answer_start = len(self.token_ids)
+                self.forced = (start, self._answer_start)
+                self._extend_spans(self.spans[-1].version, start, self._answer_start)
         self._finish(sampled.finish_reason)
-
-    def _force(self, phrase: Sequence[int]) -> None:
-        start = len(self.token_ids)
-        self.token_ids += phrase
-        self.logprobs += [0.0] * len(phrase)
-        self._answer_start = len(self.token_ids)
-        self.forced = (start, self._answer_start)
-        self._extend_spans(self.spans[-1].version, start, self._answer_start)
 
     def _finish(self, reason: str) -> None:
         if self.interruption is None:
@@ -141,23 +135,16 @@ class Completion:
             return
         answer_end = self._answer_start + self.answer_budget
         if self._answer_start >= 0 and len(self.token_ids) > answer_end:
-            self._truncate(answer_end)
+            # Truncating a sampled sequence at a fixed position leaves the distribution of the rest
+            # as it is: the same as never having sampled more.
+            del self.token_ids[answer_end:], self.logprobs[answer_end:]
+            kept = [s for s in self.spans if s.start < answer_end]
+            self.spans = [VersionSpan(s.version, s.start, min(s.end, answer_end)) for s in kept]
             self.finish_reason = "length"
         elif reason == "stop":
             self.finish_reason = "stop"
         elif self._answer_start >= 0 and len(self.token_ids) == answer_end:
             self.finish_reason = "length"
-
-    def _truncate(self, length: int) -> None:
-        # Truncating a sampled sequence at a fixed position leaves the distribution of the rest as
-        # it is: the same as never having sampled more.
-        del self.token_ids[length:]
-        del self.logprobs[length:]
-        self.spans = [
-            VersionSpan(s.version, s.start, min(s.end, length))
-            for s in self.spans
-            if s.start < length
-        ]
 
     def _extend_spans(self, version: int, start: int, end: int) -> None:
         if self.spans and self.spans[-1].version == version:

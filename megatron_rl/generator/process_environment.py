@@ -1,10 +1,7 @@
-"""Process environment and signals of a generator; to be set before vLLM is imported."""
-
-from __future__ import annotations
+"""Process environment of a generator; to be set before vLLM is imported."""
 
 import os
 import re
-import signal
 from pathlib import Path
 
 from megatron_rl.compat import quiet, vllm_fork
@@ -17,12 +14,6 @@ from megatron_rl.generator.vllm_plugin import ENGINE_OWNER, register
 TORCHRUN_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
 )
-
-
-def ignore_signals() -> None:
-    """Ignore Ctrl-C and torchrun's SIGTERM, which reach every rank: a generator ends by Stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def prepare_environment(config: RunConfig, model_dir: str) -> None:

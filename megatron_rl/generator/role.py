@@ -1,7 +1,5 @@
 """The generator role of a rank: one vLLM engine, or a device lent to one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from datetime import timedelta
@@ -30,12 +28,10 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
             with contextlib.suppress(DistStoreError):
                 store.wait([finished], timedelta(seconds=60))
         return
-    endpoint = store.get("orchestrator").decode()
-    model_dir = store.get("model_dir").decode()
+    endpoint, model_dir = (store.get(key).decode() for key in ("orchestrator", "model_dir"))
     node = node_name()
-    spec = None
-    if not sees_trainer_stores(config, os.environ):
-        spec = store_spec(config, node, endpoint)
+    shares = sees_trainer_stores(config, os.environ)
+    spec = None if shares else store_spec(config, node, endpoint)
     try:
         run_generator(config, engine, rank, endpoint, model_dir, node=node, store=spec)
     finally:

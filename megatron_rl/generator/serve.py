@@ -7,9 +7,8 @@ in the order of arrival, `generation.concurrent_completions` at a time. Any erro
 orchestrator gets `Failed`, and the process exits with the error.
 """
 
-from __future__ import annotations
-
 import asyncio
+import signal
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -21,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
-from megatron_rl.generator.process_environment import ignore_signals, prepare_environment
+from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
 from megatron_rl.weights.store_process import StoreSpec
 
@@ -53,7 +52,9 @@ def run_generator(
         Exception: the error that ended the role, after it was reported as `Failed`.
     """
     upstream.check(vllm_fixes.FIXES)
-    ignore_signals()
+    # Ctrl-C and torchrun's SIGTERM reach every rank: a generator ends by Stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     prepare_environment(config, model_dir)
     generator = Generator(config, engine_index, rank, endpoint, node, store)
     asyncio.run(generator.run(model_dir, version))
@@ -101,7 +102,7 @@ class Generator:
                 await engine.prepare()
                 await self._serve(monitor, keeper)
             except OrchestratorGoneError:
-                socket.setsockopt(zmq.LINGER, 0)
+                socket.linger = 0
                 raise
             except Exception as e:
                 name = f"generator {self._index} (rank {self._rank})"
@@ -116,27 +117,21 @@ class Generator:
                 monitor.close()
 
     def _connect(self, socket: Any) -> Any:
-        socket.setsockopt(zmq.IDENTITY, f"generator-{self._index}".encode())
-        socket.setsockopt(zmq.LINGER, int(1000 * self._config.timeouts.shutdown_seconds / 2))
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.identity = f"generator-{self._index}".encode()
+        socket.linger = int(1000 * self._config.timeouts.shutdown_seconds / 2)
+        socket.set_hwm(0)
         # A host that vanished closes no connection; heartbeats detect it.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, 6 * _HEARTBEAT_MS
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self._endpoint)
         return monitor
 
     async def _serve(self, monitor: Any, keeper: StoreKeeper | None) -> None:
-        await self._send(
-            m.Hello(
-                role="generator",
-                rank=self._rank,
-                version=self._engine.version,
-                node=self._node,
-                capacity=self._config.generation.concurrent_completions,
-            )
+        version, capacity = self._engine.version, self._config.generation.concurrent_completions
+        hello = m.Hello(
+            role="generator", rank=self._rank, version=version, node=self._node, capacity=capacity
         )
+        await self._send(hello)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_stats())
@@ -153,7 +148,7 @@ class Generator:
         except BaseExceptionGroup as group:
             # Errors of an engine that is being stopped do not count.
             if group.subgroup(_Stopped) is None:
-                raise _first(group) from None
+                raise group.exceptions[0] from None
 
     def work(self, message: m.Message) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that answer a message.
@@ -184,11 +179,9 @@ class Generator:
         async with self._admission:
             self._count_running(+1)
             try:
+                thinking, answer = message.thinking_budgets[index], message.answer_budget
                 completion = await self._engine.complete(
-                    message.prompt,
-                    message.thinking_budgets[index],
-                    message.answer_budget,
-                    message.temperature,
+                    message.prompt, thinking, answer, message.temperature
                 )
             finally:
                 self._count_running(-1)
@@ -197,20 +190,19 @@ class Generator:
         if self._engine.routes is not None and completion.routes_NLK is not None:
             tokens = len(message.prompt) + len(completion.token_ids)
             routes = self._engine.routes.encoded(completion.routes_NLK, tokens)
-        await self._send(
-            m.Sample(
-                group=message.group,
-                index=index,
-                prompt_id=message.prompt_id,
-                evaluation=message.evaluation,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                forced=completion.forced,
-                spans=completion.spans,
-                finish_reason=completion.finish_reason,
-                routes=routes,
-            )
+        sample = m.Sample(
+            group=message.group,
+            index=index,
+            prompt_id=message.prompt_id,
+            evaluation=message.evaluation,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            forced=completion.forced,
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            routes=routes,
         )
+        await self._send(sample)
 
     async def _update(self, message: m.UpdateWeights) -> None:
         await self._send(await self._engine.update(message.manifest, message.folder))
@@ -264,8 +256,3 @@ class Generator:
 
     async def _send(self, message: m.Message) -> None:
         await self._socket.send(m.encode(message))
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

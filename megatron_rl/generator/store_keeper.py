@@ -4,8 +4,6 @@ Generators on the trainer's node, or with `weights.directory`, read what the tra
 On any other node, one store takes each version for all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -55,11 +53,7 @@ def store_spec(config: RunConfig, node: str, endpoint: str) -> StoreSpec:
 
 
 class StoreKeeper:
-    """One for each generator of a node; that with the lock has the store process as a child.
-
-    Args:
-        spec: of the process, the same for all generators of the node.
-    """
+    """One for each generator of a node, with one `spec`; that with the lock has the process."""
 
     def __init__(self, spec: StoreSpec) -> None:
         self._spec, self._folder = spec, Path(spec.folder)

@@ -1,7 +1,5 @@
 """vLLM's arguments for a run's configuration and checkpoint."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -32,7 +30,6 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     generation = config.generation
     # One more than the longest sequence: scoring a whole one asks for one more token.
     blocks = config.sequence_tokens // BLOCK_TOKENS + 1
-    plain = generation.temperature == 1.0
     arguments: dict[str, Any] = {
         "model": model_dir,
         "dtype": _DTYPES[config.generator_dtype],
@@ -42,7 +39,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         "tensor_parallel_size": config.roles.generator_tensor_parallel,
         # The trainer computes log-probs from logits / temperature. So are vLLM's "processed" ones;
         # "raw" are the same at temperature 1, and cheaper.
-        "logprobs_mode": "raw_logprobs" if plain else "processed_logprobs",
+        "logprobs_mode": "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs",
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_prefix_caching": True,
@@ -53,7 +50,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
         arguments["enable_return_routed_experts"] = True
     checkpoint = _read_config(model_dir)
     text_config = checkpoint.get("text_config", checkpoint)
-    if overrides := _config_overrides(config, checkpoint, arguments["max_model_len"]):
+    if overrides := _overrides(config, checkpoint, arguments["max_model_len"]):
         arguments["hf_overrides"] = overrides
     if checkpoint is not text_config:
         # Nothing else is used: neither the images' processor nor their tower is made.
@@ -77,9 +74,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     return AsyncEngineArgs(**arguments)
 
 
-def _config_overrides(
-    config: RunConfig, checkpoint: dict[str, Any], max_model_len: int
-) -> dict[str, Any]:
+def _overrides(config: RunConfig, checkpoint: dict[str, Any], max_model_len: int) -> dict[str, Any]:
     """Return what vLLM changes in the checkpoint's config.json."""
     text_config = checkpoint.get("text_config", checkpoint)
     overrides: dict[str, Any] = {}
@@ -125,14 +120,13 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
             " with one scale, which vLLM's rotary order for Llama 4 takes apart; set it to 'none'"
         )
     matrices = [n for n, shape in architecture(checkpoint).shapes().items() if len(shape) == 2]
+    plain = [n.removesuffix(".weight") for n in matrices if not is_quantized(n)]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
         # Routers, which vLLM would quantize by default; embedding and head.
-        "modules_to_not_convert": [
-            name.removesuffix(".weight") for name in matrices if not is_quantized(name)
-        ],
+        "modules_to_not_convert": plain,
     }
 
 

@@ -5,8 +5,6 @@ it adds a weight-transfer backend and fixes known faults, and nothing else. Only
 generator's engine are also shielded from the signals of its terminal.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
@@ -39,13 +37,9 @@ def register() -> None:
             WEIGHT_TRANSFER_BACKEND, "megatron_rl.generator.weight_transfer", "StoredWeights"
         )
     if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
-        _stay_until_the_owner_ends()
-
-
-def _stay_until_the_owner_ends() -> None:
-    # Ctrl-C and torchrun signal whole process groups, and vLLM's processes end at the first
-    # SIGINT; the run needs them until the orchestrator sends Stop. In a process group of their own
-    # they get no such signal, so the kernel must end them when their parent is gone.
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Ctrl-C and torchrun signal whole process groups, and vLLM's processes end at the first
+        # SIGINT; the run needs them until the orchestrator sends Stop. In a process group of their
+        # own they get no such signal, so the kernel must end them when their parent is gone.
+        if os.getpgrp() != os.getpid():
+            os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

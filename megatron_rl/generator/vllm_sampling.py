@@ -1,7 +1,5 @@
 """Sampling parameters for vLLM, and the tokens that a finished request sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,12 +31,9 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
 
 def scoring() -> SamplingParams:
     """Return the parameters of a request for the log-probs of its own prompt."""
+    kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(
-        temperature=1.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **_COMMON,
+        temperature=1.0, max_tokens=1, prompt_logprobs=0, output_kind=kind, **_COMMON
     )
 
 

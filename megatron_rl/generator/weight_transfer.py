@@ -9,8 +9,6 @@ locked and checked the version's bytes, and `WorkerExtension` adds two earlier c
     start_weight_update, update_weights, finish_weight_update      decoding is paused
 """
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,11 +32,6 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 @dataclass
-class InitInfo(transfer.WeightTransferInitInfo):
-    """Nothing: a worker needs no connection to the trainer."""
-
-
-@dataclass
 class UpdateInfo(transfer.WeightTransferUpdateInfo):
     """The version that was mapped last."""
 
@@ -48,13 +41,11 @@ class UpdateInfo(transfer.WeightTransferUpdateInfo):
 class StoredWeights(transfer.WeightTransferEngine):
     """Loads versions from the stores of this node.
 
-    The generator compared names, shapes and dtypes of the whole version with the model's, and its
-    bytes with their checksums, before it called any worker. An error raised from `receive_weights`
-    on leaves the engine between two versions: the generator reports it and ends, it never continues
-    to decode.
+    An error raised from `receive_weights` on leaves the engine between two versions: the generator
+    reports it and ends, it never continues to decode.
     """
 
-    init_info_cls = InitInfo
+    init_info_cls = transfer.WeightTransferInitInfo
     update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any) -> None:
@@ -66,7 +57,7 @@ class StoredWeights(transfer.WeightTransferEngine):
         self._thread = ThreadPoolExecutor(1, "weights", *device)
         self._mapped: Future[tuple[Manifest, str]] = Future()
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: transfer.WeightTransferInitInfo) -> None:
         """Silence a warning of every update."""
         logger = logging.getLogger(reload.initialize_layerwise_reload.__module__)
         if _is_relevant not in logger.filters:
