@@ -30,12 +30,9 @@ class StoredParameter:
     `StoredParameter(("decoder.layers.mlp.experts.experts.linear_fc2.weight",), (32, 8), (7, 3))`.
     """
 
-    keys: tuple[str, ...]
-    """Names of the tensor: one, or the local spec's and Transformer Engine's."""
-    stack: tuple[int, ...]
-    """Sizes of the dimensions before those of the parameter: layers, experts."""
-    index: tuple[int, ...]
-    """Index in those dimensions."""
+    keys: tuple[str, ...]  # names of the tensor: one, or the local spec's and Transformer Engine's
+    stack: tuple[int, ...]  # sizes of the dimensions before those of the parameter: layers, experts
+    index: tuple[int, ...]  # index in those dimensions
 
 
 def layers_are_stacked(architecture: Architecture) -> bool:

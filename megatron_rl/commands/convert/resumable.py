@@ -46,10 +46,8 @@ class Output:
 
     target: Path
     file_bytes: int
-    workers: int = 1
-    """Number of files written at once."""
-    quiet: bool = False
-    """Print nothing about progress."""
+    workers: int = 1  # number of files written at once
+    quiet: bool = False  # print nothing about progress
 
     def write(
         self, settings: dict[str, Any], sources: list[Path], files: Writers, finish: Finish

@@ -32,8 +32,7 @@ class SafetensorsDirectory:
     def __init__(self, directory: Path, pattern: str = "model.safetensors") -> None:
         self.directory, index, names = directory, directory / INDEX, None
         self.files = sorted(directory.glob(pattern)) or [directory / pattern]
-        self.tensors: dict[str, Tensor] = {}
-        """Every tensor on the meta device: its shape and dtype."""
+        self.tensors: dict[str, Tensor] = {}  # on the meta device: shape and dtype
         self.file_of: dict[str, Path] = {}
         if pattern == "model.safetensors" and index.is_file():
             names = json.loads(index.read_text())["weight_map"]

@@ -104,13 +104,11 @@ class CheckpointPlan(DefaultSavePlanner):
     def __init__(self, source: SafetensorsDirectory, arch: Architecture, part_bytes: int) -> None:
         super().__init__()
         self.source, self.part_bytes, self._filled = source, part_bytes, 0
-        self.contents: dict[str, Any] = {}
-        """Tensors and objects by key."""
-        self.state = dcp.MetadataIndex("extra_states")
-        """The one object; all `_extra_state` objects are copies of it."""
+        self.contents: dict[str, Any] = {}  # tensors and objects by key
+        self.state = dcp.MetadataIndex("extra_states")  # every `_extra_state` is a copy of it
         self.parts = [[planner.WriteItem(self.state, planner.WriteItemType.BYTE_IO)]]
+        # Other index of written data -> the index that it is written under.
         self.copies: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
-        """Other index of written data -> the index that it is written under."""
         self._weights: dict[dcp.MetadataIndex, Weight] = {}
         stacked = layers_are_stacked(arch)
         for weight in (w for w in arch.weights() if w.exported):  # tied: stored once

@@ -17,5 +17,4 @@ class Result:
     status: Literal["ok", "note", "fail"]
     """`note`: a difference from a GPU node that does not matter here."""
     detail: str
-    remedy: str = ""
-    """Never empty if the check failed."""
+    remedy: str = ""  # never empty if the check failed

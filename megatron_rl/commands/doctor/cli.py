@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
-RENDEZVOUS_PORT = 29500
-"""torchrun's default."""
+RENDEZVOUS_PORT = 29500  # torchrun's default
 STARTS_PROCESSES = ("Transformer Engine", "all-reduce", "weights between nodes")
 PORT = "Port that must be free; may be repeated [29500]."
 QUICK = "Only checks that start no process (a health check)."

@@ -118,10 +118,7 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
 
     backend = "nccl" if cuda and torch.cuda.device_count() >= RANKS else "gloo"
     name = f"all-reduce of {RANKS} ranks ({backend})"
-    with (
-        tempfile.TemporaryDirectory(prefix="megatron_rl_doctor_") as folder,
-        ThreadPoolExecutor(RANKS) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(RANKS) as pool:
         command = [sys.executable, "-c", ALL_REDUCE, f"file://{folder}/rendezvous", backend]
         commands = [[*command, str(rank)] for rank in range(RANKS)]
         errors = [error for _, error in pool.map(software_checks.output_of, commands) if error]

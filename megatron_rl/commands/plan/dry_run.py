@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.commands.plan.nodes import nodes_of
+from megatron_rl.commands.plan.nodes import nodes_name, nodes_of
 from megatron_rl.commands.plan.plan_report import memory_plan
 from megatron_rl.config import TINY_MODELS, HuggingFaceTask, JsonlTask, RunConfig
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -38,17 +38,17 @@ def node_lines(config: RunConfig) -> list[str]:
 
     def roles(node: int) -> str:
         generators = [rank - r.trainer_ranks for rank in nodes[node] if rank >= r.trainer_ranks]
-        trainers = len(nodes[node]) - len(generators)
         engines = len({rank // r.generator_tensor_parallel for rank in generators})
+        trainers = len(nodes[node]) - len(generators)
         parts = [f"{trainers} trainer ranks"] * bool(trainers)
         parts += [f"{len(generators)} generator ranks, {engines} engine(s)"] * bool(generators)
         return "; ".join(parts)
 
     for text, group in itertools.groupby(range(len(nodes)), roles):
-        alike = list(group)
-        first, last = alike[0], alike[-1]
-        name = f"node {first}" if first == last else f"nodes {first}-{last}"
-        lines.append(f"{name} (ranks {nodes[first][0]}-{nodes[last][-1]}): {text} each")
+        first, *rest = group
+        last = rest[-1] if rest else first
+        span = f"{nodes_name(first, last)} (ranks {nodes[first][0]}-{nodes[last][-1]})"
+        lines.append(f"{span}: {text} each")
     return lines
 
 
@@ -57,22 +57,23 @@ def path_lines(config: RunConfig) -> list[str]:
     parent = next(p for p in (config.output_dir, *config.output_dir.parents) if p.exists())
     writable = "can be created" if os.access(parent, os.W_OK) else f"{parent} is not writable"
     lines = [f"output_dir: {config.output_dir}: {writable}"]
-    paths: list[tuple[str, Path, str]] = []
+
+    def add(key: str, path: Path, inside: str = "") -> None:
+        lines.append(f"{key}: {path}: {'found' if (path / inside).exists() else 'missing'}")
+
     if config.start_checkpoint is not None:
-        paths.append(("start_checkpoint", config.start_checkpoint, "config.json"))
+        add("start_checkpoint", config.start_checkpoint, "config.json")
     elif Path(config.model).is_dir():
-        paths.append(("model", Path(config.model), "config.json"))
+        add("model", Path(config.model), "config.json")
     elif config.model not in TINY_MODELS:
         lines.append("start_checkpoint: not set; give the Hugging Face directory to start from")
     for name, task in config.tasks.items():
         if isinstance(task, JsonlTask):
-            paths.append((f"{config.task_key(name)}.path", task.path, ""))
+            add(f"{config.task_key(name)}.path", task.path)
         elif isinstance(task, HuggingFaceTask) and Path(task.source).is_absolute():
-            paths.append((f"{config.task_key(name)}.source", Path(task.source), ""))
+            add(f"{config.task_key(name)}.source", Path(task.source))
     if config.weights.directory is not None:
-        paths.append(("weights.directory", config.weights.directory, ""))
-    for key, path, inside in paths:
-        lines.append(f"{key}: {path}: {'found' if (path / inside).exists() else 'missing'}")
+        add("weights.directory", config.weights.directory)
     return lines
 
 
@@ -87,10 +88,8 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
     if len(nodes) == 1:
         return [f"torchrun --nproc-per-node {ranks} {command}"]
     if ranks % per_node:
-        return [
-            f"{ranks} ranks do not fill nodes of {per_node} GPUs, but torchrun starts the same"
-            " number on every node; change roles"
-        ]
+        text = f"{ranks} ranks do not fill nodes of {per_node} GPUs, but torchrun starts the same"
+        return [f"{text} number on every node; change roles"]
     return [
         f"on each of {len(nodes)} nodes, HEAD being one of them:",
         f"torchrun --nnodes {len(nodes)} --nproc-per-node {per_node} --rdzv-backend c10d"

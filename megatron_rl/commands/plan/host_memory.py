@@ -1,26 +1,12 @@
-"""Memory of a node's host, without the page cache.
-
-- Versions of the weights, unless they are in `weights.directory`: the stores of the trainer ranks,
-  which hold their shares of `VERSIONS_HELD` versions, and on a node of generators one store of
-  whole versions with the buffers of its reads, unless its engines read the trainer's.
-- Saving. A checkpoint copies one tensor at a time on every rank; the Hugging Face model at the end
-  passes through rank 0, bucket by bucket, into a file.
-- Processes, as estimates.
-"""
+"""Memory of a node's host without the page cache: versions, saving, processes (docs/memory.md)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan.nodes import nodes_of
-from megatron_rl.commands.plan.tensors import (
-    all_units,
-    bucket_bytes,
-    rank_tensors,
-    saved_bucket_bytes,
-    update_bytes,
-)
+from megatron_rl.commands.plan import tensors
+from megatron_rl.commands.plan.nodes import nodes_name, nodes_of
 from megatron_rl.commands.plan.update_memory import share_bytes
 from megatron_rl.config import RunConfig
 from megatron_rl.weights.pull import READS
@@ -32,8 +18,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 RANK_BYTES = 6 * GIB
 """Estimate of the processes of a rank: torch, CUDA, NCCL; vLLM's server and engine."""
-SYSTEM_BYTES = 8 * GIB
-"""Estimate of the operating system of a node."""
+SYSTEM_BYTES = 8 * GIB  # estimate of the operating system of a node
 ORCHESTRATOR_BYTES = 8 * GIB
 """Estimate of the orchestrator with its verifiers, prompts and completions in flight."""
 SAVED_FILE_BYTES = 4 * GIB
@@ -45,11 +30,9 @@ class HostMemory:
     """Bytes of a node's host."""
 
     node: int
-    last_node: int
-    """Last one of the nodes from `node` on that need the same."""
+    last_node: int  # last one of the nodes from `node` on that need the same
     versions: float
-    shared: float
-    """Of the versions, what is in shared memory: all but the buffers."""
+    shared: float  # of the versions, what is in shared memory: all but the buffers
     saving: float
     processes: float
 
@@ -61,25 +44,22 @@ class HostMemory:
     @property
     def name(self) -> str:
         """`node 3` or `nodes 3-7`."""
-        if self.node == self.last_node:
-            return f"node {self.node}"
-        return f"nodes {self.node}-{self.last_node}"
+        return nodes_name(self.node, self.last_node)
 
 
 def host_memory(run: RunConfig, architecture: Architecture) -> list[HostMemory]:
     """Return the memory of each node's host, neighbors that need the same as one."""
-    stages = range(run.parallel.pipeline)
-    largest = max(n for s in stages for _, n in rank_tensors(architecture, run.parallel, s))
+    stages, a = range(run.parallel.pipeline), architecture
+    largest = max(n for s in stages for _, n in tensors.rank_tensors(a, run.parallel, s))
     copied = 4 * largest  # of the fp32 optimizer states
-    bucket, total = saved_bucket_bytes(run, architecture), update_bytes(run, architecture)
+    bucket, total = tensors.saved_bucket_bytes(run, a), tensors.update_bytes(run, a)
     nodes, trainers = nodes_of(run), run.roles.trainer_ranks
-    shares = [share_bytes(run, architecture, stage) for stage in stages]
-    reads = READS * bucket_bytes(run, [unit.sent for unit in all_units(run, architecture)])
+    shares = [share_bytes(run, a, stage) for stage in stages]
+    reads = READS * tensors.bucket_bytes(run, [unit.sent for unit in tensors.all_units(run, a)])
     hosts: list[HostMemory] = []
     for node, ranks in enumerate(nodes.ranks):
-        own = [rank for rank in ranks if rank < trainers]
-        versions = 0.0
-        if not nodes.shared_files:
+        own, versions = [rank for rank in ranks if rank < trainers], 0.0
+        if run.weights.directory is None:
             versions = sum(VERSIONS_HELD * shares[r * len(shares) // trainers] for r in own)
         versions += VERSIONS_HELD * total * (node in nodes.stores)
         buffers = reads if node in nodes.stores else 0

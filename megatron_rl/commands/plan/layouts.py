@@ -1,11 +1,7 @@
 """Layouts of a run: the sizes in its sections `roles` and `parallel`.
 
-The search returns those that divide the model and fit, best first, by a rule of thumb. ScaleRL used
-one trainer rank per four generator ranks, so the trainer count that fits and is nearest to a fifth
-of the ranks is best. Its layouts are in the order of their cost in throughput: recomputation
-(`full` repeats a third of the compute), then pipeline stages (a bubble each), tensor-parallel ranks
-(two all-reduces per layer and direction), expert-tensor and expert-parallel ranks. Engines are as
-narrow as possible with a cache for `ENOUGH_SEQUENCES`.
+The search returns those that divide the model and fit, best first, by the rule of thumb of
+docs/memory.md. Engines are as narrow as possible with a cache for `ENOUGH_SEQUENCES`.
 """
 
 from __future__ import annotations
@@ -26,11 +22,9 @@ if TYPE_CHECKING:
 
 ROLE_SIZES = ("trainer_ranks", "generator_ranks", "generator_tensor_parallel")
 TRAINER_SHARE = 0.2
-ENOUGH_SEQUENCES = 8
-"""Completions of full length that fit an engine's cache; most are shorter."""
+ENOUGH_SEQUENCES = 8  # completions of full length that fit an engine's cache; most are shorter
 RECOMPUTE = ("none", "selective", "full")
-MOST = 5
-"""Number of layouts that a search returns."""
+MOST = 5  # number of layouts that a search returns
 
 
 def with_layout(
@@ -54,12 +48,10 @@ def layout_values(run: RunConfig) -> dict[str, dict[str, Any]]:
 
 def layout_options(run: RunConfig) -> str:
     """Return the sizes as command-line options; `parallel` without its defaults."""
-    values, default = layout_values(run), Parallel().model_dump()
-    options = {f"--roles.{key}": value for key, value in values["roles"].items()}
-    for key, value in values["parallel"].items():
-        if value != default[key]:
-            options[f"--parallel.{key}"] = str(value).lower()
-    return " ".join(f"{key} {value}" for key, value in options.items())
+    parallel = run.parallel.model_dump(exclude_defaults=True)
+    options = [f"--roles.{key} {value}" for key, value in layout_values(run)["roles"].items()]
+    options += [f"--parallel.{key} {str(value).lower()}" for key, value in parallel.items()]
+    return " ".join(options)
 
 
 def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:
@@ -86,13 +78,13 @@ def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:
             f"parallel.tensor is {run.parallel.tensor}: a node has {node} GPUs, and tensor-parallel"
             " ranks should share one; use parallel.pipeline beyond"
         )
-    for first in range(run.roles.trainer_ranks, run.roles.world_size, width):
-        if first // node != (first + width - 1) // node:
-            reasons.append(
-                f"{key}: the engine of ranks {first}-{first + width - 1} spans two nodes of {node}"
-                " GPUs; use a size that divides both roles.gpus_per_node and roles.trainer_ranks"
-            )
-            break
+    engines = range(run.roles.trainer_ranks, run.roles.world_size, width)
+    if crossing := [first for first in engines if first % node + width > node]:
+        reasons.append(
+            f"{key}: the engine of ranks {crossing[0]}-{crossing[0] + width - 1} spans two nodes of"
+            f" {node} GPUs; use a size that divides both roles.gpus_per_node and"
+            " roles.trainer_ranks"
+        )
     return reasons
 
 
@@ -136,8 +128,8 @@ def _engine_ranks(run: RunConfig, architecture: Architecture, ranks: int) -> int
         for width in _powers(run.roles.gpus_per_node)
         if ranks % width == 0 and architecture.heads % width == 0
     }
-    enough = [width for width, count in sequences.items() if count >= ENOUGH_SEQUENCES]
-    return enough[0] if enough else max(sequences, key=lambda width: sequences[width])
+    # The first of equal ones is the narrowest.
+    return max(sequences, key=lambda width: min(sequences[width], ENOUGH_SEQUENCES))
 
 
 def _trainer_counts(world: int) -> list[int]:

@@ -1,17 +1,7 @@
-"""Bytes of the ranks of a run, and whether they fit.
-
-A trainer rank, by pipeline stage; P parameters of the rank (dense Pd, expert Pe), b bytes of a
-parameter (bf16: 2):
-
-    parameters  b P                     gradients  4 P: Megatron's buffer is fp32
-    optimizer   (12 in bf16: fp32 copy and two moments; 8 in fp32) x (Pd / replicas + Pe / replicas
-                of an expert) with the distributed optimizer, x P without
-    logits      fp32, one chunk of tokens of the fused head, and hidden states; on the last stage
-    export, difference                  buckets of a new version of the weights (`update_memory`)
+"""Bytes of the ranks of a run, and whether they fit: the formulas of docs/memory.md.
 
 Activations follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198, section 4); docs/memory.md has the bytes per token and layer. Stage i of p holds p - i
-micro-batches (1F1B; interleaved as in section 4.2.3).
+2205.05198, section 4). Stage i of p holds p - i micro-batches (1F1B; interleaved: section 4.2.3).
 """
 
 from __future__ import annotations
@@ -23,32 +13,25 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands.plan import tensors
 from megatron_rl.commands.plan.host_memory import GIB, HostMemory, host_memory
 from megatron_rl.commands.plan.nodes import nodes_of
-from megatron_rl.commands.plan.tensors import count_stages, update_bytes
-from megatron_rl.commands.plan.update_memory import (
-    SHARED_FILES,
-    UpdateTime,
-    difference_bytes,
-    export_bytes,
-    reload_bytes,
-    update_time,
-)
+from megatron_rl.commands.plan.update_memory import SHARED_FILES, update_time
 from megatron_rl.config import Parallel, RunConfig
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
-RESERVE_GIB = 6.0
-"""Memory of a trainer's GPU for CUDA, NCCL, temporary tensors and fragmentation."""
-EXPERT_IMBALANCE = 1.25
-"""Tokens of the busiest expert rank relative to an even spread."""
-HEAD_CHUNK_BYTES = 3175 * 2**20
-"""Default of `kernels.chunk_mib` on GPU."""
-GENERATOR_WORKSPACE_BYTES = 4 * GIB
-"""Estimate of vLLM's activations, CUDA graphs and buffers."""
-ENGINE_START_SECONDS = 300.0
-"""Estimate of an engine's compilation and CUDA graphs."""
+RESERVE_GIB = 6.0  # memory of a trainer's GPU for CUDA, NCCL, temporary tensors and fragmentation
+EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert rank relative to an even spread
+HEAD_CHUNK_MIB = 3175.0  # default of `kernels.chunk_mib` on GPU
+GENERATOR_WORKSPACE_BYTES = 4 * GIB  # estimate of vLLM's activations, CUDA graphs and buffers
+EXPORT_COPIES = 3  # copies of a bucket while it is joined: as received, shards, joined tensors
+DIFFERENCE_COPIES = 3
+"""GPU memory of a difference, in buckets: both versions, a byte per 16-bit word, the changes."""
+RELOAD_COPIES = 2
+"""Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
+ENGINE_START_SECONDS = 300.0  # estimate of an engine's compilation and CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +39,14 @@ class StageMemory:
     """Bytes of a trainer rank of one pipeline stage."""
 
     stage: int
-    count: dict[str, int]
-    """Number of parameters: `dense` and `expert`."""
+    count: dict[str, int]  # number of parameters: `dense` and `expert`
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     logits: float
-    export: float
-    """While a version is joined, between two steps."""
-    difference: float
-    """Two versions of a bucket and their difference, during training."""
+    export: float  # while a version is joined, between two steps
+    difference: float  # two versions of a bucket and their difference, during training
 
     @property
     def total(self) -> float:
@@ -82,12 +62,10 @@ class GeneratorMemory:
 
     weights: float
     workspace: float
-    kv_cache: float
-    """Rest of `generation.gpu_memory_fraction`; may be negative."""
+    kv_cache: float  # rest of `generation.gpu_memory_fraction`; may be negative
     kv_bytes_per_sequence: float
     """Of full length; layers of chunked attention keep their last chunk alone."""
-    update: float
-    """While weights are loaded, outside `generation.gpu_memory_fraction`."""
+    update: float  # while weights are loaded, outside `generation.gpu_memory_fraction`
 
     @property
     def sequences(self) -> float:
@@ -101,41 +79,29 @@ class LayoutMemory:
 
     run: RunConfig
     stages: list[StageMemory]
-    worst: StageMemory
-    """The stage with the fullest ranks."""
+    worst: StageMemory  # the stage with the fullest ranks
     generator: GeneratorMemory
-    hosts: list[HostMemory]
-    """Of all nodes, neighbors that need the same as one."""
-    misfits: list[str]
-    """Reasons why it does not fit."""
-    notes: list[str]
-    """Reasons why it is slow, or may end at a time-out."""
+    hosts: list[HostMemory]  # of all nodes, neighbors that need the same as one
+    misfits: list[str]  # reasons why it does not fit
+    notes: list[str]  # reasons why it is slow, or may end at a time-out
 
 
 def estimate(
     run: RunConfig, architecture: Architecture, reserve_gib: float = RESERVE_GIB
 ) -> LayoutMemory:
     """Return the memory of a run whose layout divides the model, on GPUs of `roles.gpu_gib`."""
-    counts = enumerate(count_stages(architecture, run.parallel))
+    counts = enumerate(tensors.count_stages(architecture, run.parallel))
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
     worst = max(stages, key=lambda stage: stage.total)
     generator, hosts = generator_memory(run, architecture), host_memory(run, architecture)
-    host = max(hosts, key=lambda memory: memory.total)
-    misfits = list(_misfits(run, worst, generator, host, reserve_gib))
-    notes = [
-        *_notes(run, architecture, generator, update_time(run, architecture)),
-        *_shared_memory_notes(run, max(hosts, key=lambda memory: memory.shared)),
-    ]
-    return LayoutMemory(run, stages, worst, generator, hosts, misfits, notes)
+    memory = LayoutMemory(run, stages, worst, generator, hosts, [], [])
+    memory.misfits.extend(_misfits(memory, reserve_gib))
+    memory.notes.extend(_notes(memory, architecture))
+    return memory
 
 
-def _misfits(
-    run: RunConfig,
-    worst: StageMemory,
-    generator: GeneratorMemory,
-    host: HostMemory,
-    reserve_gib: float,
-) -> Iterator[str]:
+def _misfits(memory: LayoutMemory, reserve_gib: float) -> Iterator[str]:
+    run, worst, generator = memory.run, memory.worst, memory.generator
     total, taken, remedy = run.roles.gpu_gib, reserve_gib, ""
     text = f"{total:g} less a reserve of {reserve_gib:g}"
     if run.roles.one_gpu:
@@ -166,6 +132,7 @@ def _misfits(
             f" generation.gpu_memory_fraction = {fraction:g} leaves {rest:.1f}: lower it, or raise"
             " roles.generator_tensor_parallel"
         )
+    host = max(memory.hosts, key=lambda host: host.total)
     if host.total > run.roles.host_gib * GIB:
         yield (
             f"host of {host.name}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
@@ -175,9 +142,8 @@ def _misfits(
         )
 
 
-def _notes(
-    run: RunConfig, architecture: Architecture, generator: GeneratorMemory, update: UpdateTime
-) -> Iterator[str]:
+def _notes(memory: LayoutMemory, architecture: Architecture) -> Iterator[str]:
+    run, generator, update = memory.run, memory.generator, update_time(memory.run, architecture)
     wanted = run.generation.concurrent_completions
     if 1 <= generator.sequences < wanted:
         yield (
@@ -193,19 +159,15 @@ def _notes(
             f" and timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
         )
     nodes = len(nodes_of(run).ranks)
-    read = nodes * update_bytes(run, architecture)
+    read = nodes * update.num_bytes
     seconds = ENGINE_START_SECONDS + read / SHARED_FILES
     if seconds > limits.startup_seconds:
         yield (
             f"{nodes} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
-            f" {SHARED_FILES / 1e9:g} GB/s before the engines start, about"
-            f" {seconds:.0f} s, and timeouts.startup_seconds is {limits.startup_seconds:g}: raise"
-            " it"
+            f" {SHARED_FILES / 1e9:g} GB/s before the engines start, about {seconds:.0f} s, and"
+            f" timeouts.startup_seconds is {limits.startup_seconds:g}: raise it"
         )
-
-
-def _shared_memory_notes(run: RunConfig, host: HostMemory) -> Iterator[str]:
-    usual = run.roles.host_gib / 2
+    host, usual = max(memory.hosts, key=lambda host: host.shared), run.roles.host_gib / 2
     if host.shared > usual * GIB:
         yield (
             f"{host.name}: versions of the weights take {host.shared / GIB:.0f} GiB of /dev/shm, to"
@@ -218,7 +180,7 @@ def generator_memory(run: RunConfig, architecture: Architecture) -> GeneratorMem
     """Return the memory of a generator rank."""
     ranks, tokens = run.roles.generator_tensor_parallel, run.sequence_tokens
     width, a = 2 if run.generator_dtype == "bf16" else 4, architecture
-    weights = update_bytes(run, a) / ranks
+    weights = tensors.update_bytes(run, a) / ranks
     logits = 2 * 4 * run.generation.concurrent_completions * a.vocabulary
     workspace = GENERATOR_WORKSPACE_BYTES + logits
     heads = max(a.groups / ranks, 1)  # replicated if there are more ranks than heads
@@ -228,7 +190,7 @@ def generator_memory(run: RunConfig, architecture: Architecture) -> GeneratorMem
         workspace=workspace,
         kv_cache=run.generation.gpu_memory_fraction * run.roles.gpu_gib * GIB - weights - workspace,
         kv_bytes_per_sequence=2 * heads * a.head_dim * width * sum(kept),
-        update=reload_bytes(run, a),
+        update=RELOAD_COPIES * tensors.largest_module(run, a) / ranks,
     )
 
 
@@ -243,10 +205,10 @@ def _stage_memory(
         replicas = expert_replicas = 1
     owned = count["dense"] / replicas + count["expert"] / expert_replicas
     tokens = math.ceil(max(run.schedule.micro_batch_tokens, run.sequence_tokens) / p.context)
-    chunk = run.kernels.chunk_mib
-    budget = HEAD_CHUNK_BYTES if chunk is None else chunk * 2**20
+    budget = (run.kernels.chunk_mib or HEAD_CHUNK_MIB) * 2**20
     if run.kernels.head == "plain":
         budget = math.inf
+    units = tensors.sent_units(run, architecture, stage)
     # The chunk, then gathered hidden states and their gradient, in `params` and summed in fp32.
     logits = min(budget, 4.0 * tokens * -(-architecture.vocabulary // p.tensor))
     logits += tokens * architecture.hidden * (2 * width + 4)
@@ -258,8 +220,8 @@ def _stage_memory(
         optimizer=(12 if bf16 else 8) * owned,
         activations=tokens * _token_activations(p, architecture, stage, width),
         logits=logits if stage == p.pipeline - 1 else 0.0,
-        export=export_bytes(run, architecture, stage),
-        difference=difference_bytes(run, architecture, stage),
+        export=EXPORT_COPIES * tensors.bucket_bytes(run, [unit.joined for unit in units]),
+        difference=DIFFERENCE_COPIES * tensors.bucket_bytes(run, [unit.sent for unit in units]),
     )
 
 

@@ -13,29 +13,11 @@ from megatron_rl.config import RunConfig
 class Nodes:
     """Ranks by node, trainers first."""
 
-    trainers: int
-    """Trainer ranks."""
-    ranks: tuple[tuple[int, ...], ...]
-    """Of each node; the last one may have fewer."""
-    shared_files: bool
-    """Versions are in `weights.directory`."""
-
-    @property
-    def trainer_nodes(self) -> list[int]:
-        """Nodes with trainer ranks."""
-        return [node for node, ranks in enumerate(self.ranks) if ranks[0] < self.trainers]
-
-    @property
-    def generator_nodes(self) -> list[int]:
-        """Nodes with generator ranks."""
-        return [node for node, ranks in enumerate(self.ranks) if ranks[-1] >= self.trainers]
-
-    @property
-    def stores(self) -> list[int]:
-        """Nodes that take versions: those whose engines cannot read the stores of all trainers."""
-        if self.shared_files:
-            return []
-        return [node for node in self.generator_nodes if self.trainer_nodes != [node]]
+    ranks: list[tuple[int, ...]]  # of each node; the last one may have fewer
+    trainer_nodes: list[int]  # nodes with trainer ranks
+    generator_nodes: list[int]
+    stores: list[int]
+    """Nodes that take versions: those whose engines cannot read the stores of all trainers."""
 
     @property
     def depth(self) -> int:
@@ -43,9 +25,17 @@ class Nodes:
         return math.ceil(math.log2(len(self.stores) / 2 + 1))
 
 
+def nodes_name(first: int, last: int) -> str:
+    """Return `node 3` or `nodes 3-7`."""
+    return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+
 def nodes_of(run: RunConfig) -> Nodes:
     """Return the nodes of a run of `roles.gpus_per_node` ranks each."""
-    ranks = range(run.roles.world_size)
-    size = len(ranks) if run.roles.one_gpu else run.roles.gpus_per_node
-    by_node = tuple(itertools.batched(ranks, size))
-    return Nodes(run.roles.trainer_ranks, by_node, run.weights.directory is not None)
+    world, first = run.roles.world_size, run.roles.trainer_ranks
+    size = world if run.roles.one_gpu else run.roles.gpus_per_node
+    ranks = list(itertools.batched(range(world), size))
+    trainers = [node for node, own in enumerate(ranks) if own[0] < first]
+    generators = [node for node, own in enumerate(ranks) if own[-1] >= first]
+    stores = [node for node in generators if trainers != [node] and run.weights.directory is None]
+    return Nodes(ranks, trainers, generators, stores)

@@ -8,26 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands.plan.host_memory import GIB
-from megatron_rl.commands.plan.layouts import (
-    layout_options,
-    layout_problems,
-    layout_values,
-    search,
-)
+from megatron_rl.commands.plan.layouts import layout_options, layout_problems, layout_values, search
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, StageMemory, estimate
-from megatron_rl.commands.plan.update_memory import (
-    CHANGED_SHARE,
-    LINK,
-    UpdateTime,
-    update_time,
-)
+from megatron_rl.commands.plan.update_memory import CHANGED_SHARE, LINK, UpdateTime, update_time
 from megatron_rl.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
-DOES_NOT_FIT = 3
-"""Exit status: no layout fits."""
+DOES_NOT_FIT = 3  # exit status: no layout fits
 SCHEMA = "megatron_rl.memory_plan/2"
 PARTS = (*(field.name for field in fields(StageMemory) if field.type == "float"), "total")
 
@@ -96,14 +85,11 @@ def read_architecture(run: RunConfig) -> Architecture:
         ConfigError: no config.json, an unsupported one, or no torch.
     """
     try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "counting the parameters of a model needs torch: pip install 'megatron_rl[cpu]'"
-        ) from None
-    from megatron_rl.models import architecture, named_config, named_configs
-    from megatron_rl.models.tiny import CONFIGS
-
+        from megatron_rl.models import architecture, named_config, named_configs
+        from megatron_rl.models.tiny import CONFIGS
+    except ModuleNotFoundError as e:
+        text = f"counting the parameters of a model needs {e.name}: pip install 'megatron_rl[cpu]'"
+        raise ConfigError(text) from None
     path = Path(run.start_checkpoint or run.model) / "config.json"
     if path.is_file() and (run.start_checkpoint is not None or run.model not in named_configs()):
         config = json.loads(path.read_text())

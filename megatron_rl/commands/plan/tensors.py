@@ -1,13 +1,11 @@
 """Tensors of a model in a layout: those of a trainer rank, and those that travel as an update.
 
-All come from the name mapping that loads and exports the model. The sizes of the layout must divide
-the model (`models.divisibility`).
+The sizes of the layout must divide the model (`models.divisibility`).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,21 +27,14 @@ Part = int | str
 class SentUnit:
     """Tensors that a rank joins at once: those of one parameter."""
 
-    routed: bool
-    """Of a routed expert."""
-    fused: bool
-    """One of the experts of a tensor of the checkpoint."""
-    joined: int
-    """Bytes in the number format in which they are joined."""
-    sent: int
-    """Bytes as they travel."""
+    routed: bool  # of a routed expert
+    fused: bool  # one of the experts of a tensor of the checkpoint
+    joined: int  # bytes in the number format in which they are joined
+    sent: int  # bytes as they travel
 
 
 def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter[str]]:
-    """Count `dense` and `expert` parameters of a rank of each stage, padded vocabulary included.
-
-    All ranks of a stage have the same number.
-    """
+    """Count `dense` and `expert` parameters of any rank of each stage, padding included."""
     stages: list[Counter[str]] = [Counter() for _ in range(parallel.pipeline)]
     for stage, count in enumerate(stages):
         for kind, elements in rank_tensors(architecture, parallel, stage):
@@ -78,7 +69,7 @@ def sent_units(run: RunConfig, architecture: Architecture, stage: int) -> list[S
 
 def all_units(run: RunConfig, architecture: Architecture) -> list[SentUnit]:
     """Return the units of the whole model."""
-    return [*itertools.chain(*_units_by_part(run, architecture).values())]
+    return [unit for units in _units_by_part(run, architecture).values() for unit in units]
 
 
 def update_bytes(run: RunConfig, architecture: Architecture) -> int:
@@ -127,7 +118,6 @@ def _rank_tensors(
 
 @functools.cache
 def _elements(shape: tuple[int, ...], split: Split, size: int) -> int:
-    """Return the number of elements of one of `size` shards."""
     import torch
 
     return int(split.shard(torch.empty(shape, device="meta"), 0, size).numel())
@@ -152,11 +142,7 @@ def _cached_units(architecture: Architecture, wire: WireFormat) -> dict[Part, li
         experts = 1 if weight.index is None else architecture.experts
         expected = wire.expected({name: shapes[name] for name in weight.hf})
         sent = sum(map(tensor_bytes, expected.values())) // experts
-        unit = SentUnit(
-            routed=weight.expert is not None,
-            fused=weight.index is not None,
-            joined=weight.elements * wire.dtype.itemsize,
-            sent=sent,
-        )
+        joined = weight.elements * wire.dtype.itemsize
+        unit = SentUnit(weight.expert is not None, weight.index is not None, joined, sent)
         units[_part(weight)] += [unit] * experts
     return units

@@ -1,11 +1,4 @@
-"""Memory of GPUs and seconds of a new version of the weights, on its way to the generators.
-
-    trainer rank    copies its share to the host (the trainer waits), then makes differences
-    node of         takes the version along a binary tree of nodes, bucket by bucket: the last one
-    generators      has it after 2 x bytes / link x (1 + depth x bucket / bytes), or as soon as its
-                    processors have copied and compared all buckets, whichever is later
-    engine          compares the checksums, if its node's store has not done so (decoding goes on),
-                    then loads what it keeps (it pauses)
+"""Bytes and seconds of a new version of the weights on its way to the generators (docs/memory.md).
 
 The rates are assumptions about a node; nothing here was measured on GPUs.
 """
@@ -15,14 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands.plan import tensors
 from megatron_rl.commands.plan.nodes import Nodes, nodes_of
-from megatron_rl.commands.plan.tensors import (
-    all_units,
-    bucket_bytes,
-    largest_module,
-    sent_units,
-    update_bytes,
-)
 from megatron_rl.config import RunConfig
 from megatron_rl.weights.pull import READS
 from megatron_rl.weights.store import LARGEST_DIFFERENCE
@@ -37,18 +24,11 @@ SHARED_FILES = 5.0e9
 """Bytes per second of a file system from which all nodes read at once (an estimate)."""
 HOST_LINKS = {"PCIe 5 x16": 50.0e9, "NVLink-C2C": 200.0e9}
 """Bytes per second between host and GPU, page-locked, each way: peaks are 64 and 450 (GB200)."""
-CHECKSUM = 30.0e9
-"""Bytes per second of xxh3-128 on one core; measured on an EPYC."""
+CHECKSUM = 30.0e9  # bytes per second of xxh3-128 on one core; measured on an EPYC
 COPY = 13.0e9
 """Bytes per second of a copy within the host's memory by one core; measured on an EPYC."""
 CHANGED_SHARE = 0.003
 """Share of bf16 values that an AdamW step at 5e-7 changes; measured: 0.25 to 0.33%."""
-EXPORT_COPIES = 3
-"""Copies of a bucket while it is joined: as received, shards, joined tensors."""
-DIFFERENCE_COPIES = 3
-"""GPU memory of a difference, in buckets: both versions, a byte per 16-bit word, the changes."""
-RELOAD_COPIES = 2
-"""Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +36,10 @@ class UpdateTime:
     """Bytes and seconds of a version; `by_link` are for each of `HOST_LINKS`."""
 
     num_bytes: int
-    difference_bytes: int
-    """As differences to the version before."""
-    stores: int
-    """Nodes that take it over the network."""
-    depth: int
-    """Of their tree."""
-    copy_by_link: dict[str, float]
-    """In which the trainer waits."""
+    difference_bytes: int  # as differences to the version before
+    stores: int  # nodes that take it over the network
+    depth: int  # of their tree
+    copy_by_link: dict[str, float]  # in which the trainer waits
     complete: float
     """Until the trainer has differences and checksums of all buckets, while training goes on."""
     travel_whole: float
@@ -72,25 +48,7 @@ class UpdateTime:
     travel_differences: float
     check: float
     """Comparison of the checksums by an engine, while decoding goes on; a store has done it."""
-    pause_by_link: dict[str, float]
-    """In which an engine does not decode."""
-
-
-def export_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
-    """Return the GPU memory of a trainer rank while a version is joined, between two steps."""
-    units = sent_units(run, architecture, stage)
-    return EXPORT_COPIES * bucket_bytes(run, [unit.joined for unit in units])
-
-
-def difference_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
-    """Return the GPU memory of a trainer rank while it makes differences, during a step."""
-    units = sent_units(run, architecture, stage)
-    return DIFFERENCE_COPIES * bucket_bytes(run, [unit.sent for unit in units])
-
-
-def reload_bytes(run: RunConfig, architecture: Architecture) -> float:
-    """Return the bytes of an update on a generator's device, outside vLLM's own memory."""
-    return RELOAD_COPIES * largest_module(run, architecture) / run.roles.generator_tensor_parallel
+    pause_by_link: dict[str, float]  # in which an engine does not decode
 
 
 def share_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
@@ -99,7 +57,7 @@ def share_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float
     A stage's buckets are spread over all its ranks, replicas included (`trainer.export`).
     """
     ranks = run.roles.trainer_ranks // run.parallel.pipeline
-    return sum(unit.sent for unit in sent_units(run, architecture, stage)) / ranks
+    return sum(unit.sent for unit in tensors.sent_units(run, architecture, stage)) / ranks
 
 
 def update_time(
@@ -108,12 +66,13 @@ def update_time(
     """Return the time of an update that changes this share of the 16-bit words."""
     from megatron_rl.weights.loading import CHECKS
 
-    num_bytes, nodes = update_bytes(run, architecture), nodes_of(run)
+    num_bytes, nodes = tensors.update_bytes(run, architecture), nodes_of(run)
     share = max(share_bytes(run, architecture, s) for s in range(run.parallel.pipeline))
     # The lower half of an fp32 value changes in every step.
     fraction = 2 * (1.0 if run.generator_dtype == "fp32" else changed_share)
     changed = int(num_bytes * fraction) if fraction <= LARGEST_DIFFERENCE else num_bytes
-    bucket = bucket_bytes(run, [unit.sent for unit in all_units(run, architecture)])
+    units = tensors.all_units(run, architecture)
+    bucket = tensors.bucket_bytes(run, [unit.sent for unit in units])
     work = num_bytes * (1 / COPY + 1 / CHECKSUM) / READS
     if run.weights.directory is not None:
         whole = differences = len(nodes.generator_nodes) * num_bytes / SHARED_FILES
