@@ -55,7 +55,9 @@ def rank_main(rank: int, url: str) -> None:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.get_context("spawn")
+        # CUDA cannot be used in a fork.
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        context = torch.multiprocessing.get_context(method)
         url = f"file://{folder}/rendezvous"
         ranks = [context.Process(target=rank_main, args=(r, url)) for r in range(RANKS)]
         for process in ranks:
