@@ -5,16 +5,15 @@ on seed, epoch, window and rows only, and memory does not grow with the source. 
 this order is all that a checkpoint keeps.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import batched, islice
 from pathlib import Path
+from typing import Self
 
 from tokenizers import Tokenizer
 
@@ -45,12 +44,12 @@ class Position:
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> rows dropped since the start, in all epochs."""
 
-    def after(self, row: Row, reason: str = "") -> Position:
+    def after(self, row: Row, reason: str = "") -> Self:
         """Return the position after one more row, dropped if there is a reason."""
         text = (self.digest + json.dumps(row)).encode()
         dropped = dict(Counter(self.dropped) + Counter([reason] if reason else []))
         digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        return Position(self.epoch, self.rows + 1, digest, dropped)
+        return replace(self, rows=self.rows + 1, digest=digest, dropped=dropped)
 
 
 class Examples:
