@@ -172,7 +172,7 @@ class Hello(Message):
     version: int
     """Weight version that the peer holds."""
     node: str = ""
-    """Node of the peer, the same for all that share its memory (`launch.node_name`)."""
+    """Node of the peer, the same for all that share its memory (`weights.store.node_name`)."""
     folder: str = ""
     """Of a store that takes versions for the generators of its node."""
     protocol: int = PROTOCOL

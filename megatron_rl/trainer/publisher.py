@@ -45,7 +45,7 @@ class Publisher:
     Args:
         config: its `weights` and `timeouts.transfer_seconds` count.
         policy: the model whose weights are published.
-        node: name of this rank's node (`launch.node_name`).
+        node: name of this rank's node (`weights.store.node_name`).
         announce: called on rank 0, in a thread, with each complete version and the seconds that
             it took.
 
@@ -66,7 +66,8 @@ class Publisher:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         parent = config.weights.directory or SHARED_MEMORY
         parent.mkdir(parents=True, exist_ok=True)
-        remove_unused(parent, FOLDER_PREFIX)
+        if config.weights.directory is None:  # other nodes' locks may be invisible in a shared one
+            remove_unused(parent, FOLDER_PREFIX)
         # The folder of this run's stores, the same on all ranks, and the ranks' nodes.
         name = [Path(tempfile.mktemp(prefix=FOLDER_PREFIX, dir=parent))]
         dist.broadcast_object_list(name, group=self._group)
@@ -186,8 +187,11 @@ class Publisher:
             self._server.wait()
         self._thread.shutdown(wait=True)
         os.close(self._user)
-        shutil.rmtree(self._store.folder, ignore_errors=True)
-        remove_unused(self.root.parent, self.root.name)
+        shared = self._config.weights.directory is not None
+        whole = shared and self._rank == 0  # ranks leave together (`train`)
+        shutil.rmtree(self.root if whole else self._store.folder, ignore_errors=True)
+        if not shared:
+            remove_unused(self.root.parent, self.root.name)
 
 
 def complete_bucket(store: Store, slot: int, bucket: int, previous: int, version: int) -> str:
