@@ -35,11 +35,9 @@ def test_verify_speaks_json() -> None:
 
 
 def test_verify_checks_a_file_against_its_expectations(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in GOLDEN.read_text().splitlines()[::20]]
-    assert len({row["verdict"] for row in rows}) > 2
-    result = runner.invoke(app, ["verify", "--file", jsonl(tmp_path / "golden.jsonl", *rows)])
+    result = runner.invoke(app, ["verify", "--file", str(GOLDEN)])
     assert result.exit_code == 0, result.stdout
-    assert result.stdout.startswith(f"{len(rows)} answers: ")
+    assert result.stdout.startswith(f"{len(GOLDEN.read_text().splitlines())} answers: ")
     file = jsonl(tmp_path / "cases.jsonl", {"gold": "1", "answer": "2", "verdict": "correct"})
     result = runner.invoke(app, ["verify", "--file", file])
     assert result.exit_code == 1
