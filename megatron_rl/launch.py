@@ -5,8 +5,6 @@ command re-executes itself with the ranks that the configuration needs, one per 
 are GPUs (`torchrun_for`). Ranks find each other through torchrun's own store.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

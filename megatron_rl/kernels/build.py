@@ -9,8 +9,6 @@ libtorch 2.10 and later only, and no Python. `python -m megatron_rl.kernels.buil
             (built on first use)
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import hashlib

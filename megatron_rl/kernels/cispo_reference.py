@@ -6,8 +6,6 @@ padding without probability; `scale` is 1 / temperature. Shape legend: C rows, V
 rank's vocabulary shard, R shards.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

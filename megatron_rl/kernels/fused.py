@@ -7,8 +7,6 @@ head with `main_grad` (Megatron's fp32 buffer) is added there, as Megatron's fus
 are; else autograd delivers it in the head's own type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 

@@ -7,8 +7,6 @@ copies, and no copy of the weight is kept that could go stale. Shape legend: C r
 H hidden, V vocabulary of this rank.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

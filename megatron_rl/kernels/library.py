@@ -8,8 +8,6 @@ After `load()` the operators are `torch.ops.megatron_rl.*` in both cases. Two va
 A machine without a compiler gets the reference, and one log line with the reason.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

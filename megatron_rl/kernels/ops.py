@@ -4,8 +4,6 @@ They are built from the row operators of `csrc` (`cispo_reference` documents tho
 T tokens, V vocabulary of this rank, H hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Find Transformer Engine, and refuse one that is installed and cannot be used."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Megatron's arguments and the run's configuration: each setting is in one of them only."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The data iterator of `pretrain`: a step's first micro-batch publishes weights, gets a batch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 The configuration is a JSON file, which is removed; torchrun's variables say the rest.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

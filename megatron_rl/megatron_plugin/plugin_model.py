@@ -1,7 +1,5 @@
 """The model chunks of a Megatron script, as shards of a Hugging Face model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ Shape legend: s positions of this rank, b rows, n heads, g key-value heads, d he
 positions of a row over all context-parallel ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Llama 1 to 3 and models of the same shape: pre-norm, grouped-query attention, SwiGLU, RoPE."""
 
-from __future__ import annotations
-
 from typing import override
 
 from megatron_rl.models.base import Architecture

@@ -14,8 +14,6 @@ Facts on which the code of Meta and transformers agrees, with Megatron's setting
 - Megatron's own `qk_l2_norm` would norm every layer, so each layer has its own spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, override
 

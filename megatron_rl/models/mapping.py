@@ -10,8 +10,6 @@ Both only move elements, so HF -> Megatron -> HF is bit-exact.
 Shape legend: H hidden, F feed-forward, V vocabulary, N query heads, G key-value groups, D head.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Qwen3, dense: Llama's shape, and an RMS norm of each head's query and key before the rotation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, override
 

@@ -10,8 +10,6 @@ Facts on which the code of Qwen and transformers agrees, with Megatron's setting
 - The checkpoint has separate tensors for every expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, override
 

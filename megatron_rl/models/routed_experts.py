@@ -3,8 +3,6 @@
 Shape legend: N tokens, L layers with experts (ascending), K experts of a token.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Layer specs of Megatron-Core, with the core attentions of `attention`. Imports Megatron."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

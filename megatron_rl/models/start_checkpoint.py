@@ -1,7 +1,5 @@
 """The start checkpoint: given by the user, or made by the supervised stage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -12,8 +12,6 @@ caller adds the tokenizer's files.
 | tiny_qwen3_moe | Qwen3 mixture of experts: 4 experts, top-2, no shared one | 0.28M | 0.17M |
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ Shape legend: B rows, S positions of this rank, R = S * B, T completion tokens o
 tokens of the step, L layers with experts, K experts of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ writes and reads its own shards, one tensor at a time; the format reshards over 
 context and data parallelism.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Connection of trainer rank 0 to the orchestrator."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Prepare a trainer process for its GPU, before anything touches CUDA; imports no Megatron."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -6,8 +6,6 @@ vocabulary-parallel shards are not gathered.
 Shape legend: T rows, V vocabulary of this rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Build Megatron's objects from the run's configuration: config, module, gradients, optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A Hugging Face model on Megatron-Core: this rank's shard, its gradients and its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find this rank's parameters by `Weight.megatron`, and load them from Hugging Face files."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Sequence

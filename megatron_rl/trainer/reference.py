@@ -14,8 +14,6 @@ it becomes the current policy at that interval; each such reference is kept belo
 `output_dir/reference/step_000100`, so that a resumed run continues with the right one.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

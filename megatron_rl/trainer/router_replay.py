@@ -11,8 +11,6 @@ Shape legend: R tokens of a micro-batch on this rank, position-major, E experts 
 experts of a token, L layers with experts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

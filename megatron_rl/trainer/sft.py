@@ -11,8 +11,6 @@ A stage from a given model leaves in `output_dir`:
     sft.jsonl     one line per step: step, loss, grad_norm, learning_rate, tokens, seconds ...
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """This rank's share of a model that Megatron has divided over the trainer ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ orchestrator has put every divisor into the loss weights. From the batch's bytes
     kernels/fused.py      linear_loss -> linear.py -> heads.py, library.py: loss and gradient
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Protocol

@@ -4,8 +4,6 @@ Means are over the trained tokens (loss weight > 0: sampled completion tokens of
 Shape legend: T completion tokens of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

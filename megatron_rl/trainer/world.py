@@ -4,8 +4,6 @@ Torchrun may have started more ranks (generators). The trainers are the first on
 in this world's default process group.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -4,8 +4,6 @@ Each tensor begins at a multiple of `ALIGNMENT`, with zeros between. All sides c
 from names, dtypes and shapes alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

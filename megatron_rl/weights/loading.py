@@ -4,8 +4,6 @@ A generator's own process holds the locks and compares the checksums, while deco
 workers map the same files and copy what they keep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The manifest of a weight version, checksums, and the checks that refuse a version."""
 
-from __future__ import annotations
-
 from collections.abc import Buffer, Mapping, Sequence
 
 import xxhash

@@ -5,8 +5,6 @@ thread uses an agent. Every call works through NIXL's queue, and so does `progre
 that is read over TCP has to call every few milliseconds.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Memory that a GPU reads and writes itself: registered with CUDA, where there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

@@ -6,8 +6,6 @@ the manifest, and only then in the store, where it is readable by others at once
 lost, silent or wrong is reported by name and replaced by another, and nothing that came is lost.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@ their readers; peers on other nodes read them through NIXL. All of it is allocat
 A reader locks a slot before it compares checksums, until it has loaded: the writer waits for it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import mmap

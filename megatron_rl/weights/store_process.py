@@ -13,8 +13,6 @@ On the trainer's nodes, a store process does not take versions: it makes the sto
 trainer's ranks write readable by others. Neither torch nor Megatron is imported here.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`megatron-rl convert`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -3,8 +3,6 @@
 In `torch_dist`, `.metadata` maps rectangles of tensors to byte ranges of `*.distcp` files.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -12,8 +12,6 @@ Rules of megatron-core 0.19 (and of its predecessors since 0.8):
   norms and attention may have one as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_rl.models.base import Architecture

@@ -10,8 +10,6 @@ Until it is complete, everything is in a hidden folder next to it, `.<target>.co
 `SHA256SUMS` in the target lists every other file in the format of `sha256sum`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tensors of a Hugging Face directory by name, and its other files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The files are those of `save_pretrained`, and those without weights.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -8,8 +8,6 @@ reads its own bytes. If the local spec and Transformer Engine's name a tensor di
 names point to the same bytes. There is no optimizer state.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -4,8 +4,6 @@ Anything that a check imports or starts may be broken: an error becomes a failed
 separate process probes the generators' interpreter. Importing this package needs no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

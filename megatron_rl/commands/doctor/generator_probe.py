@@ -3,8 +3,6 @@
 Run by path in the generators' interpreter: `megatron_rl` may be missing there.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Checks of the node: memory, ports, and the communication of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

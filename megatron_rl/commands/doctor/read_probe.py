@@ -4,8 +4,6 @@ python -m megatron_rl.commands.doctor.read_probe COMMAND...   starts COMMAND LIN
 python -m megatron_rl.commands.doctor.read_probe LINE         reads it, prints bytes per second
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

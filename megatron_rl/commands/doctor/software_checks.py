@@ -3,8 +3,6 @@
 `answer` is the output of `generator_probe`; empty if there is none.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

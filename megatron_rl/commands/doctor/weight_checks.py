@@ -1,7 +1,5 @@
 """Checks of the way of new weights: memory, stores, and one-sided reads between processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`megatron-rl train --dry-run`: the whole plan of a run, without GPUs or weights."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """The nodes of a run: which ranks they have, and which of them keep a store of whole versions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass
