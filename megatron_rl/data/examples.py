@@ -152,8 +152,7 @@ class Examples:
 
     def _encode(self, rows: tuple[Row, ...]) -> Iterator[Example]:
         prompts = [self._form(turns) for turns, _ in rows]
-        pairs = zip(prompts, rows, strict=True)
-        completions = [self._form.completion(prompt, row[1]) for prompt, row in pairs]
+        completions = [self._form.completion(p, r[1]) for p, r in zip(prompts, rows, strict=True)]
         encoded = self._tokenizer.encode_batch(prompts + completions, add_special_tokens=False)
         ids = [encoding.ids for encoding in encoded]
         return zip(ids[: len(rows)], ids[len(rows) :], strict=True)

@@ -81,11 +81,8 @@ class Mixture:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {
-            "credit": dict(self._credit),
-            "shares": dict(self._shares),
-            "streams": {task: c.state() for task, c in self.curricula.items()},
-        }
+        streams = {task: c.state() for task, c in self.curricula.items()}
+        return {"credit": dict(self._credit), "shares": dict(self._shares), "streams": streams}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved `state()`; `DataError` if it is of other tasks or weights."""

@@ -7,6 +7,7 @@ characters, the markers, and `\boxed{`.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,8 @@ def read_format(directory: Path, think_start: str) -> PromptFormat:
     settings = json.loads(path.read_text()) if path.exists() else {}
     templates = (directory / "chat_template.jinja", directory / "chat_template.json")
     has_chat = bool(settings.get("chat_template")) or any(t.exists() for t in templates)
-    return PromptFormat(
-        bos=_token(settings.get("bos_token")),
-        eos=_token(settings.get("eos_token")),
-        think_start=think_start,
-        chat=_chat(directory) if has_chat else None,
-    )
+    bos, eos = (_token(settings.get(name)) for name in ("bos_token", "eos_token"))
+    return PromptFormat(bos, eos, think_start, _chat(directory) if has_chat else None)
 
 
 def _token(value: Any) -> str:
@@ -89,12 +86,8 @@ def _token(value: Any) -> str:
 def _chat(directory: Path) -> Callable[[list[Turn]], str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(directory))
-
-    def chat(turns: list[Turn]) -> str:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-    return chat
+    apply = AutoTokenizer.from_pretrained(str(directory)).apply_chat_template
+    return partial(apply, tokenize=False, add_generation_prompt=True)
 
 
 def save_tiny_tokenizer(directory: Path) -> None:

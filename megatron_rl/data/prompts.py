@@ -110,9 +110,8 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
                     )
     step, total = config.schedule.prompts_per_step, len(prompts["train"])
     if total < step:
-        raise ConfigError(
-            f"schedule.prompts_per_step is {step}: the tasks have {total} training prompts"
-        )
+        problem = f"the tasks have {total} training prompts"
+        raise ConfigError(f"schedule.prompts_per_step is {step}: {problem}")
     return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
 
 

@@ -67,8 +67,7 @@ def load_benchmark(
         return read_questions(Source(name), kind=kind, template=template)
     benchmark = BENCHMARKS.get("".join(c for c in name.lower() if c.isalnum()))
     if benchmark is None:
-        raise DataError(
-            f"evaluation set {name!r} is unknown: use one of {', '.join(BENCHMARKS)}, or a .jsonl"
-        )
+        names = ", ".join(BENCHMARKS)
+        raise DataError(f"evaluation set {name!r} is unknown: use one of {names}, or a .jsonl")
     source = Source(local or benchmark.source, split=benchmark.split)
     return read_questions(source, kind=benchmark.kind, fields=benchmark.fields, template=template)

@@ -179,9 +179,8 @@ def make_conversation(row: TableRow, fields: Fields) -> tuple[list[Turn], str]:
             raise DataError(f"a turn has no role or no text: {str(turn)[:80]}")
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
         roles = ", ".join(turn["role"] for turn in turns) or "none"
-        raise DataError(
-            f"no response: the last of two or more turns is the assistant's, not {roles}"
-        )
+        rule = "the last of two or more turns is the assistant's"
+        raise DataError(f"no response: {rule}, not {roles}")
     # Tables of a fixed type give every turn the keys of all.
     turns = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
     return turns[:-1], turns[-1]["content"]
@@ -264,25 +263,23 @@ def read_lines(path: Path, name: str) -> Iterator[TableRow]:
 
 
 def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:
+    text = str(source.path)
     try:
         import datasets
     except ImportError as e:
-        raise DataError(
-            f"{source.path}: the datasets library is missing: install megatron_rl[data]"
-        ) from e
-    text, path, split = str(source.path), Path(source.path), source.split
+        missing = "the datasets library is missing: install megatron_rl[data]"
+        raise DataError(f"{text}: {missing}") from e
+    load, path, split = datasets.load_dataset, Path(source.path), source.split
     table: Any
     try:
         if path.is_dir():
             table = datasets.load_from_disk(text)
         elif path.is_file():
-            loader = LOADERS[path.suffix]
-            table = datasets.load_dataset(loader, data_files=text, split="train", streaming=True)
+            table = load(LOADERS[path.suffix], data_files=text, split="train", streaming=True)
         elif text.startswith("hf://"):
-            table = datasets.load_dataset("json", data_files=text, split="train")
+            table = load("json", data_files=text, split="train")
         else:
-            revision = source.revision
-            table = datasets.load_dataset(text, source.subset, split=split, revision=revision)
+            table = load(text, source.subset, split=split, revision=source.revision)
         if isinstance(table, datasets.DatasetDict):
             if split not in table:
                 raise DataError(f"{text}: no split {split!r}, it has {', '.join(table)}")
@@ -293,6 +290,5 @@ def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:
         raise
     # `datasets` raises all of these: hub, network, names, broken contents.
     except (OSError, ValueError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-        raise DataError(
-            f"{text} (split {split}): {type(e).__name__}: {e}; without a network give a local copy"
-        ) from e
+        remedy = "without a network give a local copy"
+        raise DataError(f"{text} (split {split}): {type(e).__name__}: {e}; {remedy}") from e

@@ -1,7 +1,5 @@
 """The fits of a run: over all held-out prompts, and for each task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +46,7 @@ def fit_tasks(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[s
 
 def fit_curve(
     evaluations: list[Row], fit_compute: str, name: str = ""
-) -> tuple[dict[str, Any], Fit | None]:
+) -> tuple[dict[str, Any], "Fit | None"]:
     """Return the summary entry of a fit (its parameters, or `error`), and the fit or None."""
     from megatron_rl.scaling import fit
     from megatron_rl.scaling.report import plain
@@ -81,8 +79,5 @@ def _stderrs(rows: list[Row]) -> list[float] | None:
     # A zero (of a pass rate of 0 or 1) would give its point all the weight: it is replaced by the
     # smallest of the others.
     values = [row.get("pass_rate_stderr") for row in rows]
-    known = [value for value in values if value is not None]
-    positive = [value for value in known if value > 0]
-    if len(known) < len(values) or not positive:
-        return None
-    return [max(value, min(positive)) for value in known]
+    least = min((value for value in values if value and value > 0), default=None)
+    return None if None in values or least is None else [max(value, least) for value in values]

@@ -201,8 +201,7 @@ def _lock(fd: int, path: Path) -> None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno in (errno.EACCES, errno.EAGAIN):
-            raise MetricsError(
-                f"{path}: another run writes this file; stop it or choose another output_dir"
-            ) from None
+            problem = "another run writes this file; stop it or choose another output_dir"
+            raise MetricsError(f"{path}: {problem}") from None
         if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise

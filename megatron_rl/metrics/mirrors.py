@@ -63,8 +63,7 @@ class TensorBoardMirror:
                 " pip install 'megatron_rl[io]', or metrics.tensorboard=false"
             ) from e
         self._events, self._summaries = event_pb2, summary_pb2
-        folder = Path(output_dir) / "tensorboard"
-        self._writer = EventFileWriter(str(folder), flush_secs=10)
+        self._writer = EventFileWriter(str(Path(output_dir, "tensorboard")), flush_secs=10)
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(first_step, time.time(), session_log=start)
 
@@ -116,8 +115,7 @@ class WandbMirror:
                 "metrics.wandb is on and wandb is not installed:"
                 " pip install 'megatron_rl[io]', or metrics.wandb=off"
             ) from e
-        self._wandb = wandb
-        folder = Path(output_dir)
+        self._wandb, folder = wandb, Path(output_dir)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if first_step and id_file.exists() else None
         # An offline run cannot ask the server; `wandb sync` joins runs by their id.

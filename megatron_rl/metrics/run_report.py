@@ -122,8 +122,11 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rates(ends: dict[str, Any]) -> str | None:
-    points = [p for p in ends.values() if p]
-    return " → ".join(f"{_point(p)} at step {p['step']}" for p in points) or None
+    texts = []
+    for p in filter(None, ends.values()):
+        error = f" ± {p['stderr']:.3f}" if p["stderr"] else ""
+        texts.append(f"{_text(p['value'], '{:.3f}')}{error} at step {p['step']}")
+    return " → ".join(texts) or None
 
 
 def _task_fit(fit: dict[str, Any]) -> str:
@@ -150,11 +153,6 @@ def _mean(rows: list[Row], name: str, weight: str) -> float | None:
 
 def _text(value: float | None, form: str, missing: str = "not measured") -> str:
     return missing if value is None else form.format(value)
-
-
-def _point(point: dict[str, Any]) -> str:
-    text = _text(point["value"], "{:.3f}")
-    return text + (f" ± {point['stderr']:.3f}" if point["stderr"] else "")
 
 
 def _interval(parameter: dict[str, float | None]) -> str:

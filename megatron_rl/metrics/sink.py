@@ -21,12 +21,10 @@ class RunSink:
         if config.metrics.tensorboard:
             self.mirrors.append(TensorBoardMirror(folder, first_step))
         if (mode := config.metrics.wandb) != "off":
-            values = config.model_dump(mode="json")
-            wandb = WandbMirror(folder, mode=mode, first_step=first_step, config=values)
-            self.mirrors.append(wandb)
-        self.progress = None
-        if config.metrics.terminal != "off":
-            self.progress = ProgressLog(config.schedule.steps, first_step)
+            dump = config.model_dump(mode="json")
+            self.mirrors.append(WandbMirror(folder, mode=mode, first_step=first_step, config=dump))
+        shown = config.metrics.terminal != "off"
+        self.progress = ProgressLog(config.schedule.steps, first_step) if shown else None
 
     def step(self, row: Row) -> None:
         """Write one optimizer step."""

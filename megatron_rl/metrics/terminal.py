@@ -70,9 +70,9 @@ class ProgressLog:
             due = True
         if due:
             self._printed = now
-            print(", ".join([*self._progress(), *self._state()]), file=self._stream, flush=True)
+            print(", ".join(self._parts()), file=self._stream, flush=True)
 
-    def _progress(self) -> list[str]:
+    def _parts(self) -> list[str]:
         parts = [f"step {self._done}/{self._total}"]
         if len(self._marks) > 1:
             (start, first), (end, last) = self._marks[0], self._marks[-1]
@@ -81,12 +81,10 @@ class ProgressLog:
                 parts.append(f"{seconds:.3g} s/step")
                 if left := self._total - self._done:
                     parts.append(f"{timedelta(seconds=round(left * seconds))} left")
-        return parts
-
-    def _state(self) -> list[str]:
-        rate = self._last.get("pass_rate")
+        if rate := self._last.get("pass_rate"):
+            parts.append(rate)
         shown = [(text, self._last.get(name)) for name, text in SHOWN.items()]
-        return [*([rate] if rate else []), *(t.format(x) for t, x in shown if x is not None)]
+        return parts + [text.format(x) for text, x in shown if x is not None]
 
 
 def _pass_rate(row: Row) -> str:

@@ -45,9 +45,7 @@ class Pair:
     overtakes: Interval | None
     """Compute beyond which `better` stays ahead, if it is behind before; its interval covers the
     draws in which it overtakes."""
-    overtake_probability: (
-        float  # that it is behind at first and overtakes within 100 times the data
-    )
+    overtake_probability: float  # that it is behind at first and overtakes within 100x the data
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,6 @@ class Fit:
         return low.reshape(np.shape(compute)), high.reshape(np.shape(compute))
 
     def __str__(self) -> str:
-        parts = [f"{self.name or 'fit'}: A {self.A:.3f}, B {self.B:.2f}"]
-        if self.Cmid is not None:
-            parts.append(f"Cmid {self.Cmid:.4g} {self.unit}")
-        parts.append("well-conditioned" if self.well_conditioned else "ILL-CONDITIONED")
-        return ", ".join(parts)
+        cmid = "" if self.Cmid is None else f", Cmid {self.Cmid:.4g} {self.unit}"
+        verdict = "well-conditioned" if self.well_conditioned else "ILL-CONDITIONED"
+        return f"{self.name or 'fit'}: A {self.A:.3f}, B {self.B:.2f}{cmid}, {verdict}"

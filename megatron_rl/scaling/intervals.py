@@ -42,8 +42,7 @@ class ModelAverage:
         tail = (1 - level) / 2
         lo = _average([e[..., 0] for e in ends], self.weights, tail)
         hi = -_average([-e[..., 1] for e in ends], self.weights, tail)
-        names = ("a", "r0", "u", "v")
-        return {k: (float(a), float(b)) for k, a, b in zip(names, lo, hi, strict=True)}
+        return {k: (float(a), float(b)) for k, a, b in zip(Curves._fields, lo, hi, strict=True)}
 
     def mean(self, compute: Array) -> Array:
         """Return the average of the plausible curves [m]."""

@@ -54,8 +54,7 @@ class Series:
             PointsError: NaN or infinite values, negative compute, pass rates outside [0, 1],
                 standard errors that are not positive, lengths that differ.
         """
-        c = np.asarray(compute, dtype=float).ravel()
-        r = np.asarray(reward, dtype=float).ravel()
+        c, r = (np.asarray(x, float).ravel() for x in (compute, reward))
         s, e = (None if x is None else np.asarray(x, float).ravel() for x in (stderr, epoch))
         if len({len(x) for x in (c, r, s) if x is not None}) > 1:
             sizes = f"{len(c)} compute, {len(r)} reward"

@@ -141,11 +141,9 @@ def sample_and_verify(
         path = folder / "samples.jsonl"
         path.touch()
         lines = stack.enter_context(path.open("rb"))
-        only = EvaluateOnly(
-            heldout=[replace(prompt, id=i) for i, prompt in enumerate(prompts)],
-            temperature=sampling["temperature"],
-            samples_file=str(path),
-        )
+        heldout = [replace(prompt, id=i) for i, prompt in enumerate(prompts)]
+        temperature = sampling["temperature"]
+        only = EvaluateOnly(heldout=heldout, temperature=temperature, samples_file=str(path))
         python = launch.generator_python(config) or sys.executable
         orchestrator = OrchestratorProcess(config, model, {}, None, only)
         stack.push(orchestrator.kill_on_error)

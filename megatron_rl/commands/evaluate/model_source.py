@@ -92,5 +92,4 @@ def huggingface_directory(source: ModelSource, target: Path) -> Path:
     from megatron_rl.commands.convert.to_huggingface import convert
     from megatron_rl.models.start_checkpoint import start_directory
 
-    output = Output(target, 10**9, quiet=True)
-    return convert(source.path, output, start_directory(source.config))
+    return convert(source.path, Output(target, 10**9, quiet=True), start_directory(source.config))

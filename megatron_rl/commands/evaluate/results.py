@@ -51,8 +51,7 @@ def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
         return RIGHT
     try:
         tail = after_thinking(text, think_end, required=False)
-        box = last_box(tail)
-        answer = bare_answer(tail) if box is None else box
+        answer = bare_answer(tail) if (box := last_box(tail)) is None else box
     except (NoAnswer, OverLimit):
         return None
     if len(answer) > MAX_CHARACTERS:
@@ -92,9 +91,8 @@ def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:
     answers = np.array([row["vote"] for row in rows], dtype=object).reshape(-1, n)
     votes = None if any(row["kind"] in WITHOUT_VOTES for row in rows) else answers
     levels = [row["difficulty"] or "none" for row in rows[::n]]
-    tokens, truncated, interrupted = (
-        float(np.mean([row[key] for row in rows])) for key in ("tokens", "truncated", "interrupted")
-    )
+    keys = ("tokens", "truncated", "interrupted")
+    tokens, truncated, interrupted = (float(np.mean([row[key] for row in rows])) for key in keys)
     return {
         "data": name,
         "samples_per_prompt": n,
@@ -116,12 +114,9 @@ def compare_with_run(one: dict[str, Any], evaluation: dict[str, Any]) -> dict[st
     if data != "run" or not run:
         return one
     error = np.hypot(run["pass_rate_stderr"], one["pass_rate_stderr"])
-    comparison = {
-        "pass_rate": run["pass_rate"],
-        "pass_rate_stderr": run["pass_rate_stderr"],
-        "difference_in_standard_errors": float((one["pass_rate"] - run["pass_rate"]) / error),
-    }
-    return {**one, "run_evaluation": comparison}
+    difference = float((one["pass_rate"] - run["pass_rate"]) / error)
+    comparison = {name: run[name] for name in ("pass_rate", "pass_rate_stderr")}
+    return {**one, "run_evaluation": comparison | {"difference_in_standard_errors": difference}}
 
 
 def fit_rows(result: dict[str, Any], series: str) -> list[Row]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="Prompt sets: prepare one.")
+app.callback()(lambda: None)  # without a callback Typer makes a sole command the whole program
 
 SOURCE = "polaris, deepcoder, another data set's name on the hub, a file or a folder."
 OUTPUT = "Folder for train.jsonl, heldout.jsonl, dropped.jsonl, report.json."
@@ -21,11 +22,6 @@ AGAINST = (
 OVERLAP = "Share of common n-grams from which two questions overlap."
 TOKENIZER = "Folder with a tokenizer.json, for --max-tokens."
 UNREADABLE = "Keep answers that cannot be verified."
-
-
-@app.callback()
-def _data() -> None:
-    """Prompt sets."""
 
 
 @app.command()

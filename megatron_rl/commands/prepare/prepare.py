@@ -200,9 +200,8 @@ def _drop_repeated(entries: list[_Entry]) -> None:
             for entry in (first, *others):
                 entry.drop("conflict", f"{answers} different answers")
         elif first_by_id.setdefault(first.id, first) is not first:
-            raise DataError(
-                f"{first.file}:{first.line}: id {first.id!r} belongs to another question too"
-            )
+            problem = f"id {first.id!r} belongs to another question too"
+            raise DataError(f"{first.file}:{first.line}: {problem}")
 
 
 def _drop_overlapping(entries: list[_Entry], index: Overlap, reason: str) -> None:
