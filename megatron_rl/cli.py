@@ -34,7 +34,6 @@ app.add_typer(data_app, name="data")
 silence_notices()
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 Config = Annotated[Path | None, Option(help="YAML file of the run; omit for the defaults.")]
 DRY_RUN = "Print configuration, roles, paths, memory and launch lines; start nothing."
 

@@ -53,8 +53,7 @@ def torchrun_for(
     if under_torchrun and (local != 1 or world == needed):
         return None
     nodes = world if under_torchrun else 1
-    if gpus is None:
-        gpus = gpu_count()
+    gpus = gpu_count() if gpus is None else gpus
     if not gpus and nodes > 1:
         return None
     if not gpus and needed > gpus_per_node:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.publisher import Publisher
 
-Command = Literal["train", "sft"]
 
-
-def run(command: Command, path: Path | None, overrides: list[str]) -> None:
+def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str]) -> None:
     """Run this rank's role, or start torchrun if the ranks are not running yet.
 
     The command `sft` is the supervised stage alone. `overrides` are dotted options on top of the
@@ -59,7 +57,6 @@ def run(command: Command, path: Path | None, overrides: list[str]) -> None:
             upstream.check(vllm_fixes.FIXES)
         launch.exec_torchrun(torchrun, arguments)
     launch.check_world_size(config, needed)
-
     rank = int(os.environ["RANK"])
     if rank == 0 and command == "train":
         print_plan(config)

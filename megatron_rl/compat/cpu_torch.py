@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 
 CPU = torch.device("cpu")
-
 _NAMES = "tensor as_tensor zeros ones empty full arange rand randn randint"
 FACTORIES = f"{_NAMES} zeros_like ones_like empty_like full_like".split()
 """Functions whose `device="cuda"` is read as the CPU, and `pin_memory` is dropped."""
@@ -25,8 +24,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Event:
-    """An event that is always done."""
-
     __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
@@ -37,7 +34,7 @@ class _Event:
 
 
 class _Stream(_Event):
-    """A stream that does everything at once, in order."""
+    """A stream that does everything at once, in order, so its events are always done."""
 
     cuda_stream, device = 0, CPU
     wait_stream = wait_event = _nothing

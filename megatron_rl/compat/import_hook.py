@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 Change = Callable[[ModuleType], None]
-
 _CHANGES: list[tuple[tuple[str, ...], Change]] = []
 
 

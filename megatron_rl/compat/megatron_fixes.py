@@ -10,14 +10,9 @@ from megatron_rl.compat.upstream import UpstreamFix
 
 
 def _use_compiled_helpers(module: Any) -> None:
-    if Path(module.__file__).with_name("Makefile").exists():
-        return
-
-    @functools.wraps(module.compile_helpers)
-    def import_helpers() -> None:
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-
-    module.compile_helpers = import_helpers
+    if not Path(module.__file__).with_name("Makefile").exists():
+        load = functools.partial(importlib.import_module, "megatron.core.datasets.helpers_cpp")
+        module.compile_helpers = functools.update_wrapper(load, module.compile_helpers)
 
 
 def _sum_expert_gradients(module: Any) -> None:

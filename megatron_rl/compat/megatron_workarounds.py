@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 Change = Callable[[Any], None]
-
 WORKAROUNDS: dict[str, tuple[str, Change]] = {}
 """Module -> (text of its source without which the change is no longer needed, the change)."""
 

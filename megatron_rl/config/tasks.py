@@ -159,8 +159,7 @@ def named_tasks(task: Any, tasks: Any) -> Any:
     for name, entry in tasks.items():
         if "." in str(name):
             raise ConfigError(f"tasks: the name {name!r} has a dot in it; take another")
-        if isinstance(entry, str):
-            entry = {"kind": entry}
+        entry = {"kind": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, dict | None):
             merged[name] = entry  # validation reports it
             continue

@@ -176,7 +176,6 @@ class Engine:
         Everything that can be wrong with the version is checked before the engine is touched, and
         its bytes stay locked from there until they are loaded; an error after that leaves the
         engine paused, for the caller to end.
-
         The store `folder` has all of its buckets; empty: the stores of the trainer's ranks do.
 
         Raises:
@@ -193,7 +192,6 @@ class Engine:
                 return await asyncio.wait_for(self._swap(manifest.version), limit)
 
     async def _map(self, manifest: Manifest, folder: str) -> None:
-        """Have every worker map the version's memory while decoding continues."""
         text = msgspec.json.encode(manifest).decode()
         await self._llm.collective_rpc("map_version", args=(text, folder))
         pause = _POLL_SECONDS
@@ -242,7 +240,6 @@ class Engine:
     async def _request(
         self, prompt: list[int], params: SamplingParams
     ) -> tuple[list[RequestOutput], RoutedExperts | None]:
-        """Return (outputs, experts of its tokens) of a request that is finished."""
         while True:
             await self._submitting.wait()
             request_id = str(next(self._ids))

@@ -43,7 +43,6 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
-
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_rl.config import RunConfig
+from megatron_rl.generator.serve import run_generator
 from megatron_rl.generator.store_keeper import sees_trainer_stores, store_spec
 from megatron_rl.weights.store import node_name
 
@@ -18,8 +19,6 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
     """
     from torch.distributed import DistStoreError
 
-    from megatron_rl.generator.serve import run_generator
-
     width = config.roles.generator_tensor_parallel
     engine, member = divmod(rank - config.roles.trainer_ranks, width)
     finished = f"engine-{engine}-finished"
@@ -30,8 +29,7 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
         return
     endpoint, model_dir = (store.get(key).decode() for key in ("orchestrator", "model_dir"))
     node = node_name()
-    shares = sees_trainer_stores(config, os.environ)
-    spec = None if shares else store_spec(config, node, endpoint)
+    spec = None if sees_trainer_stores(config, os.environ) else store_spec(config, node, endpoint)
     try:
         run_generator(config, engine, rank, endpoint, model_dir, node=node, store=spec)
     finally:

@@ -75,7 +75,6 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
 
 
 def _overrides(config: RunConfig, checkpoint: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Return what vLLM changes in the checkpoint's config.json."""
     text_config = checkpoint.get("text_config", checkpoint)
     overrides: dict[str, Any] = {}
     if head_dtype(config) != _DTYPES[config.generator_dtype]:
@@ -159,8 +158,7 @@ def check_model_class(model_dir: str) -> None:
 
 
 def _read_config(model_dir: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(model_dir) / "config.json").read_text())
-    return config
+    return dict(json.loads((Path(model_dir) / "config.json").read_text()))
 
 
 def interruption(config: RunConfig, tokenizer: Any) -> Interruption:

@@ -16,7 +16,6 @@ WEIGHT_TRANSFER_BACKEND = "megatron_rl"
 """Name under which vLLM finds `weight_transfer.StoredWeights`."""
 ENGINE_OWNER = "MEGATRON_RL_ENGINE_OWNER"
 """Environment variable: process id of the generator whose engine a process belongs to."""
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -11,7 +11,6 @@ from megatron_rl.generator.interruption import SampledTokens
 from megatron_rl.messages import VersionSpan
 from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
 
-_ONLY_FIRST_AND_LAST = 2**31 - 1
 _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clone": True}
 
 
@@ -24,7 +23,7 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
         # The first token shows that the request was prefilled; all others come at the end, since
         # each output wakes this process.
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=_ONLY_FIRST_AND_LAST,
+        stream_interval=2**31 - 1,
         **_COMMON,
     )
 

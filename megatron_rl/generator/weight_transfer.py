@@ -55,26 +55,21 @@ class StoredWeights(transfer.WeightTransferEngine):
         # A new thread of a process has device 0.
         device = (torch.cuda.set_device, (self.device,)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "weights", *device)
-        self._mapped: Future[tuple[Manifest, str]] = Future()
+        self.mapped: Future[tuple[Manifest, str]] = Future()
+        """The version of the last `map` and its folder, or WeightsError."""
 
     def init_transfer_engine(self, init_info: transfer.WeightTransferInitInfo) -> None:
         """Silence a warning of every update."""
-        logger = logging.getLogger(reload.initialize_layerwise_reload.__module__)
-        if _is_relevant not in logger.filters:
-            logger.addFilter(_is_relevant)
+        logging.getLogger(reload.initialize_layerwise_reload.__module__).addFilter(_is_relevant)
 
     def map(self, manifest: str, folder: str) -> None:
         """Start to map the version of this manifest (JSON)."""
-        self._mapped = self._thread.submit(self._map, manifest, folder)
+        self.mapped = self._thread.submit(self._map, manifest, folder)
 
     def _map(self, manifest: str, folder: str) -> tuple[Manifest, str]:
         version = msgspec.json.decode(manifest, type=Manifest)
         self._stores.map(version, folder)
         return version, folder
-
-    def is_mapped(self) -> bool:
-        """Return True once the version is mapped; raises WeightsError if it cannot be."""
-        return self._mapped.done() and bool(self._mapped.result())
 
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
@@ -82,7 +77,7 @@ class StoredWeights(transfer.WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load every tensor of the version, or raise WeightsError."""
-        manifest, folder = self._mapped.result(timeout=0)
+        manifest, folder = self.mapped.result(timeout=0)
         if manifest.version != update_info.version:
             raise WeightsError(
                 f"version {manifest.version} is mapped, and version {update_info.version} is to be"
@@ -119,7 +114,8 @@ class WorkerExtension(CapturedRoutes):
 
     def version_mapped(self) -> tuple[bool, str]:
         """Return (True if the version can be loaded, reason of a refusal or "")."""
+        mapped = self.weight_transfer_engine.mapped
         try:
-            return self.weight_transfer_engine.is_mapped(), ""
+            return mapped.done() and bool(mapped.result()), ""
         except WeightsError as e:
             return False, f"{e}"

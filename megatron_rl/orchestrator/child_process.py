@@ -92,8 +92,7 @@ class OrchestratorProcess:
 
     def ended(self) -> str | None:
         """Return None while it runs, else exit status and cause."""
-        status = self._process.poll()
-        if status is None:
+        if (status := self._process.poll()) is None:
             return None
         error = Path(f"{self._endpoint_file}.error")
         return f"exit status {status}" + (f": {error.read_text()}" if error.exists() else "")

@@ -91,7 +91,6 @@ class EvaluationRun:
         return row
 
     def _pass_rates(self, prompts: Sequence[int]) -> dict[str, Any]:
-        """Return the estimates over some prompts; only correct completions pass."""
         n = self.samples_per_prompt
         samples = [self.samples[p, i] for p in prompts for i in range(n)]
         table = np.array([v.passed for _, v in samples], dtype=float).reshape(-1, n)

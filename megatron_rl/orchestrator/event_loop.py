@@ -131,10 +131,8 @@ class Orchestrator:
 
     def _is_over(self) -> bool:
         done, limit = self.trainer_done, self.config.timeouts.evaluation_seconds
-        if done is None:
-            return False
-        if done.interrupted or not self.evaluations.running:
-            return True
+        if done is None or done.interrupted or not self.evaluations.running:
+            return done is not None
         if time.monotonic() - self._done_at > limit:
             raise RunError(
                 f"the evaluation of step {min(self.evaluations.running)} did not end within"
@@ -235,7 +233,7 @@ class Orchestrator:
             self.connection.send(generator.name, request)
 
     def _dispatch(self) -> None:
-        s, g = self.config.schedule, self.config.generation
+        s, g, seed = self.config.schedule, self.config.generation, self.config.seed
         while not self.verification.full:
             self.groups.skip_finished()
             step = self.groups.next_step
@@ -246,13 +244,12 @@ class Orchestrator:
                 return
             group = self.groups.dispatch(self.steps.stream.next, self._new_group)
             generator.in_flight += group.size
+            budgets = thinking_budgets(seed, group.index, group.size, g.thinking_budget_tokens)
             request = m.Generate(
                 group=group.index,
                 prompt_id=group.prompt_id,
                 prompt=self.prompts.train[group.prompt_id].token_ids,
-                thinking_budgets=thinking_budgets(
-                    self.config.seed, group.index, group.size, g.thinking_budget_tokens
-                ),
+                thinking_budgets=budgets,
                 answer_budget=g.answer_budget_tokens,
                 temperature=g.temperature,
             )

@@ -92,11 +92,8 @@ class Generators:
 
     def unread(self, node: str, keep: set[int]) -> list[Manifest]:
         """Return the versions of `keep` that generators of a node have yet to load."""
-        here = self._by_node.get(node, [])
-        oldest = min((g.version for g in here), default=NO_VERSION) if self.all_up else NO_VERSION
-        if self.all_up and not here:
-            return []
-        return [x for v, x in self._manifests.items() if v in keep and v > oldest]
+        held = [g.version for g in self._by_node.get(node, [])] if self.all_up else [NO_VERSION]
+        return [x for v, x in self._manifests.items() if v in keep and any(v > h for h in held)]
 
     def loading(self, node: str) -> set[int]:
         """Return the versions that generators of a node load now."""

@@ -1,12 +1,10 @@
 """The orchestrator as a process: `python -m megatron_rl.orchestrator.main SPEC.json`."""
 
 import asyncio
-import contextlib
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +44,7 @@ def run_orchestrator(spec: Spec) -> None:
     if only is not None:
         prompts = PromptSet([], only.heldout, "")
     else:
-        form = read_format(model, config.generation.think_start)
-        prompts = load_prompts(config, tokenizer, form)
+        prompts = load_prompts(config, tokenizer, read_format(model, config.generation.think_start))
     state, step = None, None
     if spec.checkpoint:
         checkpoint = Path(spec.checkpoint)
@@ -61,12 +58,17 @@ def run_orchestrator(spec: Spec) -> None:
     verification = Verification(config.verifier, prompts.verifiers, decode)
 
     async def serve() -> m.TrainerDone:
-        async with _bound_socket(spec) as socket, verification:
-            orchestrator = Orchestrator(config, prompts, verification, metrics, socket, state, only)
-            try:
-                return await orchestrator.run()
-            finally:
-                await orchestrator.stop_peers()
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.router_mandatory, socket.linger = 1, 2000
+            socket.set_hwm(0)
+            socket.bind(spec.bind)
+            replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            async with verification:
+                loop = Orchestrator(config, prompts, verification, metrics, socket, state, only)
+                try:
+                    return await loop.run()
+                finally:
+                    await loop.stop_peers()
 
     try:
         done = asyncio.run(serve())
@@ -80,16 +82,6 @@ def run_orchestrator(spec: Spec) -> None:
     summary = write_report(config.output_dir, path, phases=phases, fit_compute=fit, extra=extra)
     if config.metrics.terminal != "off":
         print_report(summary)
-
-
-@contextlib.asynccontextmanager
-async def _bound_socket(spec: Spec) -> AsyncIterator[zmq.asyncio.Socket]:
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.router_mandatory, socket.linger = 1, 2000
-        socket.set_hwm(0)
-        socket.bind(spec.bind)
-        replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        yield socket
 
 
 def main() -> None:

@@ -52,8 +52,7 @@ class RunMetrics:
 
     def wall_seconds(self) -> float:
         """Return the seconds of the RL stage, over all resumptions."""
-        running = 0.0 if self._started is None else self._clock() - self._started
-        return self._wall_before + running
+        return self._wall_before + (0.0 if self._started is None else self._clock() - self._started)
 
     def _evaluation_seconds(self) -> float:
         running = self._clock() - self._evaluation_start if self._evaluating else 0.0

@@ -11,7 +11,6 @@ def print_plan(config: RunConfig) -> None:
     first, last = r.trainer_ranks, r.world_size - 1
     completions = s.prompts_per_step * s.completions_per_prompt
     ahead = (s.max_lag_steps + 1) * s.prompts_per_step
-    steps = evaluation_steps(config.evaluation, s.steps)
     heldout = sum(t.heldout_prompts for t in config.tasks.values())
     lines = {
         "recipe": config.recipe or "none",
@@ -36,7 +35,7 @@ def print_plan(config: RunConfig) -> None:
         "tokens": f"prompt <= {g.max_prompt_tokens}, {_lengths(config)}; sequence <="
         f" {config.sequence_tokens}",
         "evaluation": f"{heldout} held-out prompts x {config.evaluation.samples_per_prompt}, at"
-        f" steps {', '.join(str(x) for x in steps)}",
+        f" steps {', '.join(str(x) for x in evaluation_steps(config.evaluation, s.steps))}",
         **{config.task_key(name): _task(config, name) for name in config.tasks},
         "output": str(config.output_dir),
     }

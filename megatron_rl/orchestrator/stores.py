@@ -204,10 +204,9 @@ class Stores:
         assert self._manifest is not None
         if _is_direct(self._manifest, store.node):
             return None
-        kept = generators.unread(store.node, keep)
         if generators.loading(store.node) & set(store.complete[:-1]):
             return None  # from the slot that would be overwritten
-        for manifest in (*kept, self._manifest):
+        for manifest in (*generators.unread(store.node, keep), self._manifest):
             if manifest.version not in store.complete and manifest.version >= self._readable_from:
                 return manifest
         return None
@@ -252,8 +251,7 @@ class Stores:
         startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
         within = f"within timeouts.startup_seconds = {startup:g}"
         for store in self:
-            late = store.memory is None and store.taking is not None
-            if late and now - store.named_at > startup:
+            if store.memory is None and store.taking and now - store.named_at > startup:
                 raise RunError(f"{store.name} has not mapped its memory {within}: see its log")
         for store in self._stores.values():
             if store.taking is None:
