@@ -33,8 +33,7 @@ class Schedule(Section):
 
     @model_validator(mode="after")
     def _mode_fits(self) -> Self:
-        phases = self.mode == "ppo_off_policy"
-        given = self.model_fields_set
+        phases, given = self.mode == "ppo_off_policy", self.model_fields_set
         if phases and "updates_per_phase" not in given:
             self.updates_per_phase = 8
         if self.updates_per_phase != 1 and not phases:

@@ -1,32 +1,139 @@
 """The verifier pool: completions in, verdicts out, from workers that may die at any time."""
 
 import asyncio
+import contextlib
+import os
 import queue
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierDown
-from megatron_rl.rewards.process import WorkerLost, WorkerProcess
 from megatron_rl.rewards.verifier_settings import VerifierSettings
-from megatron_rl.rewards.worker import Request
+from megatron_rl.rewards.worker import Reply, Request, encode, receive, wall_limit
 
 LIMIT_SIGNALS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}  # the worker's own timers
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 MAX_BUGS = 20
 """Unexpected exceptions in a row after which the verifier is down."""
+GRACE_SECONDS = 5.0
+"""A worker that has not killed itself this long after its limit is killed."""
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
+
+class WorkerLost(RuntimeError):
+    """The connection to a worker broke; another worker can take the request."""
+
+
+class WorkerProcess:
+    """A fork server and its child in a process group of their own, and the socket to them.
+
+    One thread at a time may use it; `kill` is safe from any other.
+    """
+
+    def __init__(self, settings: VerifierSettings, kinds: tuple[str, ...]) -> None:
+        self.settings, self.kinds = settings, kinds
+        self.spawn()
+
+    def spawn(self) -> None:
+        """Start a process, which is usable after `wait_ready`."""
+        self._socket, theirs = socket.socketpair()
+        self._stream = self._socket.makefile("rb")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONHASHSEED": "0",  # for a fixed order of sympy's terms, and with it fixed verdicts
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        fd, settings = theirs.fileno(), self.settings.model_dump_json()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.rewards.worker", str(fd), settings, *self.kinds],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        """Process id of the fork server, which leads the process group."""
+        theirs.close()
+
+    def wait_ready(self) -> None:
+        """Wait until it can verify; `VerifierDown` if it cannot, `WorkerLost` if it was killed."""
+        self._socket.settimeout(self.settings.start_seconds)
+        try:
+            reply = _decode(receive(self._stream))
+        except TimeoutError:
+            raise VerifierDown(
+                f"a verifier worker did not start within {self.settings.start_seconds:g} s"
+                f" (verifier.start_seconds)\n{self._end()}"
+            ) from None
+        except (EOFError, OSError, msgspec.DecodeError) as e:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self._process.wait(timeout=2) < 0:
+                    raise WorkerLost("a worker was killed while it started") from None
+            raise VerifierDown(f"a verifier worker did not start: {e}\n{self._end()}") from None
+        if reply.status == "down":
+            raise VerifierDown(reply.reason)
+
+    def ask(self, request: Request) -> Reply:
+        """Return the worker's reply to a request; `WorkerLost` if none comes within its limits."""
+        limit = wall_limit(self.settings, request[0]) + GRACE_SECONDS
+        self._socket.settimeout(limit)
+        try:
+            self._socket.sendall(encode(request))
+            return _decode(receive(self._stream))
+        except TimeoutError:
+            raise WorkerLost(f"a worker did not answer within {limit:g} s") from None
+        except (EOFError, OSError, msgspec.DecodeError) as e:
+            raise WorkerLost(f"the connection to a worker broke ({type(e).__name__})") from None
+        except BaseException:
+            self.kill()  # a reply may still come: this connection must not be used again
+            raise
+
+    def kill(self) -> None:
+        """Kill fork server and child, and end a wait for their reply."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(timeout=10)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Kill the worker and close what belongs to it."""
+        self.kill()
+        for part in (self._stream, self._socket, self._errors):
+            part.close()
+
+    def forget(self) -> None:
+        """Close this process's copy of the socket: after a fork the worker is the parent's."""
+        if (fd := self._socket.detach()) >= 0:
+            os.close(fd)
+        self._process.returncode = 0  # not this process's child
+
+    def _end(self) -> str:
+        """Kill the worker and return the end of its standard error."""
+        self.kill()
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:].strip()
 
 
 class PoolStats(msgspec.Struct):
     """Counts since the start of the pool."""
 
-    verdicts: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
-    """(task kind, outcome) -> completions."""
     deaths: int = 0
     """Workers that died and were replaced; their completions were verified again."""
     bugs: int = 0
@@ -50,7 +157,6 @@ class VerifierPool:
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(settings.workers, "verifier")
         self._admission = asyncio.Semaphore(settings.workers + settings.queue_size)
-        self._admitted = 0
         self._lock = threading.Lock()
         self._down: VerifierDown | None = None
         self._deaths_in_a_row = self._bugs_in_a_row = 0
@@ -91,11 +197,6 @@ class VerifierPool:
             worker.close()
 
     @property
-    def waiting(self) -> int:
-        """Completions in the queue."""
-        return max(0, self._admitted - self.settings.workers)
-
-    @property
     def full(self) -> bool:
         """True if the queue is full, so that `verify` would wait for admission."""
         return self._admission.locked()
@@ -114,15 +215,9 @@ class VerifierPool:
         Raises `VerifierDown`, with the remedy, if the verifier cannot give a verdict.
         """
         async with self._admission:
-            self._admitted += 1
-            try:
-                verdict = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self.verify_blocking, kind, completion, gold, meta
-                )
-            finally:
-                self._admitted -= 1
-        self.stats.verdicts[kind, verdict.outcome.value] += 1
-        return verdict
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, self.verify_blocking, kind, completion, gold, meta
+            )
 
     def verify_blocking(
         self, kind: str, completion: str, gold: str, meta: dict[str, Any] | None = None

@@ -389,13 +389,13 @@ def test_a_filter_that_cannot_be_loaded_is_an_error_and_no_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules = [("read", 1, [(0, "NO_SUCH_OPERATOR", 0, 0)])]
-    monkeypatch.setattr(isolation.seccomp, "weak_rules", lambda: rules)
+    monkeypatch.setattr(isolation, "weak_rules", lambda: rules)
     with pytest.raises(SandboxUnavailable, match="set no limits"):
         run_one("weak", "print(1)")
 
 
 def test_weak_isolation_without_seccomp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.seccomp, "library", lambda: "")
+    monkeypatch.setattr(isolation, "seccomp_library", lambda: "")
     with pytest.raises(SandboxUnavailable, match="pyseccomp"):
         make_code_verifier(settings_of("weak"), "</think>")
 

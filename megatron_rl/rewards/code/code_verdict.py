@@ -61,8 +61,7 @@ def verify_program(source: str, cases: list[Case], settings: SandboxSettings) ->
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         return Verdict(Outcome.WRONG, f"the program does not compile: {e}")
     # The sandbox may die. Retry once; if it dies again while other programs run, fail this one.
-    verdict = _run(source, cases, settings) or _run(source, cases, settings)
-    if verdict is not None:
+    if verdict := _run(source, cases, settings) or _run(source, cases, settings):
         return verdict
     check = next(run_tests("print(1)", [{"stdin": ""}], settings))
     if check.status != "ok":

@@ -190,7 +190,7 @@ def limit(job: dict[str, Any]) -> None:
 
 
 def make_filter(rules: list[Any]) -> Any:
-    """Return pyseccomp's filter of rules (see `seccomp.Rule`)."""
+    """Return pyseccomp's filter of rules (see `isolation.Rule`)."""
     import pyseccomp
 
     filter_ = pyseccomp.SyscallFilter(pyseccomp.ALLOW)

@@ -1,9 +1,12 @@
 """Isolation of programs from the host: bubblewrap's namespaces, else rlimits and seccomp."""
 
+import errno
+import importlib.util
 import itertools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -13,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.rewards.base import SandboxUnavailable
-from megatron_rl.rewards.code import seccomp
+from megatron_rl.rewards.code.harness import make_filter
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
@@ -22,6 +25,34 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"}
 # Unused user ids: process limits count per user, and other users' files stay closed.
 _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
+
+Rule = tuple[str, int, list[tuple[int, str, Any, int]]]
+"""System call, error number, and conditions (argument, operator, value, masked value)."""
+
+CLONE_THREAD = 0x00010000
+_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET,TIME}
+_CALLS = (
+    "ptrace process_vm_readv process_vm_writev process_madvise mount umount2 pivot_root chroot"
+    " setns unshare fsopen fsmount fsconfig move_mount open_tree mount_setattr bpf perf_event_open"
+    " userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl add_key request_key"
+    " kexec_load kexec_file_load init_module finit_module delete_module open_by_handle_at"
+    " name_to_handle_at reboot swapon swapoff acct settimeofday clock_settime adjtimex sethostname"
+    " setdomainname iopl ioperm quotactl syslog vmsplice kcmp pidfd_getfd personality"
+)
+_WEAK_CALLS = (
+    "fork vfork execve execveat kill tkill pidfd_open pidfd_send_signal rt_sigqueueinfo"
+    " rt_tgsigqueueinfo creat unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir"
+    " symlink symlinkat link linkat chmod fchmod fchmodat chown fchown fchownat lchown truncate"
+    " mknod mknodat utime utimes utimensat futimesat setxattr lsetxattr fsetxattr removexattr"
+    " lremovexattr fremovexattr openat2 shmget shmat msgget semget mq_open setpriority"
+    " sched_setscheduler"
+)
+_COMMON: list[Rule] = [
+    *((name, errno.EPERM, []) for name in _CALLS.split()),
+    # glibc falls back from clone3, whose flags a filter cannot see, to clone.
+    ("clone3", errno.ENOSYS, []),
+    ("socket", errno.EPERM, [(0, "NE", int(socket.AF_UNIX), 0)]),
+]
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -52,7 +83,7 @@ def bubblewrap() -> str | None:
 def require(settings: SandboxSettings) -> None:
     """Raise `SandboxUnavailable` unless this host offers the configured isolation."""
     if settings.isolation == "weak":
-        if not seccomp.library():
+        if not seccomp_library():
             raise SandboxUnavailable(
                 "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
                 " system's libseccomp"
@@ -123,7 +154,7 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     fds = []
-    if (filter_ := seccomp.strong_program()) is not None:
+    if (filter_ := _strong_filter()) is not None:
         fds.append(os.memfd_create("seccomp", 0))
         os.write(fds[0], filter_)
         os.lseek(fds[0], 0, os.SEEK_SET)
@@ -141,8 +172,8 @@ def weak(settings: SandboxSettings) -> Launch:
     """Isolate by rlimits and seccomp in the host's namespaces; as root by a separate user id."""
     job = {
         "program_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
-        "seccomp": seccomp.weak_rules(),
-        "library": seccomp.library(),
+        "seccomp": weak_rules(),
+        "library": seccomp_library(),
     }
     return Launch([sys.executable, "-I", "-B", "-c", HARNESS], [], job)
 
@@ -151,3 +182,34 @@ def _others_can_read() -> bool:
     """Return True if another user can read the interpreter, which imports lazily."""
     folders = [Path(os.path.realpath(p)) for p in (sys.prefix, sys.base_prefix)]
     return all(p.stat().st_mode & 0o001 for f in folders for p in (f, *f.parents))
+
+
+def seccomp_library() -> str:
+    """Return the folder of pyseccomp, for an isolated interpreter; empty if it is not installed."""
+    spec = importlib.util.find_spec("pyseccomp")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
+
+
+def weak_rules() -> list[Rule]:
+    """Return the rules without namespaces: also no process, signal to others, write to a file."""
+    calls = (*_WEAK_CALLS.split(), "socket", "socketpair")
+    rules = _COMMON + [(name, errno.EPERM, []) for name in calls]
+    rules.append(("clone", errno.EPERM, [(0, "MASKED_EQ", CLONE_THREAD, 0)]))
+    rules.append(("tgkill", errno.EPERM, [(0, "NE", "pid", 0)]))
+    for call, position in (("open", 1), ("openat", 2)):
+        for flag in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC):
+            rules.append((call, errno.EPERM, [(position, "MASKED_EQ", flag, flag)]))
+    return rules
+
+
+@cache
+def _strong_filter() -> bytes | None:
+    """Return the compiled filter for bubblewrap: no further namespaces; None without pyseccomp."""
+    if not seccomp_library():
+        return None
+    flags = [bit for bit in (1 << i for i in range(32)) if bit & _NAMESPACES]
+    rules = _COMMON + [("clone", errno.EPERM, [(0, "MASKED_EQ", bit, bit)]) for bit in flags]
+    with os.fdopen(os.memfd_create("seccomp"), "w+b") as file:
+        make_filter(rules).export_bpf(file)
+        file.seek(0)
+        return file.read()

@@ -34,8 +34,7 @@ def verify(answer: str, gold: str, *, cpu_seconds: float = 2.0) -> Verdict:
     """
     with _lock:
         if (pool := _pools.get(cpu_seconds)) is None:
-            settings = VerifierSettings(workers=1, cpu_seconds=cpu_seconds)
-            pool = VerifierPool(settings, ("math",))
+            pool = VerifierPool(VerifierSettings(workers=1, cpu_seconds=cpu_seconds), ("math",))
             pool.start()
             _pools[cpu_seconds] = pool
     try:

@@ -1,6 +1,7 @@
 r"""One spelling for equal texts: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
 
 import re
+from itertools import batched
 
 _SYMBOLS = r"""
 ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ≡ \equiv ± \pm ∓ \mp × \times ✕ \times · \cdot ⋅ \cdot
@@ -12,7 +13,6 @@ _SYMBOLS = r"""
 σ \sigma τ \tau φ \phi χ \chi ψ \psi ω \omega Δ \Delta Γ \Gamma Θ \Theta Λ \Lambda Σ \Sigma Φ \Phi
 Ψ \Psi Ω \Omega
 """
-_PAIRS = _SYMBOLS.split()
 _UNICODE = {
     **dict.fromkeys("−–—‒﹣-", "-"),
     **dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r", " "),
@@ -20,9 +20,7 @@ _UNICODE = {
     "°": "^\\circ ",
     **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
     # A command that ends in a letter needs a space.
-    **{
-        k: f"{v} " if v[-1].isalpha() else v for k, v in zip(_PAIRS[::2], _PAIRS[1::2], strict=True)
-    },
+    **{k: f"{v} " if v[-1].isalpha() else v for k, v in batched(_SYMBOLS.split(), 2)},
 }
 _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
