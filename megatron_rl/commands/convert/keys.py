@@ -33,11 +33,6 @@ class StoredParameter:
     index: tuple[int, ...]  # index in those dimensions
 
 
-def layers_are_stacked(architecture: Architecture) -> bool:
-    """Return True if Megatron stores this model's layers in one tensor per parameter."""
-    return "moe_layer_freq" not in architecture.config_fields()
-
-
 def stored_parameter(architecture: Architecture, weight: Weight, stacked: bool) -> StoredParameter:
     """Return the position of a parameter, with `stacked` layers or with layers by name."""
     name, stack, index = weight.megatron, list[int](), list[int]()

@@ -102,7 +102,6 @@ def _write_shard(
 def _finish(
     like: Path, index: dict[str, Any] | None, dtype: str | None, tree: Path, _: list[Any]
 ) -> None:
-    """Write the index and the files without weights."""
     if index is not None:
         (tree / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     copy_other_files(like, tree)

@@ -24,12 +24,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_rl.commands.convert.distributed import BACKEND, RELEASE, TRACKER
-from megatron_rl.commands.convert.keys import (
-    StoredParameter,
-    extra_states,
-    layers_are_stacked,
-    stored_parameter,
-)
+from megatron_rl.commands.convert.keys import StoredParameter, extra_states, stored_parameter
 from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers
 from megatron_rl.commands.convert.safetensors_directory import (
     SafetensorsDirectory,
@@ -40,8 +35,7 @@ from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Pack, Weight
 
-CHUNK_BYTES = 32 * 2**20
-"""Largest chunk of a parameter that is one Hugging Face tensor; others are one chunk."""
+CHUNK_BYTES = 32 * 2**20  # of a parameter that is one Hugging Face tensor; others are one chunk
 
 
 def convert(source: Path, output: Output) -> Path:
@@ -108,7 +102,7 @@ class CheckpointPlan(DefaultSavePlanner):
         # Other index of written data -> the index that it is written under.
         self.copies: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
         self._weights: dict[dcp.MetadataIndex, Weight] = {}
-        stacked = layers_are_stacked(arch)
+        stacked = "moe_layer_freq" not in arch.config_fields()
         for weight in (w for w in arch.weights() if w.exported):  # tied: stored once
             stored = stored_parameter(arch, weight, stacked)
             self._add(weight, stored)
@@ -180,7 +174,6 @@ def _write_untouched(source: SafetensorsDirectory, names: list[str], path: Path)
 
 
 def _finish(source: Path, plan: CheckpointPlan, tree: Path, written: list[Any]) -> None:
-    """Write the metadata of the checkpoint, and the files without weights."""
     results = {result.index: result for part in written for result in part}
     for index, original in plan.copies.items():
         results[index] = replace(results[original], index=index)

@@ -12,7 +12,6 @@ from typing import Literal
 class Result:
     """Result of one check."""
 
-    status: Literal["ok", "note", "fail"]
-    """`note`: a difference from a GPU node that does not matter here."""
+    status: Literal["ok", "note", "fail"]  # note: unlike a GPU node, but it does not matter here
     detail: str
     remedy: str = ""  # never empty if the check failed

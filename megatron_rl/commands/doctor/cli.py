@@ -1,7 +1,5 @@
 """`megatron-rl doctor`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -9,16 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from megatron_rl.commands.doctor import Result, node_checks, software_checks, weight_checks
+from megatron_rl.commands.plan.nodes import nodes_of
+from megatron_rl.config import RunConfig, load_config
 from megatron_rl.weights.store import SHARED_MEMORY
-
-if TYPE_CHECKING:
-    from megatron_rl.config import RunConfig
 
 app = typer.Typer()
 MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red]FAIL[/red]"}
@@ -43,7 +40,6 @@ def doctor(
     """
     from rich.console import Console
 
-    from megatron_rl.config import load_config
     from megatron_rl.launch import generator_python
 
     run = load_config(config, context.args)
@@ -83,7 +79,8 @@ def run_checks(
         answer, line = software_checks.probe_generator(python)
         yield "generator environment", line
     shared, in_directory = weight_checks.stored_bytes(run)
-    root, needed = run.weights.directory or SHARED_MEMORY, weight_checks.needs_reads(run)
+    # Whether nodes of this run take versions from others.
+    root, needed = run.weights.directory or SHARED_MEMORY, bool(nodes_of(run).stores)
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
         "versions": partial(software_checks.check_versions, answer, cuda=cuda),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),

@@ -48,12 +48,12 @@ def check_open_files() -> Result:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= 4096:
         return Result("ok", "the limit is high enough")
-    detail = (
+    return Result(
+        "note",
         f"at most {hard} in a process, and the orchestrator needs one for each generator and three"
         " for each verifier worker; for large runs raise the hard limit (docker run --ulimit"
-        " nofile=65536, LimitNOFILE= of the service that starts jobs)"
+        " nofile=65536, LimitNOFILE= of the service that starts jobs)",
     )
-    return Result("note", detail)
 
 
 def check_shared_memory(folder: Path, versions: float, *, cuda: bool) -> Result:
@@ -122,9 +122,7 @@ def check_all_reduce(*, cuda: bool) -> dict[str, Result]:
         errors = [error for _, error in pool.map(software_checks.output_of, commands) if error]
     if not errors:
         return {name: Result("ok", "the sum is right on every rank")}
-    remedy = "set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME, and try again"
-    if backend == "gloo":
-        remedy = (
-            "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
-        )
+    remedy = "the host's name may not resolve: set GLOO_SOCKET_IFNAME to an interface that is up"
+    if backend == "nccl":
+        remedy = "set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME, and try again"
     return {name: Result("fail", errors[0], remedy)}

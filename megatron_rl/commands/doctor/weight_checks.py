@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron_rl.commands.doctor import Result, read_probe, software_checks
 from megatron_rl.commands.plan.host_memory import host_memory
 from megatron_rl.commands.plan.layouts import layout_problems
-from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.commands.plan.plan_report import read_architecture
 from megatron_rl.commands.plan.tensors import update_bytes
 from megatron_rl.config import ConfigError, RunConfig
@@ -84,8 +83,8 @@ def check_reads(python: str, *, needed: bool) -> Result:
     text, error = software_checks.output_of([sys.executable, *module, python, *module])
     if not error:
         rate = json.loads(text.rpartition(read_probe.MARK)[2]) / 1e9
-        detail = f"{read_probe.NUM_BYTES / 2**20:g} MiB at {rate:.1f} GB/s on this node"
-        return Result("ok", detail)
+        size = read_probe.NUM_BYTES / 2**20
+        return Result("ok", f"{size:g} MiB at {rate:.1f} GB/s on this node")
     remedy = (
         "pip install nixl-cu13 in both environments, and set UCX_LOG_LEVEL=info for UCX's own"
         " reasons; or set weights.directory to a folder that all nodes share"
@@ -94,8 +93,3 @@ def check_reads(python: str, *, needed: bool) -> Result:
     if needed:
         return Result("fail", detail, remedy)
     return Result("note", f"{detail}; only runs on several nodes need it", remedy)
-
-
-def needs_reads(run: RunConfig) -> bool:
-    """Return True if nodes of this run take versions from others."""
-    return bool(nodes_of(run).stores)

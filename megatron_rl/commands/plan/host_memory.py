@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
 
 GIB = 2**30
-RANK_BYTES = 6 * GIB
-"""Estimate of the processes of a rank: torch, CUDA, NCCL; vLLM's server and engine."""
+RANK_BYTES = 6 * GIB  # estimate of a rank's processes: torch, CUDA, NCCL; vLLM's server, engine
 SYSTEM_BYTES = 8 * GIB  # estimate of the operating system of a node
-ORCHESTRATOR_BYTES = 8 * GIB
-"""Estimate of the orchestrator with its verifiers, prompts and completions in flight."""
-SAVED_FILE_BYTES = 4 * GIB
-"""Largest file of the final Hugging Face model, unless one tensor is larger."""
+ORCHESTRATOR_BYTES = 8 * GIB  # estimate, with verifiers, prompts and completions in flight
+SAVED_FILE_BYTES = 4 * GIB  # largest file of the final model, unless one tensor is larger
 
 
 @dataclass(frozen=True, slots=True)

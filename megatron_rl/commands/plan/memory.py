@@ -27,10 +27,8 @@ EXPERT_IMBALANCE = 1.25  # tokens of the busiest expert rank relative to an even
 HEAD_CHUNK_MIB = 3175.0  # default of `kernels.chunk_mib` on GPU
 GENERATOR_WORKSPACE_BYTES = 4 * GIB  # estimate of vLLM's activations, CUDA graphs and buffers
 EXPORT_COPIES = 3  # copies of a bucket while it is joined: as received, shards, joined tensors
-DIFFERENCE_COPIES = 3
-"""GPU memory of a difference, in buckets: both versions, a byte per 16-bit word, the changes."""
-RELOAD_COPIES = 2
-"""Copies of a module while vLLM loads it: as loaded, and in the layout of its kernels."""
+DIFFERENCE_COPIES = 3  # in buckets, on GPU: both versions, a byte per 16-bit word, the changes
+RELOAD_COPIES = 2  # of a module while vLLM loads it: as loaded, and in the layout of its kernels
 ENGINE_START_SECONDS = 300.0  # estimate of an engine's compilation and CUDA graphs
 
 
@@ -63,8 +61,7 @@ class GeneratorMemory:
     weights: float
     workspace: float
     kv_cache: float  # rest of `generation.gpu_memory_fraction`; may be negative
-    kv_bytes_per_sequence: float
-    """Of full length; layers of chunked attention keep their last chunk alone."""
+    kv_bytes_per_sequence: float  # of full length; chunked attention keeps its last chunk alone
     update: float  # while weights are loaded, outside `generation.gpu_memory_fraction`
 
     @property

@@ -14,8 +14,7 @@ class Nodes:
     ranks: list[tuple[int, ...]]  # of each node; the last one may have fewer
     trainer_nodes: list[int]  # nodes with trainer ranks
     generator_nodes: list[int]
-    stores: list[int]
-    """Nodes that take versions: those whose engines cannot read the stores of all trainers."""
+    stores: list[int]  # take versions: their engines cannot read the stores of all trainers
 
     @property
     def depth(self) -> int:

@@ -162,7 +162,6 @@ def _print_update(update: UpdateTime, changed_share: float) -> None:
 
 
 def _print_layouts(layouts: list[LayoutMemory]) -> None:
-    """Print the layouts that fit, or the nearest one."""
     for i, layout in enumerate(layouts):
         options = layout_options(layout.run)
         if layout.misfits:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,9 +76,8 @@ def update_bytes(run: RunConfig, architecture: Architecture) -> int:
     return sum(unit.sent for unit in all_units(run, architecture))
 
 
-def bucket_bytes(run: RunConfig, sizes: Iterable[int]) -> int:
+def bucket_bytes(run: RunConfig, sizes: list[int]) -> int:
     """Return the bytes of the largest bucket that units of these sizes fill."""
-    sizes = list(sizes)
     return min(sum(sizes), max(run.weights.bucket_bytes, *sizes)) if sizes else 0
 
 
@@ -111,8 +109,7 @@ def _rank_tensors(
     for weight in architecture.weights():
         kind, size = ("dense", tensor) if weight.expert is None else ("expert", expert_tensor)
         if weight.expert is None or weight.expert < architecture.experts // expert:
-            elements = _elements(weight.shape, weight.split, size)
-            tensors[_part(weight)].append((kind, elements))
+            tensors[_part(weight)].append((kind, _elements(weight.shape, weight.split, size)))
     return tensors
 
 

@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 LINK = 44.0e9
 """Bytes per second of a node's network: one interface of 400 Gb/s, and of its peak what prime-rl
 publishes for one-sided reads. Nodes with an interface per GPU can have more."""
-SHARED_FILES = 5.0e9
-"""Bytes per second of a file system from which all nodes read at once (an estimate)."""
+SHARED_FILES = 5.0e9  # estimate: bytes per second of a file system that all nodes read at once
 HOST_LINKS = {"PCIe 5 x16": 50.0e9, "NVLink-C2C": 200.0e9}
 """Bytes per second between host and GPU, page-locked, each way: peaks are 64 and 450 (GB200)."""
 CHECKSUM = 30.0e9  # bytes per second of xxh3-128 on one core; measured on an EPYC
-COPY = 13.0e9
-"""Bytes per second of a copy within the host's memory by one core; measured on an EPYC."""
-CHANGED_SHARE = 0.003
-"""Share of bf16 values that an AdamW step at 5e-7 changes; measured: 0.25 to 0.33%."""
+COPY = 13.0e9  # bytes per second of a copy within the host by one core; measured on an EPYC
+CHANGED_SHARE = 0.003  # of bf16 values, by an AdamW step at 5e-7; measured: 0.25 to 0.33%
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +37,12 @@ class UpdateTime:
     stores: int  # nodes that take it over the network
     depth: int  # of their tree
     copy_by_link: dict[str, float]  # in which the trainer waits
-    complete: float
-    """Until the trainer has differences and checksums of all buckets, while training goes on."""
+    complete: float  # until the trainer has all differences and checksums, while it trains
     travel_whole: float
     """From complete at the trainer to complete on the last node; the first version and a newcomer's
     travel so."""
     travel_differences: float
-    check: float
-    """Comparison of the checksums by an engine, while decoding goes on; a store has done it."""
+    check: float  # of the checksums by an engine, while it decodes; 0 if a store has done it
     pause_by_link: dict[str, float]  # in which an engine does not decode
 
 
@@ -71,8 +66,7 @@ def update_time(
     # The lower half of an fp32 value changes in every step.
     fraction = 2 * (1.0 if run.generator_dtype == "fp32" else changed_share)
     changed = int(num_bytes * fraction) if fraction <= LARGEST_DIFFERENCE else num_bytes
-    units = tensors.all_units(run, architecture)
-    bucket = tensors.bucket_bytes(run, [unit.sent for unit in units])
+    bucket = tensors.bucket_bytes(run, [u.sent for u in tensors.all_units(run, architecture)])
     work = num_bytes * (1 / COPY + 1 / CHECKSUM) / READS
     if run.weights.directory is not None:
         whole = differences = len(nodes.generator_nodes) * num_bytes / SHARED_FILES

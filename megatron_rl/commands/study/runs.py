@@ -40,17 +40,13 @@ class RunFailed(RuntimeError):
 class Run:
     """One point of an entry with one seed, and the arguments of its `megatron-rl train`."""
 
-    group: str
-    """Name that the runs of other seeds share."""
-    turn: int
-    """Position among the seeds and repeats of its group."""
+    group: str  # name that the runs of other seeds share
+    turn: int  # position among the seeds and repeats of its group
     config: RunConfig
     arguments: list[str]
-    supervised: list[str]
-    """Arguments that make its start checkpoint, if it has none."""
+    supervised: list[str]  # arguments that make its start checkpoint, if it has none
     budget: dict[str, float]
-    entry: dict[str, Any]
-    """Its entry in the study's file."""
+    entry: dict[str, Any]  # in the study's file
 
     @property
     def name(self) -> str:

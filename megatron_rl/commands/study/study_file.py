@@ -30,16 +30,13 @@ class Study:
     """A file, and the options of the command above it."""
 
     name: str
-    values: dict[str, Any]
-    """Contents of the file."""
-    folder: Path
-    """Of the file: its paths are relative to it."""
+    values: dict[str, Any]  # contents of the file
+    folder: Path  # of the file: its paths are relative to it
     output: Path
     configs: tuple[Path, ...] = ()
     """The first instead of the file's `config`, others instead of an entry's of the same model."""
     start_checkpoint: Path | None = None
-    overrides: tuple[str, ...] = ()
-    """Dotted options for all runs."""
+    overrides: tuple[str, ...] = ()  # dotted options for all runs
 
     def runs(self) -> list[Run]:
         """Return all runs, seed by seed.
@@ -111,7 +108,6 @@ class Study:
             yield Run(name, turn, load_config(file, own), arguments, supervised, budget, entry)
 
     def _base(self, config: str | None) -> Path:
-        """Return the file of an entry's base configuration."""
         if self.configs and config == self.values.get("config"):
             return self.configs[0]
         if config is None:
@@ -121,7 +117,6 @@ class Study:
         return others.get(load_config(file).model, file)
 
     def _options(self, entry: dict[str, Any]) -> list[str]:
-        """Return the command-line options of an entry's recipe and keys."""
         values = {key: value for key, value in entry.items() if key not in NOT_OF_RUNS}
         if (file := self.folder / str(values.get("recipe"))).is_file():
             values["recipe"] = str(file.resolve())

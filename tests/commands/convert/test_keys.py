@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.commands.convert.keys import extra_states, layers_are_stacked, stored_parameter
+from megatron_rl.commands.convert.keys import extra_states, stored_parameter
 from megatron_rl.models import architecture, named_config
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import transformer_engine_name
@@ -55,7 +55,7 @@ def requested(arch: Architecture) -> tuple[set[Any], set[str]]:
 def test_everything_that_megatron_requests_is_stored(name: str) -> None:
     arch = architecture(named_config(name) if name in REAL else models.config_of(name))
     tensors, objects = requested(arch)
-    stacked = layers_are_stacked(arch)
+    stacked = "moe_layer_freq" not in arch.config_fields()
     assert stacked == (arch.experts == 0)
     weights = [w for w in arch.weights() if w.exported]
     stored = [stored_parameter(arch, w, stacked) for w in weights]

@@ -21,6 +21,7 @@ from megatron_rl.commands.doctor import (
     software_checks,
     weight_checks,
 )
+from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.compat import megatron_fixes, vllm_fixes
 from megatron_rl.config import load_config
 from megatron_rl.weights.store import hold
@@ -284,7 +285,7 @@ def test_reads_are_needed_where_versions_travel_between_nodes():
         (["--roles.gpus_per_node", "1"], True),
         (["--roles.gpus_per_node", "1", "--weights.directory", "/shared"], False),
     ):
-        assert weight_checks.needs_reads(load_config(None, options)) is needed, options
+        assert bool(nodes_of(load_config(None, options)).stores) is needed, options
 
 
 def test_a_failing_all_reduce_is_named_with_the_ranks_error(monkeypatch):
