@@ -86,15 +86,10 @@ class _Loss(torch.autograd.Function):
         grads: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         direct = _main_grad(weight_VH) if loss_scale is not None and grads[1] else None
+        scale = 1.0 if loss_scale is None else loss_scale
+        operands = (hidden_TH, weight_VH, targets_T)
         rows_5T, hidden_grad_TH, weight_grad_VH = linear.one_pass(
-            hidden_TH,
-            weight_VH,
-            targets_T,
-            loss,
-            grads=grads,
-            weight_grad_VH=direct,
-            loss_scale=1.0 if loss_scale is None else loss_scale,
-            **settings,
+            *operands, loss, grads=grads, weight_grad_VH=direct, loss_scale=scale, **settings
         )
         ctx.direct, ctx.loss_scale, ctx.weight = direct is not None, loss_scale, weight_VH
         ctx.save_for_backward(hidden_grad_TH, None if ctx.direct else weight_grad_VH)
@@ -140,16 +135,10 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, targets_T, rows_4T = ctx.saved_tensors
-        main_grad = _main_grad(weight_VH)
+        main_grad, needed = _main_grad(weight_VH), ctx.needs_input_grad[:2]
+        inputs = (hidden_TH, weight_VH, targets_T, rows_4T, grads[0])
         hidden_grad_TH, weight_grad_VH = linear.log_probs_backward(
-            hidden_TH,
-            weight_VH,
-            targets_T,
-            rows_4T,
-            grads[0],
-            grads=(ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
-            weight_grad_VH=main_grad,
-            **ctx.settings,
+            *inputs, grads=needed, weight_grad_VH=main_grad, **ctx.settings
         )
         if weight_grad_VH is not None and main_grad is not None:
             weight_grad_VH = _mark_added(weight_VH)

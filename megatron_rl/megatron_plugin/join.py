@@ -186,12 +186,9 @@ class PretrainingPlugin:
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
         """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
         world.join_world(config)
-        model = self._model = PluginModel(
-            config,
-            self._modules,
-            use_te=args.transformer_impl == "transformer_engine",
-            micro_batches=_micro_batches(args),
-        )
+        use_te, count = args.transformer_impl == "transformer_engine", _micro_batches(args)
+        model = PluginModel(config, self._modules, use_te=use_te, micro_batches=count)
+        self._model = model
         if args.rank == 0:
             save_config(config)
             orchestrator = OrchestratorProcess(config, model.directory, {}, _saved_state(args))

@@ -104,14 +104,9 @@ def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBa
         context=p.context,
         count_multiple=shards.micro_batch_multiple,
     )
-    return divide(
-        batch,
-        shards.architecture,
-        layout,
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        world.device(),
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    context_rank = parallel_state.get_context_parallel_rank()
+    return divide(batch, shards.architecture, layout, rank, context_rank, world.device())
 
 
 def check_routed_experts(batch: messages.Batch, shards: ModelShards) -> None:
@@ -139,11 +134,13 @@ def divide(
     """
     bounds, prompt_lengths = _checked_bounds(batch)
     ids_N = _checked_ids(batch, architecture)
-    experts_NLK = None
+    lengths = np.diff(bounds)
+    # Index -1 is padding: the last entry of all three.
+    experts = None
     if batch.routes:
         experts_NLK = routed_experts.decode(batch.routes, len(ids_N), architecture)
-    lengths = np.diff(bounds)
-    # Index -1 is padding: the last entry of both.
+        padding_1LK = np.full_like(experts_NLK[:1], routed_experts.UNKNOWN)
+        experts = np.concatenate([experts_NLK, padding_1LK])
     ids = np.append(ids_N, 0).astype(np.int64)
     predicts = np.zeros(len(ids), dtype=bool)
     for i in range(len(lengths)):
@@ -175,7 +172,7 @@ def divide(
                 origin_BS=torch.from_numpy(origin_BS),
                 source_T=torch.from_numpy(source_T),
                 sequence_count=len(lengths),
-                experts_RLK=_experts(experts_NLK, origin_R),
+                experts_RLK=None if experts is None else torch.from_numpy(experts[origin_R]),
             )
         )
     return out
@@ -263,16 +260,6 @@ def _checked_ids(batch: messages.Batch, architecture: Architecture) -> NDArray[n
             f" vocabulary is 0 to {vocabulary - 1}; tokenizer and model don't belong together"
         )
     return ids
-
-
-def _experts(
-    experts_NLK: routed_experts.RoutedExperts | None, origin_R: NDArray[np.int64]
-) -> Tensor | None:
-    if experts_NLK is None:
-        return None
-    own_RLK = experts_NLK[origin_R]
-    own_RLK[origin_R < 0] = routed_experts.UNKNOWN
-    return torch.from_numpy(own_RLK)
 
 
 def _row(

@@ -36,6 +36,7 @@ from megatron_rl.trainer.model import Policy
 
 FORMAT = 1
 FOLDER = "checkpoints"
+StateWriter = Callable[[int, str], None]
 _log = logging.getLogger(__name__)
 
 
@@ -45,10 +46,7 @@ def folder(config: RunConfig) -> Path:
 
 
 def save(
-    config: RunConfig,
-    policy: Policy,
-    step: int,
-    write_state: Callable[[int, str], None] | None = None,
+    config: RunConfig, policy: Policy, step: int, write_state: StateWriter | None = None
 ) -> Path:
     """Write the checkpoint after `step` optimizer steps; collective over the trainer ranks.
 

@@ -31,6 +31,9 @@ from megatron_rl.weights.number_format import single_expert
 if TYPE_CHECKING:
     from megatron_rl.trainer.shards import ModelShards
 
+Stream = Iterator[tuple[str, Tensor]]
+"""Tensors with their Hugging Face names, read once."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
@@ -156,7 +159,7 @@ def export(
     dtype: torch.dtype | None = None,
     *,
     pace: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Stream:
     """Return the current weights by Hugging Face name; collective over the trainer ranks.
 
     Args:
@@ -183,7 +186,7 @@ def export_buckets(
     *,
     on_cpu: bool = False,
     pace: dist.ProcessGroup | None = None,
-) -> Iterator[tuple[int, Iterator[tuple[str, Tensor]]]]:
+) -> Iterator[tuple[int, Stream]]:
     """Yield (number of the bucket, its tensors) for each bucket that this rank joins; collective.
 
     The tensors are on the parameters' device, or on the CPU. In a plan that is spread, experts are
@@ -200,7 +203,7 @@ def export_buckets(
             dist.send(_bytes_of(model, plan, own), dst=bucket.destination)
 
 
-def planned_tensors(plan: ExportPlan, bucket: PlannedBucket) -> Iterator[tuple[str, Tensor]]:
+def planned_tensors(plan: ExportPlan, bucket: PlannedBucket) -> Stream:
     """Yield names and tensors of a bucket on `meta`, as `export_buckets` does."""
     shards = {
         (s.weight, s.split_rank): torch.empty(s.shape, dtype=s.dtype, device="meta")
@@ -214,9 +217,7 @@ def _bytes_of(model: ModelShards, plan: ExportPlan, shards: list[_Shard]) -> Ten
     return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
-def _receive(
-    model: ModelShards, plan: ExportPlan, shards: list[_Shard], on_cpu: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _receive(model: ModelShards, plan: ExportPlan, shards: list[_Shard], on_cpu: bool) -> Stream:
     rank = dist.get_rank()
     by_sender: dict[int, list[_Shard]] = {}
     for shard in shards:
@@ -237,9 +238,7 @@ def _receive(
     yield from _renamed(plan, tensors)
 
 
-def _renamed(
-    plan: ExportPlan, shards: dict[tuple[int, int], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _renamed(plan: ExportPlan, shards: dict[tuple[int, int], Tensor]) -> Stream:
     experts: dict[str, list[Tensor]] = {}
     for i, own in itertools.groupby(sorted(shards), key=lambda key: key[0]):
         weight = plan.weights[i]

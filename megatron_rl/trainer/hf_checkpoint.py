@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from megatron_rl.files import replace_folder
 from megatron_rl.models.base import Architecture
 from megatron_rl.trainer import world
-from megatron_rl.trainer.export import export
+from megatron_rl.trainer.export import Stream, export
 from megatron_rl.trainer.shards import ModelShards
 
 COPIED = (
@@ -117,7 +116,7 @@ class TensorReader:
         return tensor
 
 
-def passthrough(directory: str | Path, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
+def passthrough(directory: str | Path, architecture: Architecture) -> Stream:
     """Yield the checkpoint's tensors that are not trained (a vision tower), by name."""
     if not architecture.untrained:
         return
@@ -127,10 +126,7 @@ def passthrough(directory: str | Path, architecture: Architecture) -> Iterator[t
 
 
 def write(
-    directory: str | Path,
-    source: str | Path,
-    stream: Iterator[tuple[str, Tensor]],
-    max_shard_bytes: int = 4 * 2**30,
+    directory: str | Path, source: str | Path, stream: Stream, max_shard_bytes: int = 4 * 2**30
 ) -> Path:
     """Write a Hugging Face directory: `stream` as safetensors, other files from `source`.
 

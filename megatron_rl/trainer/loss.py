@@ -82,12 +82,8 @@ class Objective:
     def cispo_inputs(self, micro: MicroBatch) -> linear.CispoInputs:
         """Return the inputs of the row kernel."""
         assert isinstance(self.algorithm.loss, Cispo)
-        return linear.CispoInputs(
-            micro.generator_logprobs_T,
-            micro.advantages_T,
-            micro.loss_weights_T,
-            self.algorithm.loss.max_ratio,
-        )
+        weights_T, cap = micro.loss_weights_T, self.algorithm.loss.max_ratio
+        return linear.CispoInputs(micro.generator_logprobs_T, micro.advantages_T, weights_T, cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +200,9 @@ def _plain(hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass) -> Tensor:
     if not head.sequence_parallel and group.size() > 1 and len(hidden_TH):
         hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=group)
     entropy_gradient = objective is not None and objective.algorithm.entropy_coefficient != 0.0
+    logits_TV = fp32_linear(hidden_TH, weight_VH, settings["precision"], settings["logit_grads"])
     logprobs_T, entropy_T = vocabulary_parallel_logprobs(
-        fp32_linear(hidden_TH, weight_VH, settings["precision"], settings["logit_grads"]),
-        micro.targets_T,
-        settings["temperature"],
-        vocabulary,
-        group,
-        entropy_gradient,
+        logits_TV, micro.targets_T, settings["temperature"], vocabulary, group, entropy_gradient
     )
     micro.logprobs_T, micro.entropy_T = logprobs_T.detach(), entropy_T.detach()
     if objective is None:

@@ -73,6 +73,7 @@ def transformer_config(
     """Return Megatron's configuration of this model, layout and machine."""
     p, cuda = run.parallel, torch.cuda.is_available()
     interleaved = p.virtual_pipeline > 1
+    first_layers = first_stage_layers(architecture.layers, p.pipeline, p.virtual_pipeline)
     dtype = torch.bfloat16 if run.precision.params == "bf16" else torch.float32
     return TransformerConfig(
         **architecture.config_fields(),
@@ -82,9 +83,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=p.tensor,
         pipeline_model_parallel_size=p.pipeline,
-        num_layers_in_first_pipeline_stage=first_stage_layers(
-            architecture.layers, p.pipeline, p.virtual_pipeline
-        ),
+        num_layers_in_first_pipeline_stage=first_layers,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline if interleaved else None,
         # Batched, messages between two stages in both directions would be mixed up.
         overlap_p2p_comm=interleaved,
@@ -149,8 +148,7 @@ def build_module(
 
 def shards_optimizer(run: RunConfig) -> bool:
     """Return True if the distributed optimizer is enabled and there is more than one replica."""
-    copies = run.data_parallel * run.parallel.context
-    return run.parallel.distributed_optimizer and copies > 1
+    return run.parallel.distributed_optimizer and run.data_parallel * run.parallel.context > 1
 
 
 def wrap(run: RunConfig, config: TransformerConfig, module: GPTModel) -> DistributedDataParallel:

@@ -49,10 +49,8 @@ class Policy(ModelShards):
         use_te = megatron_build.transformer_engine()
         self.config = megatron_build.transformer_config(run, self.architecture, use_te)
         # Builds or loads the kernels, which fails now rather than in the first pass.
-        device = world.device().type
-        heads.select(
-            run.precision.logits, run.precision.logit_grads, self.config.params_dtype, device
-        )
+        device, precision = world.device().type, run.precision
+        heads.select(precision.logits, precision.logit_grads, self.config.params_dtype, device)
         self.modules = [
             megatron_build.build_module(run, self.architecture, self.config, use_te, i)
             for i in range(run.parallel.virtual_pipeline)

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import Bucket, Manifest, TensorInfo
-from megatron_rl.trainer.export import export_buckets, plan_of, planned_tensors
+from megatron_rl.trainer.export import Stream, export_buckets, plan_of, planned_tensors
 from megatron_rl.weights import difference, store_process
 from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info
 from megatron_rl.weights.manifest import WeightsError, checksum
@@ -137,11 +137,7 @@ class Publisher:
         self._pending = self._thread.submit(self._complete, version, previous, slot, started)
 
     def _copy(
-        self,
-        flat: Tensor,
-        infos: tuple[TensorInfo, ...],
-        stream: Iterator[tuple[str, Tensor]],
-        version: int,
+        self, flat: Tensor, infos: tuple[TensorInfo, ...], stream: Stream, version: int
     ) -> None:
         starts, _ = offsets(infos)
         for (name, tensor), info, start in zip(stream, infos, starts, strict=True):

@@ -67,7 +67,6 @@ def report(
 
 
 def _joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
-    """Return a per-token array of all micro-batches [T], on the CPU."""
     return torch.cat([getattr(micro, name) for micro in micro_batches]).cpu()
 
 
