@@ -25,9 +25,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_rl.trainer import world
+from megatron_rl.trainer.export import export
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.step import Trainer
-from megatron_rl.trainer.export import export
 from tests.trainer.cases import batch, gradients, run_config, write_model
 
 MODELS = ("tiny_dense", "tiny_scout")
