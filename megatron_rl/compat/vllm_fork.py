@@ -4,9 +4,11 @@ vLLM's CPU platform has them spawned, for another OpenMP library and bound cores
 one thread do not need, and each imports vLLM again. Elsewhere vLLM forks by default.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
 from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
@@ -33,7 +35,12 @@ def _change(prepare: Callable[[], None]) -> Change:
     class _Process(ForkProcess):
         def run(self) -> None:
             prepare()
-            super().run()
+            try:
+                super().run()
+            finally:  # a fork ends without the C++ destructors that remove its group's memory
+                if name := os.environ.get("VLLM_DIST_IDENT"):
+                    for file in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
+                        file.unlink(missing_ok=True)
 
     class _Context(ForkContext):
         Process = _Process

@@ -26,6 +26,13 @@ from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 
 
+def _raise_limit_of_files() -> None:
+    # Shells give 1024 files. 600 generators and the verifier's workers need more, and a connection
+    # beyond the limit would wait without an error.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
+
+
 def run_orchestrator(spec: Spec) -> None:
     """Run to the end and write the report.
 
@@ -33,10 +40,7 @@ def run_orchestrator(spec: Spec) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Shells give 1024 files. 600 generators and the verifier's workers need more, and a connection
-    # beyond the limit would wait without an error.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
+    _raise_limit_of_files()
     config = RunConfig.model_validate(spec.config)
     model = Path(spec.model_dir)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

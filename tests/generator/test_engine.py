@@ -289,17 +289,18 @@ def test_a_store_of_all_buckets_is_as_good_as_the_trainers(served, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_workers_hold_their_parts_of_each_version(kind, tmp_path):
+def test_two_workers_hold_their_parts_of_each_of_ten_versions(kind, tmp_path):
     model_dir = tiny_models.save(kind, 0, tmp_path / "v0")
     versions = Versions(tmp_path / "weights", 50_000, owners=2)
+    before = {*Path("/dev/shm").glob("*-cpushm_*")}  # of vLLM's workers
     with running_engine(run_config(model_dir, width=2), model_dir) as (engine, loop):
-        for version in (1, 2, 3):
+        for version in range(1, 11):
             tiny_models.save(kind, version, tmp_path / "next")
             tensors = as_sent(tiny_models.checkpoint(tmp_path / "next"))
             manifest = versions.write(version, tensors)
 
             async def work(manifest=manifest):
-                running = asyncio.create_task(engine.complete(prompt(1), 60, 5, 1.0))
+                running = asyncio.create_task(engine.complete(prompt(1), 24, 5, 1.0))
                 while not engine.in_flight:
                     await asyncio.sleep(0.001)
                 await engine.update(manifest)
@@ -309,6 +310,7 @@ def test_two_workers_hold_their_parts_of_each_version(kind, tmp_path):
             assert held.keys() == tensors.keys()
             assert [n for n in tensors if not torch.equal(held[n], tensors[n])] == []
     assert engine.aborted == 0
+    assert {*Path("/dev/shm").glob("*-cpushm_*")} <= before
     versions.close()
 
 
