@@ -63,6 +63,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of all buckets."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
+    def buckets_of(self, owner: int) -> list[int]:
+        """Return the numbers of a trainer rank's buckets; -1: of all."""
+        return [i for i, bucket in enumerate(self.buckets) if owner in (-1, bucket.owner)]
+
     @property
     def tensors(self) -> list[TensorInfo]:
         """All tensors, in the order of the buckets."""
@@ -218,7 +222,7 @@ class WeightsUpdated(Message):
     pause_seconds: float
     """Time without decoding."""
     transfer_seconds: float
-    """Loading, part of the pause; with files also reading and checking them."""
+    """Loading, part of the pause."""
     requests_in_flight: int
 
 

@@ -27,7 +27,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.messages import Bucket, Manifest, TensorInfo
 from megatron_rl.trainer.export import Stream, export_buckets, plan_of, planned_tensors
 from megatron_rl.weights import difference, store_process
-from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info
+from megatron_rl.weights.buckets import offsets, tensor_info, views
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.number_format import WireFormat
 from megatron_rl.weights.pinned import pin
@@ -74,9 +74,9 @@ class Publisher:
         self.root, self._node, self._nodes = name[0], node, [""] * dist.get_world_size()
         dist.all_gather_object(self._nodes, node, group=self._group)
         self._own = [i for i, b in enumerate(self._plan.buckets) if b.destination == self._rank]
-        sizes = [offsets(self._layout[i])[1] for i in self._own]
+        self._sizes = [offsets(infos)[1] for infos in self._layout]
         self._user = hold(self.root)
-        self._store = Store(self.root / str(self._rank), sizes)
+        self._store = Store(self.root / str(self._rank), [self._sizes[i] for i in self._own])
         pin(self._store.regions())
         self._previous, cuda = NONE, torch.cuda.is_available()
         self._pending: Future[None] | None = None
@@ -128,8 +128,8 @@ class Publisher:
         slot = store.slot_for(version)
         with store.locked(slot, write=True, seconds=limit):
             store.header.versions_2N[slot] = NONE
-            for number, named in export_buckets(self._policy, self._plan):
-                flat = torch.from_numpy(store.bucket(slot, self._own.index(number)))
+            for local, (number, named) in enumerate(export_buckets(self._policy, self._plan)):
+                flat = torch.from_numpy(store.bucket(slot, local))
                 self._copy(flat, self._layout[number], self._wire.stream(named), version)
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
@@ -139,15 +139,14 @@ class Publisher:
     def _copy(
         self, flat: Tensor, infos: tuple[TensorInfo, ...], stream: Stream, version: int
     ) -> None:
-        starts, _ = offsets(infos)
-        for (name, tensor), info, start in zip(stream, infos, starts, strict=True):
+        targets = views(infos, flat)
+        for (name, tensor), info, (_, target) in zip(stream, infos, targets, strict=True):
             if tensor_info(name, tensor) != info:
                 raise WeightsError(
                     f"weights version {version}: the export has {tensor_info(name, tensor)} where"
                     f" {info} was planned; the model changed after the first version"
                 )
-            part = flat[start : start + tensor_bytes(info)]
-            part.copy_(tensor.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+            target.copy_(tensor, non_blocking=True)
 
     def _complete(self, version: int, previous: int, slot: int, started: float) -> None:
         buckets = range(len(self._own))
@@ -158,8 +157,8 @@ class Publisher:
             return
         rests = [iter(part) for part in parts]
         planned = tuple(
-            Bucket(b.destination, infos, offsets(infos)[1], next(rests[b.destination]))
-            for b, infos in zip(self._plan.buckets, self._layout, strict=True)
+            Bucket(b.destination, infos, size, next(rests[b.destination]))
+            for b, infos, size in zip(self._plan.buckets, self._layout, self._sizes, strict=True)
         )
         nodes = () if self._config.weights.directory else tuple(sorted(set(self._nodes)))
         manifest = Manifest(version=version, buckets=planned, root=str(self.root), nodes=nodes)

@@ -50,9 +50,7 @@ class NodeStores:
                         " other nodes than the trainer's need their node's store process, or set"
                         " weights.directory to a folder that all nodes share"
                     )
-                numbers = [
-                    i for i, bucket in enumerate(manifest.buckets) if owner in (-1, bucket.owner)
-                ]
+                numbers = manifest.buckets_of(owner)
                 store = Store(path, [manifest.buckets[i].num_bytes for i in numbers])
                 if self._pinned:
                     pin(store.regions()[1:3])
@@ -69,21 +67,13 @@ class NodeStores:
         Raises:
             WeightsError: it is missing, torn or replaced by a newer one.
         """
-        with ExitStack() as locks, ThreadPoolExecutor(CHECKS) as executor:
+        with ExitStack() as locks:
             for store, numbers in self.map(manifest, folder):
                 slot = _slot(store, manifest)
                 locks.enter_context(store.locked(slot, write=False, seconds=seconds))
                 _slot(store, manifest)  # it may have been replaced before the lock
-                if folder:
-                    continue
-                parts = [store.bucket(slot, local) for local in range(len(numbers))]
-                for number, sum_ in zip(numbers, executor.map(checksum, parts), strict=True):
-                    if sum_ != manifest.buckets[number].checksum:
-                        raise WeightsError(
-                            f"weights version {manifest.version}: bucket {number} in"
-                            f" {store.folder} has another checksum than announced: its bytes were"
-                            " changed or torn after the trainer wrote them; the old version stays"
-                        )
+                if not folder:
+                    _compare(store, slot, numbers, manifest)
             yield
 
     def tensors(self, manifest: Manifest, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,6 +91,18 @@ class NodeStores:
         load_weights(self.tensors(manifest, folder))
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
+
+
+def _compare(store: Store, slot: int, numbers: list[int], manifest: Manifest) -> None:
+    with ThreadPoolExecutor(CHECKS) as executor:
+        sums = list(executor.map(checksum, (store.bucket(slot, i) for i in range(len(numbers)))))
+    for number, sum_ in zip(numbers, sums, strict=True):
+        if sum_ != manifest.buckets[number].checksum:
+            raise WeightsError(
+                f"weights version {manifest.version}: bucket {number} in {store.folder} has another"
+                " checksum than announced: its bytes were changed or torn after the trainer wrote"
+                " them; the old version stays"
+            )
 
 
 def _slot(store: Store, manifest: Manifest) -> int:

@@ -88,8 +88,7 @@ class Peers:
                 raise SourceFailedError(source.name, f"no connection: {e}") from e
             peers = []
             for region in source.regions:
-                all_ = enumerate(manifest.buckets)
-                buckets = [i for i, bucket in all_ if region.owner in (-1, bucket.owner)]
+                buckets = manifest.buckets_of(region.owner)
                 places = Places([manifest.buckets[i].num_bytes for i in buckets])
                 copy = np.zeros(places.header_bytes, dtype=np.uint8)
                 self._agent.register([copy])

@@ -129,7 +129,7 @@ class StoreProcess:
             owners = sorted({b.owner for b in manifest.buckets if (folder / f"{b.owner}").exists()})
         regions = []
         for owner in owners:
-            sizes = [b.num_bytes for b in manifest.buckets if owner in (-1, b.owner)]
+            sizes = [manifest.buckets[i].num_bytes for i in manifest.buckets_of(owner)]
             store = Store(folder if owner < 0 else folder / str(owner), sizes)
             self._agent.register(store.regions())
             addresses = tuple(region.ctypes.data for region in store.regions())

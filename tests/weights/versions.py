@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.messages import Bucket, Manifest, TensorInfo
-from megatron_rl.weights import difference
+from megatron_rl.trainer.publisher import complete_bucket
 from megatron_rl.weights.buckets import offsets, tensor_bytes, tensor_info, views
-from megatron_rl.weights.manifest import checksum
 from megatron_rl.weights.number_format import WireFormat
 from megatron_rl.weights.store import NONE, Store, hold
 
@@ -110,11 +109,4 @@ class Versions:
         data = store.bucket(slot, local)
         for name, view in views(infos, torch.from_numpy(data)):
             view.copy_(tensors[name])
-        if (before := store.header.slot_of(local, self._previous)) is not None:
-            old = torch.from_numpy(store.bucket(before, local))
-            most = store.largest_difference(local)
-            made = difference.encode(old, torch.from_numpy(data), most)
-            if made is not None:
-                store.put_difference(local, self._previous, version, made.numpy())
-        store.header.versions_2N[slot, local] = version
-        return checksum(data)
+        return complete_bucket(store, slot, local, self._previous, version)
