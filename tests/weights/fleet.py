@@ -134,6 +134,22 @@ class Fleet:
                 self._handle(name, message)
         self._request()
 
+    def publish_skipping(
+        self, version: int, tensors: Mapping[str, torch.Tensor], skipping: Collection[str]
+    ) -> list[str]:
+        """Publish a version, of which some stores skip every tenth; return those that take it.
+
+        For the orchestrator, the skipping ones take the version before still when it comes.
+        """
+        if version % 10 == 9:
+            for name in skipping:
+                self.withhold(name)
+        self.publish(version, tensors)
+        if version % 10 == 1:
+            self.release()
+        stores = [name for name in self.processes if name != TRAINER]
+        return [name for name in stores if version % 10 or name not in skipping]
+
     def until(self, condition: Callable[[], object], seconds: float = 30.0) -> None:
         """Serve the stores until the condition holds.
 

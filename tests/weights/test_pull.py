@@ -78,13 +78,9 @@ def test_50_versions_of_differences_of_which_some_stores_skip_every_tenth(fleet)
         for tensor in tensors.values():  # a thousandth of the values
             places = torch.randint(tensor.numel(), (32,), generator=generator)
             tensor[places] = torch.randn(32, generator=generator).bfloat16()
-        if version % 10 == 9:  # for the orchestrator they take it still when the next one is there
-            for name in skipping:
-                fleet.withhold(name)
-        manifest = fleet.publish(version, tensors)
-        if version % 10 == 1:
-            fleet.release()
-        takers = [n for n in STORES if version % 10 or n not in skipping]
+        takers = fleet.publish_skipping(version, tensors, skipping)
+        manifest = fleet.manifest
+        assert {*takers} == {*STORES} - (set() if version % 10 else skipping)
         fleet.until_taken(takers)
         assert fleet.differs(takers) == []
         sent: Counter[str] = Counter()
@@ -173,11 +169,10 @@ def test_stores_that_die_are_replaced_and_join_again(fleet):
     left = [name for name in STORES if name not in ("store-0", "store-2")]
     fleet.until_taken(left)
     assert fleet.differs(left) == []
-    assert culprits(fleet) - {("store-2", "store-0")} == {  # if it saw that before its own end
-        ("store-3", "store-0"),
-        ("store-6", "store-2"),
-        ("store-7", "store-2"),
-    }
+    # Which dead store a reader is pointed to next depends on who reports first.
+    named = culprits(fleet)
+    assert named >= {("store-3", "store-0"), ("store-6", "store-2"), ("store-7", "store-2")}
+    assert {source for _, source in named} == {"store-0", "store-2"}
     fleet.start_all({"store-0": 0, "store-2": 0})
     fleet.until_taken(STORES)
     publish_random(fleet)
