@@ -4,6 +4,7 @@ vLLM's CPU platform has them spawned, for another OpenMP library and bound cores
 one thread do not need, and each imports vLLM again. Elsewhere vLLM forks by default.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from functools import cache
@@ -34,6 +35,7 @@ def install(prepare: Callable[[], None]) -> None:
 def _change(prepare: Callable[[], None]) -> Change:
     class _Process(ForkProcess):
         def run(self) -> None:
+            gc.freeze()  # the parent's garbage: a Gloo group of it waits forever for its threads
             prepare()
             try:
                 super().run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch import distributed as dist
 
 pytest.importorskip("vllm")
 
@@ -72,6 +74,27 @@ def test_processes_with_threads_are_spawned(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_users_choice_stays() -> None:
     os.environ[METHOD] = "spawn"
     assert methods() == {"spawn"}
+
+
+def test_a_fork_leaves_the_garbage_of_its_parent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destroyed Gloo group in it would wait for threads that the fork does not have."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    methods()
+    gc.collect()
+    gc.disable()
+    try:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        cycle = [dist.group.WORLD]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        dist.destroy_process_group()
+        del cycle
+        process = utils.get_mp_context().Process(target=gc.collect)
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        gc.enable()
+        process.kill()
 
 
 def test_a_fork_has_a_process_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
