@@ -85,7 +85,7 @@ def test_a_fork_leaves_the_garbage_of_its_parent_alone(monkeypatch: pytest.Monke
     try:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         cycle = [dist.group.WORLD]
-        cycle.append(cycle)  # type: ignore[arg-type]
+        cycle.append(cycle)
         dist.destroy_process_group()
         del cycle
         process = utils.get_mp_context().Process(target=gc.collect)
