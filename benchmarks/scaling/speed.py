@@ -10,8 +10,7 @@ from common import DATE, published, table
 
 from megatron_rl.scaling import Series, fit
 from megatron_rl.scaling.options import FitOptions
-from megatron_rl.scaling.paper import solve_paper
-from megatron_rl.scaling.solve import solve
+from megatron_rl.scaling.solve import solve, solve_paper
 from megatron_rl.scaling.window import choose_window, make_problem
 
 R0, SKIP = 0.395, 1400.0

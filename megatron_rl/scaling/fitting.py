@@ -15,9 +15,8 @@ from .errors import PointsError
 from .fit_result import Fit, FitWarning, Interval, Prediction, amount
 from .intervals import ModelAverage, average_models
 from .options import FitOptions
-from .paper import paper_grid, solve_paper
 from .series import Series
-from .solve import FitProblem, Point, solve
+from .solve import FitProblem, Point, paper_grid, solve, solve_paper
 from .window import choose_window, make_problem
 
 DRAWS = 4000

@@ -2,15 +2,25 @@
 
 Given the shape (u, v) the curve is linear in (R0, A), so the grid has two dimensions only and each
 of its cells is exact. The best cells start a bounded least-squares solve of all free parameters.
+
+`solve_paper` is the procedure of arXiv 2510.13786, so that published numbers can be compared: a
+grid over A (0.450, 0.455 ... 0.800) and 100 linear values of Cmid, and B by `curve_fit` in each
+cell; `a_range` and `cmid_range` replace the ranges (the paper rescaled that of Cmid for each run).
+`solve` reaches an equal or smaller sum of squares in a fraction of the time.
 """
 
+import warnings
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from scipy.ndimage import minimum_filter
-from scipy.optimize import least_squares
+from scipy.optimize import OptimizeWarning, curve_fit, least_squares
 
-from .curve import Array, Mask, Shape
+from .curve import MAX_B, MIN_B, Array, Mask, Shape
+from .options import FitOptions
+
+A_STEP, CMID_VALUES = 0.005, 100  # of the paper's grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +171,48 @@ def refine(p: FitProblem, start: Point) -> Point:
     limits = {"xtol": 1e-10, "ftol": 1e-12, "gtol": 1e-14, "max_nfev": 200}
     out = least_squares(residual, begin, jacobian, (lo, hi), x_scale="jac", **limits)
     return Point(*map(float, (*unpack(out.x), 2 * out.cost)))
+
+
+def paper_grid(p: FitProblem, options: FitOptions) -> tuple[Array, Array]:
+    """Return the values of A and of Cmid."""
+    low, high = options.a_range
+    a = np.round(np.arange(low, high + A_STEP / 2, A_STEP), 6)
+    scale = p.shape.scale
+    return a, np.linspace(*(options.cmid_range or (0.015 * scale, 1.5 * scale)), CMID_VALUES)
+
+
+def solve_paper(p: FitProblem, options: FitOptions) -> Point:
+    """Solve least squares over the paper's grid.
+
+    Raises:
+        ValueError: R0 is not fixed, or the form has no midpoint: the paper defines neither.
+    """
+    if p.r0 is None or not p.shape.has_u:
+        raise ValueError("--method paper needs a sigmoid form and a fixed R0: give --r0")
+    r0 = p.r0
+    a_values, cmid_values = paper_grid(p, options)
+    if p.fix_a is not None:
+        a_values = np.array([p.fix_a])
+    a_values = a_values[(a_values > r0) & (a_values <= p.a_max)]
+    if len(a_values) == 0:
+        raise ValueError(f"--method paper has no A above R0 = {r0:g} in its range of A")
+    best: Point | None = None
+    y = p.white @ p.y - r0 * p.white.sum(axis=1)
+    for a, cmid in product(a_values.tolist(), cmid_values.tolist()):
+        u = p.shape.u(cmid)
+
+        def curve(x: Array, b: float, a: float = a, u: float = u) -> Array:
+            v = np.log(np.clip(b, MIN_B, MAX_B))
+            return np.asarray((a - r0) * (p.white @ p.shape.g(x, u, v)))
+
+        with warnings.catch_warnings(action="ignore", category=OptimizeWarning):
+            try:
+                (b,), _ = curve_fit(curve, p.x, y, p0=[2.0])
+            except RuntimeError:  # curve_fit did not converge: skip the cell
+                continue
+        s = float(np.sum((curve(p.x, b) - y) ** 2))
+        if best is None or s < best.s:
+            best = Point(a, r0, u, float(np.log(np.clip(b, MIN_B, MAX_B))), s)
+    if best is None:
+        raise ValueError("curve_fit converged in no cell of the paper's grid: use --method fast")
+    return best

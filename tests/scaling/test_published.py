@@ -8,10 +8,9 @@ import pytest
 
 from megatron_rl.scaling import PointsError, fit, log_sigmoid, read
 from megatron_rl.scaling.options import FitOptions
-from megatron_rl.scaling.paper import solve_paper
 from megatron_rl.scaling.paper_points import published as lookup
 from megatron_rl.scaling.paper_points import published_table
-from megatron_rl.scaling.solve import solve
+from megatron_rl.scaling.solve import solve, solve_paper
 from megatron_rl.scaling.window import choose_window, make_problem
 from tests.scaling.points import R0, SKIP, published
 

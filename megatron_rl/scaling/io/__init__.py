@@ -5,21 +5,22 @@ The format follows from the name: ``.csv``, ``.tsv``, ``.txt`` and ``.dat``, ``.
 exported from wandb's charts has columns "run - metric". ``published:NAME`` are published points.
 """
 
+import csv
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ..errors import PointsError
+from ..errors import PointsError, require
 from ..options import ReadOptions
 from ..series import Series
-from .formats import read_csv, read_jsonl, read_parquet, read_tensorboard
-from .table import Table, select
+from .table import Rows, Table, is_number, select
 
 __all__ = ["ReadOptions", "Table", "read", "read_many"]
 
-READERS = dict.fromkeys([".csv", ".tsv", ".txt", ".dat"], read_csv)
-READERS |= dict.fromkeys([".jsonl", ".ndjson"], read_jsonl)
-READERS |= dict.fromkeys([".parquet", ".pq"], read_parquet)
+SCHEMA = "megatron_rl.metrics/"
 
 
 def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
@@ -64,3 +65,137 @@ def _read_table(path: Path) -> Table:
         remedy += "its metrics.jsonl, or the CSV exported from a chart"
         raise PointsError(f"unknown format '{path.suffix}'", remedy, file=str(path))
     return READERS[path.suffix.lower()](path)
+
+
+def read_csv(path: Path) -> Table:
+    """Read text with a header line; lines that start with # are comments.
+
+    The delimiter is that of the header: tab, semicolon, comma or blanks. A comment above numbers is
+    the header, as numpy.savetxt writes it.
+    """
+    file = str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise PointsError(f"not UTF-8 text ({e.reason})", "Save it as UTF-8", file=file) from None
+    lines = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip()]
+    kept = [(n, t) for n, t in lines if t[0] != "#"]
+    cells = [re.split(r"[\s,;]+", t.strip("# ,;\t")) for _, t in lines]
+    if kept and all(map(is_number, cells[above := lines.index(kept[0])])):
+        if above == 0 or len(cells[above - 1]) != len(cells[above]):
+            remedy = "Name the columns in a first line, for example gpu_hours,pass_rate"
+            raise PointsError("no header line", remedy, file=file, line=kept[0][0])
+        kept.insert(0, (lines[above - 1][0], lines[above - 1][1].lstrip("# ")))
+    if len(kept) < 2:
+        problem = "the file is empty or has no rows"
+        raise PointsError(problem, "Give a header line and rows", file=file)
+    first = kept[0][1]
+    semicolon = ";" in first and "," not in first
+    delimiter = next((d for d in ("\t", ";" if semicolon else ",", " ") if d in first), ",")
+    reader = csv.reader([t for _, t in kept], delimiter=delimiter, skipinitialspace=True)
+    header = [name.strip() for name in next(reader)]
+    table = Table(file, path.stem, [])
+    for name in header:
+        if header.count(name) > 1:
+            problem = f"two columns are named '{name}'"
+            raise table.error(problem, "Rename one of them", name, kept[0][0])
+    for row in reader:
+        line = kept[reader.line_num - 1][0]
+        if len(row) != len(header):
+            problem = f"{len(row)} cells under {len(header)} columns"
+            raise table.error(problem, "Quote cells that contain the delimiter", None, line)
+        table.rows.append((line, dict(zip(header, row, strict=True))))
+    return table
+
+
+def read_jsonl(path: Path) -> Table:
+    """Read JSON lines: a run's metrics.jsonl as it is, or a flat or nested object per line.
+
+    Nested keys become dotted columns: ``{"tasks": {"math": {"pass_rate": 0.5}}}`` is the column
+    ``tasks.math.pass_rate``. A torn last line, left by a kill, is ignored. For metrics.jsonl see
+    `_evaluations`.
+    """
+    file, name, raw = str(path), path.stem, path.read_bytes().splitlines()
+    rows: Rows = []
+    repairs: list[str] = []
+    for line, text in enumerate(raw, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            if line == len(raw) and rows:
+                repairs.append(f"line {line} is torn and was left out")
+                break
+            remedy = "Correct or remove the line"
+            raise PointsError(f"not JSON ({error})", remedy, file=file, line=line) from None
+        if not isinstance(row, dict):
+            problem = f"a {type(row).__name__}, not an object"
+            raise PointsError(problem, "Write one object per line", file=file, line=line)
+        rows.append((line, row))
+    if not rows:
+        raise PointsError("the file is empty", "Give one object per line", file=file)
+    if str(rows[0][1].get("schema")).startswith(SCHEMA):
+        rows = _evaluations(file, rows)
+        name = path.resolve().parent.name if name == "metrics" else name
+    return Table(file, name, [(line, _flatten(row)) for line, row in rows], repairs)
+
+
+def _evaluations(file: str, rows: Rows) -> Rows:
+    """Return the evaluations in metrics.jsonl, with the `epoch` of the last step row or 0."""
+    if (schema := rows[0][1]["schema"]) != SCHEMA + "1":
+        problem = f"schema {schema} is newer than {SCHEMA}1"
+        raise PointsError(problem, "Update megatron_rl", file=file, line=1)
+    evaluations = [(n, row) for n, row in rows if row.get("kind") in ("eval", "sets")]
+    if not evaluations:
+        remedy = "Switch evaluations on, or wait for the first one"
+        raise PointsError("no evaluation rows (kind 'eval')", remedy, file=file)
+    steps = {r["step"]: r["epoch"] for _, r in rows if r.get("kind") == "step" and "epoch" in r}
+    for _, row in evaluations if steps else []:
+        row["epoch"] = max((e for s, e in steps.items() if s < row.get("step", 0)), default=0)
+    return evaluations
+
+
+def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        nested = isinstance(value, dict)
+        flat |= _flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def read_parquet(path: Path) -> Table:
+    """Read all columns of a Parquet file; line numbers in messages are row numbers."""
+    pyarrow, parquet = (require(m, f"Reading {path}", "io") for m in ("pyarrow", "pyarrow.parquet"))
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as e:
+        problem = f"not a Parquet file ({e})"
+        raise PointsError(problem, "Check the file's format", file=str(path)) from None
+    return Table(str(path), path.stem, list(enumerate(rows, 1)))
+
+
+def read_tensorboard(path: Path) -> Table:
+    """Read the scalars of an event file, or of all event files of a run's directory.
+
+    Tags become columns, aligned by step. Without a tag of compute (for example
+    ``eval/compute_device_hours``, logged at the evaluation's step) the step is the compute.
+    """
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = require(module, f"Reading {path}", "io")
+    events = accumulator.EventAccumulator(str(path), {accumulator.SCALARS: 0}).Reload()
+    rows: dict[int, dict[str, object]] = {}
+    for tag in events.Tags()[accumulator.SCALARS]:
+        for event in events.Scalars(tag):
+            rows.setdefault(event.step, {})[tag] = float(event.value)
+    if not rows:
+        remedy = "Name a run's own directory"
+        raise PointsError("no scalars in the event files", remedy, file=str(path))
+    ordered = [{"step": step, **rows[step]} for step in sorted(rows)]
+    name = path.name if path.is_dir() else path.parent.name
+    return Table(str(path), name, list(enumerate(ordered, 1)))
+
+
+READERS = dict.fromkeys([".csv", ".tsv", ".txt", ".dat"], read_csv)
+READERS |= dict.fromkeys([".jsonl", ".ndjson"], read_jsonl)
+READERS |= dict.fromkeys([".parquet", ".pq"], read_parquet)
