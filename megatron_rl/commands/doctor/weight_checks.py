@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.commands.doctor import Result, read_probe, software_checks
-from megatron_rl.commands.plan.host_memory import host_memory
 from megatron_rl.commands.plan.layouts import layout_problems
+from megatron_rl.commands.plan.nodes import host_memory
 from megatron_rl.commands.plan.plan_report import read_architecture
 from megatron_rl.commands.plan.tensors import update_bytes
 from megatron_rl.config import ConfigError, RunConfig

@@ -7,8 +7,8 @@ import typer
 from typer import Option
 
 from megatron_rl.commands.plan.memory import RESERVE_GIB
+from megatron_rl.commands.plan.nodes import CHANGED_SHARE
 from megatron_rl.commands.plan.plan_report import memory_plan
-from megatron_rl.commands.plan.update_memory import CHANGED_SHARE
 from megatron_rl.config import load_config
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

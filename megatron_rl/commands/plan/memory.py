@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.plan import tensors
-from megatron_rl.commands.plan.host_memory import GIB, HostMemory, host_memory
-from megatron_rl.commands.plan.nodes import nodes_of
-from megatron_rl.commands.plan.update_memory import SHARED_FILES, update_time
+from megatron_rl.commands.plan import nodes, tensors
+from megatron_rl.commands.plan.nodes import GIB
 from megatron_rl.config import Parallel, RunConfig
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class LayoutMemory:
     stages: list[StageMemory]
     worst: StageMemory  # the stage with the fullest ranks
     generator: GeneratorMemory
-    hosts: list[HostMemory]  # of all nodes, neighbors that need the same as one
+    hosts: list[nodes.HostMemory]  # of all nodes, neighbors that need the same as one
     misfits: list[str]  # reasons why it does not fit
     notes: list[str]  # reasons why it is slow, or may end at a time-out
 
@@ -90,7 +88,7 @@ def estimate(
     counts = enumerate(tensors.count_stages(architecture, run.parallel))
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
     worst = max(stages, key=lambda stage: stage.total)
-    generator, hosts = generator_memory(run, architecture), host_memory(run, architecture)
+    generator, hosts = generator_memory(run, architecture), nodes.host_memory(run, architecture)
     memory = LayoutMemory(run, stages, worst, generator, hosts, [], [])
     memory.misfits.extend(_misfits(memory, reserve_gib))
     memory.notes.extend(_notes(memory, architecture))
@@ -140,7 +138,8 @@ def _misfits(memory: LayoutMemory, reserve_gib: float) -> Iterator[str]:
 
 
 def _notes(memory: LayoutMemory, architecture: Architecture) -> Iterator[str]:
-    run, generator, update = memory.run, memory.generator, update_time(memory.run, architecture)
+    run, generator = memory.run, memory.generator
+    update = nodes.update_time(run, architecture)
     wanted = run.generation.concurrent_completions
     if 1 <= generator.sequences < wanted:
         yield (
@@ -155,13 +154,13 @@ def _notes(memory: LayoutMemory, architecture: Architecture) -> Iterator[str]:
             f"a whole version of the weights takes {update.travel_whole:.0f} s to the last node,"
             f" and timeouts.transfer_seconds is {limits.transfer_seconds:g}: raise it"
         )
-    nodes = len(nodes_of(run).ranks)
-    read = nodes * update.num_bytes
-    seconds = ENGINE_START_SECONDS + read / SHARED_FILES
+    count, rate = len(nodes.nodes_of(run).ranks), nodes.SHARED_FILES
+    read = count * update.num_bytes
+    seconds = ENGINE_START_SECONDS + read / rate
     if seconds > limits.startup_seconds:
         yield (
-            f"{nodes} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
-            f" {SHARED_FILES / 1e9:g} GB/s before the engines start, about {seconds:.0f} s, and"
+            f"{count} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
+            f" {rate / 1e9:g} GB/s before the engines start, about {seconds:.0f} s, and"
             f" timeouts.startup_seconds is {limits.startup_seconds:g}: raise it"
         )
     host, usual = max(memory.hosts, key=lambda host: host.shared), run.roles.host_gib / 2

@@ -7,10 +7,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.plan.host_memory import GIB
 from megatron_rl.commands.plan.layouts import layout_options, layout_problems, layout_values, search
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, StageMemory, estimate
-from megatron_rl.commands.plan.update_memory import CHANGED_SHARE, LINK, UpdateTime, update_time
+from megatron_rl.commands.plan.nodes import CHANGED_SHARE, GIB, LINK, UpdateTime, update_time
 from megatron_rl.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:

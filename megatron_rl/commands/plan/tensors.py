@@ -6,6 +6,7 @@ The sizes of the layout must divide the model (`models.divisibility`).
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from megatron_rl.models.divisibility import layers_of_stage
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
-    from megatron_rl.models.mapping import Split, Weight
+    from megatron_rl.models.mapping import Weight
     from megatron_rl.weights.number_format import WireFormat
 
 Part = int | str
@@ -109,15 +110,8 @@ def _rank_tensors(
     for weight in architecture.weights():
         kind, size = ("dense", tensor) if weight.expert is None else ("expert", expert_tensor)
         if weight.expert is None or weight.expert < architecture.experts // expert:
-            tensors[_part(weight)].append((kind, _elements(weight.shape, weight.split, size)))
+            tensors[_part(weight)].append((kind, math.prod(weight.shard_shape(size))))
     return tensors
-
-
-@functools.cache
-def _elements(shape: tuple[int, ...], split: Split, size: int) -> int:
-    import torch
-
-    return int(split.shard(torch.empty(shape, device="meta"), 0, size).numel())
 
 
 def _units_by_part(run: RunConfig, architecture: Architecture) -> dict[Part, list[SentUnit]]:

@@ -16,11 +16,9 @@ import torch
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.commands.plan.host_memory import GIB
 from megatron_rl.commands.plan.memory import LayoutMemory, estimate
-from megatron_rl.commands.plan.nodes import nodes_of
+from megatron_rl.commands.plan.nodes import GIB, nodes_of, share_bytes, update_time
 from megatron_rl.commands.plan.tensors import stage_parts, update_bytes
-from megatron_rl.commands.plan.update_memory import share_bytes, update_time
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.models import architecture, named_config
 
