@@ -9,7 +9,7 @@ app = typer.Typer(help="Recipes: lists them; `show NAME` and `diff A B` print va
 
 Name = Annotated[str, typer.Argument(help="Name of a recipe (`megatron-rl recipes`).")]
 All = Annotated[bool, typer.Option("--all", help="All keys, with those of machine and task.")]
-RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision")
+RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision", "verifier")
 """The subjects of a recipe; the other sections depend on the machine, the task and the run."""
 
 

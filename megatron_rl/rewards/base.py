@@ -17,7 +17,8 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"
     """The answer, or the gold answer, cannot be parsed into anything comparable."""
     TIMED_OUT = "timed_out"
-    """The comparison, not a program under test, exceeded its time, memory or size limit."""
+    """The comparison, not a program under test, exceeded its time, memory or size limit, or the
+    verifier failed."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

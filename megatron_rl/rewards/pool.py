@@ -137,7 +137,7 @@ class PoolStats(msgspec.Struct):
     deaths: int = 0
     """Workers that died and were replaced; their completions were verified again."""
     bugs: int = 0
-    """Outcomes `unparsable` because of an unexpected exception in a verifier."""
+    """Outcomes `timed_out` because of an unexpected exception in a verifier."""
 
 
 class VerifierPool:
@@ -262,7 +262,7 @@ class VerifierPool:
                 return reply.verdict
             if reply.status == "bug":
                 self._count_bug(reply.reason)
-                return Verdict(Outcome.UNPARSABLE, f"error of the verifier: {reply.reason}")
+                return Verdict(Outcome.TIMED_OUT, f"error of the verifier: {reply.reason}")
             by = signal.Signals(reply.signal)
             if limit := LIMIT_SIGNALS.get(by):
                 self._deaths_in_a_row = 0

@@ -9,18 +9,22 @@ from megatron_rl.section import Section
 
 
 class RewardValues(Section):
-    """Reward of each outcome; null leaves the completion out of the batch, like a truncated one."""
+    """Reward of each outcome; null leaves the completion out of the batch, like a truncated one.
+
+    ScaleRL's by default: +1 for correct traces and -1 for all others (A.3 of arXiv 2510.13786).
+    """
 
     correct: float | None = 1.0
     """Reward of a correct answer."""
     wrong: float | None = -1.0
     """Reward of a wrong answer."""
-    no_answer: float | None = None
+    no_answer: float | None = -1.0
     """Reward without an answer: no box, thinking not ended, no code block."""
-    unparsable: float | None = None
+    unparsable: float | None = -1.0
     """Reward of an answer that cannot be parsed."""
     timed_out: float | None = None
-    """Reward of an answer whose comparison exceeded a limit (a slow program is wrong)."""
+    """Reward of an answer that the verifier failed on: its comparison exceeded a limit or raised an
+    unexpected exception (a slow program is wrong)."""
 
     def of(self, verdict: Verdict) -> float | None:
         """Return the reward of a verdict, or None to leave the completion out of the batch."""

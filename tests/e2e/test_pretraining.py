@@ -61,7 +61,6 @@ algorithm:
   length_max_tokens: 36
   length_cache_tokens: 32
   routing_replay: compare
-verifier: {{values: {{no_answer: -1.0}}}}
 evaluation: {{samples_per_prompt: 4}}
 metrics: {{terminal: plain, logprob_check_every_steps: 1}}
 fit: {{compute: tokens}}

@@ -110,18 +110,21 @@ def test_an_evaluation_that_an_interrupt_cut_off_is_made_up_where_the_run_goes_o
 
 def test_a_verdict_that_is_no_reward_is_no_part_of_the_baseline():
     # Right, wrong, and two without a reward: the mean of the rewards is 0, not -1/2.
-    built = build([verified_group(0, "cwtn", task="")], advantage_normalization="none")
+    values = RewardValues(no_answer=None)
+    built = build(
+        [verified_group(0, "cwtn", task="", values=values)], advantage_normalization="none"
+    )
     assert len(ints(built.batch.prompt_lengths)) == 2
     assert sorted(set(floats(built.batch.advantages).tolist())) == [-1, 0, 1]
     assert built.metrics["reward_mean"] == 0
     assert built.metrics["completions_without_reward"] == 2
 
 
-def test_a_missing_answer_is_a_reward_where_the_configuration_says_so():
-    values = RewardValues(no_answer=-1.0)
-    built = build([verified_group(0, "cn", task="", values=values)], advantage_normalization="none")
+def test_a_missing_answer_is_a_reward_unless_the_configuration_says_otherwise():
+    built = build([verified_group(0, "cn", task="")], advantage_normalization="none")
     assert sorted(set(floats(built.batch.advantages).tolist())) == [-1, 0, 1]
-    assert build([verified_group(0, "cn", task="")]).batch.token_ids == b""  # a single reward
+    none = verified_group(0, "cn", task="", values=RewardValues(no_answer=None))
+    assert build([none]).batch.token_ids == b""  # a single reward
 
 
 @pytest.mark.parametrize(

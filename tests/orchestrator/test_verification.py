@@ -7,10 +7,15 @@ import contextlib
 import os
 import random
 import signal
+from collections import Counter
 
 import pytest
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import RunConfig, load_config
+from megatron_rl.data import Prompt
+from megatron_rl.messages import Sample, VersionSpan, floats
+from megatron_rl.orchestrator.batching import build_batch
+from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Outcome, Verdict, VerifierDown
@@ -188,6 +193,44 @@ def test_a_verdict_that_is_no_reward_leaves_its_completion_out_of_the_batch():
         assert row["reward_mean"] == pytest.approx((right - wrong) / (right + wrong))
 
 
+def test_rewards_are_plus_and_minus_one_from_the_math_verifier_to_the_batch():
+    # Half of a group is right, the other half has no box, no end of thinking, or a box that is no
+    # answer: the paper trains the prompt with rewards +1 and -1.
+    config = load_config(None, ["--recipe", "scalerl"])
+    right, unboxed, unended = "</think>\\boxed{4}", "</think>It is 4.", "\\boxed{4}"
+    texts = [right] * 8 + [unboxed] * 4 + [unended, unended, "</think>\\boxed{2 3}", "</think>"]
+    prompt = Prompt(0, "2+2", [1, 2], "4", kind="math")
+    group = Group(0, 0, len(texts), values=config.verifier.values)
+    for i in range(len(texts)):
+        group.samples[i] = Sample(
+            group=0,
+            index=i,
+            prompt_id=0,
+            evaluation=-1,
+            token_ids=[i],
+            logprobs=[-0.5],
+            forced=(0, 0),
+            spans=[VersionSpan(0, 0, 1)],
+            finish_reason="stop",
+        )
+
+    async def verified():
+        verification = Verification(config.verifier, ["math"], lambda ids: texts[ids[0]])
+        async with verification:
+            return [await verification.start(prompt, s) for s in group.ordered]
+
+    group.verdicts.update(enumerate(asyncio.run(verified())))
+    outcomes = Counter(v.outcome.value for v in group.verdicts.values())
+    assert outcomes == {"correct": 8, "no_answer": 7, "unparsable": 1}
+    assert group.pass_rate == 0.5
+    built = build_batch(0, [group], {0: prompt.token_ids}, config.algorithm)
+    assert built.kept == [group]
+    advantages = floats(built.batch.advantages)[2::3].tolist()
+    assert advantages == pytest.approx([1] * 8 + [-1] * 8, abs=1e-5)
+    assert built.metrics["reward_mean"] == 0.0
+    assert built.metrics["completions_without_reward"] == 0
+
+
 def test_cheap_verdicts_are_made_at_once_and_need_no_process():
     verification = Verification(
         VerifierSettings(), ["exact"], lambda ids: "</think>\\boxed{5}<eos>"
@@ -205,8 +248,8 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
 
 
 def test_the_values_of_verdicts_are_the_configurations():
-    config = RunConfig(verifier={"values": {"no_answer": -1.0, "wrong": 0.0}})
+    config = RunConfig(verifier={"values": {"no_answer": None, "wrong": 0.0}})
     values = config.verifier.values
-    assert [values.of(Verdict(o, "")) for o in Outcome] == [1.0, 0.0, -1.0, None, None]
-    assert RewardValues().of(Verdict(Outcome.NO_ANSWER, "")) is None
+    assert [values.of(Verdict(o, "")) for o in Outcome] == [1.0, 0.0, None, -1.0, None]
+    assert RewardValues().of(Verdict(Outcome.NO_ANSWER, "")) == -1.0
     assert values.of(Verdict(Outcome.WRONG, "", reward=0.25)) == 0.25

@@ -77,11 +77,11 @@ def test_try_runs_a_custom_reward_on_samples(tmp_path: Path) -> None:
     assert "row 2" not in result.stdout
 
 
-def test_try_says_what_no_reward_means(tmp_path: Path) -> None:
+def test_try_gives_a_missing_answer_its_reward(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "samples.jsonl", {"completion": "</think>no box", "gold": "5"})
     result = runner.invoke(app, ["rewards", "try", file, "--json"])
     row = json.loads(result.stdout)
-    assert (row["verdict"], row["reward"]) == ("no_answer", None)
+    assert (row["verdict"], row["reward"]) == ("no_answer", -1.0)
 
 
 def test_a_reward_function_that_fails_is_status_2(tmp_path: Path) -> None:

@@ -269,6 +269,17 @@ def test_an_answer_on_which_workers_crash_twice_is_timed_out() -> None:
     assert second.passed
 
 
+def test_an_unexpected_exception_of_a_verifier_is_no_reward() -> None:
+    async def main() -> tuple[Verdict, int]:
+        async with VerifierPool(VerifierSettings(workers=1), ("reasoning",)) as pool:
+            return await pool.verify("reasoning", "</think>\\boxed{5}", "5"), pool.stats.bugs
+
+    verdict, bugs = run(main())
+    assert (verdict.outcome, bugs) == (Outcome.TIMED_OUT, 1)
+    assert "KeyError: 'dataset'" in verdict.reason
+    assert VerifierSettings().values.of(verdict) is None
+
+
 async def verify_custom(path: str | None, *completions: str) -> list[Verdict]:
     async with VerifierPool(VerifierSettings(workers=1, custom=path), ("custom",)) as pool:
         return [await pool.verify("custom", c, "yes", {"key": 1}) for c in completions]

@@ -8,16 +8,17 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.rewards.base import Outcome
+from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 
 
-def test_only_correct_and_wrong_are_rewards_by_default() -> None:
+def test_correct_traces_have_plus_one_and_all_others_minus_one_by_default() -> None:
     values = RewardValues()
-    got = {outcome: getattr(values, outcome.value) for outcome in Outcome}
-    assert {o for o, v in got.items() if v is not None} == {Outcome.CORRECT, Outcome.WRONG}
-    assert (got[Outcome.CORRECT], got[Outcome.WRONG]) == (1.0, -1.0)
-    assert RewardValues(no_answer=-1.0).no_answer == -1.0
+    got = {outcome: values.of(Verdict(outcome, "")) for outcome in Outcome}
+    assert got.pop(Outcome.CORRECT) == 1.0
+    assert got.pop(Outcome.TIMED_OUT) is None  # the verifier's failure, not the completion's
+    assert set(got.values()) == {-1.0}
+    assert RewardValues(no_answer=None).of(Verdict(Outcome.NO_ANSWER, "")) is None
 
 
 def test_unknown_keys_and_bad_values_are_refused() -> None:
