@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.commands.convert.safetensors_directory import INDEX  # noqa: E402
 from megatron_rl.models import architecture, named_config  # noqa: E402
+from megatron_rl.models.safetensors_directory import INDEX  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/convert_memory.md"
 MEASURE = """

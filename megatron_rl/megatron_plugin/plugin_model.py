@@ -8,7 +8,8 @@ from megatron.core.utils import unwrap_model
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.models import architecture
-from megatron_rl.trainer import hf_checkpoint, parameters
+from megatron_rl.models.safetensors_directory import read_config
+from megatron_rl.trainer import parameters
 from megatron_rl.trainer.shards import ModelShards
 
 
@@ -29,7 +30,7 @@ class PluginModel(ModelShards):
         self, run: RunConfig, chunks: list[Any], *, use_te: bool, micro_batches: int
     ) -> None:
         self.directory = Path(run.model)
-        super().__init__(run, architecture(hf_checkpoint.read_config(self.directory)))
+        super().__init__(run, architecture(read_config(self.directory)))
         self.chunks = chunks
         self.micro_batch_multiple = micro_batches
         """Number of micro-batches of a step, which Megatron fixes."""

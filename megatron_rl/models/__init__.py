@@ -32,6 +32,10 @@ CONFIG_FOLDER = Path(__file__).with_name("configs")
 """The `config.json` of published models and of `tiny` ones, by name."""
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read; names the file or tensor, and the remedy."""
+
+
 def named_configs() -> list[str]:
     """Return the names of published models."""
     names = (path.stem for path in CONFIG_FOLDER.glob("*.json"))

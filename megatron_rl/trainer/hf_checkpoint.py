@@ -6,18 +6,16 @@ import itertools
 import json
 import os
 import shutil
-from collections import OrderedDict
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.files import replace_folder
 from megatron_rl.models.base import Architecture
+from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory
 from megatron_rl.trainer import world
 from megatron_rl.trainer.export import Stream, export
 from megatron_rl.trainer.shards import ModelShards
@@ -30,99 +28,13 @@ COPIED = (
 """Files other than weights that are copied from the source directory."""
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of `config.json`.
-
-    Raises:
-        FileNotFoundError: not a Hugging Face directory.
-    """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: {directory} must be a Hugging Face model directory"
-        )
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
-
-
-class TensorReader:
-    """Tensors of a Hugging Face directory by name, read on demand; a context manager.
-
-    At most two files are mapped, so reading in file order keeps a small part of a large checkpoint
-    in memory. (Two, because the tensors of one parameter may lie in neighboring files.)
-
-    Raises:
-        FileNotFoundError: a file of the checkpoint is missing.
-        ValueError: the index and the files name different tensors.
-    """
-
-    MAPPED_FILES: ClassVar[int] = 2
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self._file_of: dict[str, str] = {}
-        self._mapped: OrderedDict[str, Any] = OrderedDict()
-
-    def __enter__(self) -> TensorReader:
-        index = self.directory / "model.safetensors.index.json"
-        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-        for file in ["model.safetensors"] if listed is None else sorted(set(listed.values())):
-            path = self.directory / file
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist: the checkpoint is incomplete")
-            with safe_open(path, framework="pt") as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), file)
-        if listed is not None and listed != self._file_of:
-            wrong = sorted(dict(listed.items() ^ self._file_of.items()))
-            raise ValueError(
-                f"{index} and its files disagree on {', '.join(wrong[:5])}: they are of"
-                " different checkpoints; copy the directory again"
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._mapped:
-            self._mapped.popitem()[1].__exit__(None, None, None)
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
-
-    def file(self, name: str) -> str:
-        """Return the file that holds a tensor.
-
-        Raises:
-            KeyError: no such tensor.
-        """
-        if name not in self._file_of:
-            raise KeyError(
-                f"{self.directory} has no tensor {name}: its config.json and weights don't belong"
-                " together"
-            )
-        return self._file_of[name]
-
-    def get(self, name: str, index: int | None = None) -> Tensor:
-        """Return a tensor, or entry `index` of its first dimension."""
-        file = self.file(name)
-        if file in self._mapped:
-            self._mapped.move_to_end(file)
-        else:
-            if len(self._mapped) >= self.MAPPED_FILES:
-                self._mapped.popitem(last=False)[1].__exit__(None, None, None)
-            opened: Any = safe_open(self.directory / file, framework="pt")
-            self._mapped[file] = opened.__enter__()
-        held = self._mapped[file]
-        tensor: Tensor = held.get_tensor(name) if index is None else held.get_slice(name)[index]
-        return tensor
-
-
 def passthrough(directory: str | Path, architecture: Architecture) -> Stream:
     """Yield the checkpoint's tensors that are not trained (a vision tower), by name."""
     if not architecture.untrained:
         return
-    with TensorReader(directory) as reader:
-        for name in sorted(architecture.passthrough(reader.names())):
-            yield name, reader.get(name)
+    source = SafetensorsDirectory(directory)
+    for name in sorted(architecture.passthrough(source.tensors)):
+        yield name, source.read(name)
 
 
 def write(
@@ -154,7 +66,7 @@ def write(
         weight_map |= dict.fromkeys(shard, f"{name}.safetensors")
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (work / INDEX).write_text(json.dumps(index, indent=2))
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, work / name)

@@ -16,7 +16,8 @@ from megatron_rl.kernels import heads
 from megatron_rl.models import architecture
 from megatron_rl.models.divisibility import divisibility_errors
 from megatron_rl.models.packing import Rows
-from megatron_rl.trainer import hf_checkpoint, megatron_build, parameters, world
+from megatron_rl.models.safetensors_directory import read_config
+from megatron_rl.trainer import megatron_build, parameters, world
 from megatron_rl.trainer.batch import MicroBatch
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective, head_loss
 from megatron_rl.trainer.router_replay import Routing
@@ -34,7 +35,7 @@ class Policy(ModelShards):
         directory: Hugging Face model to load.
 
     Raises:
-        FileNotFoundError: no Hugging Face model.
+        CheckpointError: no Hugging Face model, or an incomplete one.
         ValueError: a model that is not implemented, or not divisible by the layout.
         RuntimeError: a Transformer Engine that cannot be used.
     """
@@ -42,7 +43,7 @@ class Policy(ModelShards):
     chunks: Sequence[DistributedDataParallel] = ()
 
     def __init__(self, run: RunConfig, directory: str | Path) -> None:
-        super().__init__(run, architecture(hf_checkpoint.read_config(directory)))
+        super().__init__(run, architecture(read_config(directory)))
         self.directory = Path(directory)
         if errors := divisibility_errors(run.parallel, self.architecture):
             raise ValueError(errors[0])

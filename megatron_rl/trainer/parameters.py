@@ -1,6 +1,5 @@
 """Find this rank's parameters by `Weight.megatron`, and load them from Hugging Face files."""
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
-from megatron_rl.trainer import hf_checkpoint
+from megatron_rl.models.safetensors_directory import SafetensorsDirectory
 
 _log = logging.getLogger(__name__)
 
@@ -64,33 +63,24 @@ def load(
         directory: a Hugging Face model.
 
     Raises:
-        ValueError: names or shapes that differ from the architecture's, or a second copy of tied
-            embeddings that is another matrix.
+        CheckpointError: as from `SafetensorsDirectory` and its `check`.
+        ValueError: a parameter of another shape than the architecture's.
     """
-    weights = architecture.weights()
-    expected = {name for w in weights for name in w.hf}
-    with hf_checkpoint.TensorReader(directory) as reader, torch.no_grad():
-        names = reader.names() - set(architecture.passthrough(reader.names()))
-        leftovers = architecture.leftovers(names - expected)
-        names -= set(leftovers)
-        if names != expected:
-            missing, extra = sorted(expected - names), sorted(names - expected)
-            raise ValueError(
-                f"{directory} does not hold the tensors of its config.json: missing"
-                f" {missing[:5]}, unknown {extra[:5]}"
-            )
-        own = [w for w in weights if w.megatron in parameters]
-        _ignore(leftovers, reader, own)
-        # In file order, so that each file is mapped once.
-        for weight in sorted(own, key=lambda w: max(map(reader.file, w.hf))):
+    source = SafetensorsDirectory(directory)
+    leftovers = source.check(architecture)
+    if leftovers and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log.warning(
+            f"{directory} has {len(leftovers)} tensors that the model does not have, left by the"
+            f" tool that wrote it ({', '.join(sorted(leftovers)[:3])}): they are ignored"
+        )
+    own = [w for w in architecture.weights() if w.megatron in parameters]
+    with torch.no_grad():
+        # In file order: ranks of a node read the same file at about the same time.
+        for weight in sorted(own, key=lambda w: max(source.file_of[name] for name in w.hf)):
             param = parameters[weight.megatron]
-            tensors = [reader.get(name, weight.index) for name in weight.hf]
-            shapes = [tuple(t.shape) for t in tensors]
-            if shapes != weight.hf_shapes():
-                raise ValueError(
-                    f"{' + '.join(weight.hf)} in {directory} have shapes {shapes}: its config.json"
-                    f" makes them {weight.hf_shapes()}"
-                )
+            tensors = [source.read(name) for name in weight.hf]
+            if weight.index is not None:
+                tensors = [tensor[weight.index] for tensor in tensors]
             shard = weight.split.shard(weight.pack.to_megatron(tensors), *split_rank(weight))
             if shard.shape != param.shape:
                 raise ValueError(
@@ -98,20 +88,3 @@ def load(
                     f" {' + '.join(weight.hf)} in {directory} gives {tuple(shard.shape)}"
                 )
             param.copy_(shard)
-
-
-def _ignore(leftovers: list[str], reader: hf_checkpoint.TensorReader, own: list[Weight]) -> None:
-    """Log tensors that are not read, once; the head of tied embeddings must be equal to them."""
-    tied = {w.hf[0] for w in own if w.hf[0].endswith("embed_tokens.weight")}
-    heads = [name for name in leftovers if name.endswith("lm_head.weight")]
-    for name, embedding in itertools.product(heads, tied):
-        if not reader.get(name).equal(reader.get(embedding)):
-            raise ValueError(
-                f"{reader.directory} has another {name} than {embedding}, and its config.json ties"
-                f" them: set tie_word_embeddings to false there to train both, or remove {name}"
-            )
-    if leftovers and (not dist.is_initialized() or dist.get_rank() == 0):
-        _log.warning(
-            f"{reader.directory} has {len(leftovers)} tensors that the model does not have, left by"
-            f" the tool that wrote it ({', '.join(sorted(leftovers)[:3])}): they are ignored"
-        )

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from megatron_rl.commands.convert import resumable
 from megatron_rl.commands.convert.resumable import ConvertError
+from megatron_rl.models import CheckpointError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -59,7 +60,7 @@ def convert_command(
         else:
             to_huggingface.convert(source, output, like, DTYPES[dtype])
         print(f"wrote {target}")
-    except ConvertError as e:
+    except CheckpointError as e:
         print(f"megatron-rl convert: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import replace_file
+from megatron_rl.models import CheckpointError
 
 SUMS = "SHA256SUMS"
+WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json)")
 
 Writers = dict[str, Callable[[Path], Any]]
 """Path in the target -> function that writes this large file to a path and returns a result."""
@@ -34,7 +37,7 @@ Finish = Callable[[Path, list[Any]], None]
 """Writes all other files, given the folder and the results of the large ones."""
 
 
-class ConvertError(ValueError):
+class ConvertError(CheckpointError):
     """A checkpoint that cannot be converted; names the file or tensor, and the remedy."""
 
 
@@ -138,6 +141,16 @@ def verify(directory: Path) -> int:
             f" {extra}; convert it again"
         )
     return len(listed)
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """Copy the files that hold no weights: config.json, tokenizer, license, code."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        skipped = path.name.startswith(".") or path.name == SUMS or WEIGHTS.fullmatch(path.name)
+        if path.is_file() and not skipped:
+            shutil.copyfile(path, target / path.name)
+            os.chmod(target / path.name, 0o644)
 
 
 def file_sum(path: Path) -> str:

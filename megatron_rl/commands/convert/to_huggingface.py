@@ -14,14 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.commands.convert.distributed import MegatronCheckpoint, locate
-from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers
-from megatron_rl.commands.convert.safetensors_directory import (
-    INDEX,
-    SafetensorsDirectory,
-    copy_other_files,
-    read_config,
-)
+from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers, copy_other_files
 from megatron_rl.models import architecture
+from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory, read_config
 
 
 def convert(

@@ -23,17 +23,12 @@ from torch.distributed.checkpoint import FileSystemWriter, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from megatron_rl.commands.convert.distributed import BACKEND, RELEASE, TRACKER
-from megatron_rl.commands.convert.keys import StoredParameter, extra_states, stored_parameter
-from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers
-from megatron_rl.commands.convert.safetensors_directory import (
-    SafetensorsDirectory,
-    copy_other_files,
-    read_config,
-)
+from megatron_rl.commands.convert import distributed
+from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers, copy_other_files
 from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Pack, Weight
+from megatron_rl.models.safetensors_directory import SafetensorsDirectory, read_config
 
 CHUNK_BYTES = 32 * 2**20  # of a parameter that is one Hugging Face tensor; others are one chunk
 
@@ -42,37 +37,18 @@ def convert(source: Path, output: Output) -> Path:
     """Convert a Hugging Face directory.
 
     Raises:
-        ConvertError: the source is incomplete or does not match its config.json.
+        CheckpointError: the source is incomplete or does not match its config.json.
     """
     source = source.resolve()
     arch, reader = architecture(read_config(source)), SafetensorsDirectory(source)
     untouched = {name: reader.tensors[name] for name in arch.passthrough(reader.tensors)}
-    expected, actual = arch.shapes(), {n: tuple(t.shape) for n, t in reader.tensors.items()}
-    leftovers = arch.leftovers(actual.keys() - expected)
-    unknown = actual.keys() - expected - untouched.keys() - set(leftovers)
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - actual)]
-    problems += [f"{name} is unknown" for name in sorted(unknown)]
-    problems += [
-        f"{name} is {list(actual[name])}, but config.json makes it {list(shape)}"
-        for name, shape in expected.items()
-        if actual.get(name, shape) != shape
-    ]
-    if problems:
-        text = "; ".join(problems[:5])
-        raise ConvertError(f"{source} does not hold the tensors of its config.json: {text}")
-    embedding = arch.weights()[0].hf[0]
-    for name in (name for name in leftovers if name.endswith("lm_head.weight")):
-        if not reader.read(name).equal(reader.read(embedding)):
-            raise ConvertError(
-                f"{source} has another {name} than {embedding}, and its config.json ties them: set"
-                f" tie_word_embeddings to false there to convert both, or remove {name}"
-            )
+    leftovers = reader.check(arch)
     if leftovers and not output.quiet:
         first = ", ".join(sorted(leftovers)[:3])
         print(f"ignoring {len(leftovers)} tensors that the model does not have ({first})")
     plan = CheckpointPlan(reader, arch, output.file_bytes)
     files: Writers = {
-        f"{RELEASE}/__{number}_0.distcp": functools.partial(_write_part, plan, number)
+        f"{distributed.RELEASE}/__{number}_0.distcp": functools.partial(_write_part, plan, number)
         for number in range(len(plan.parts))
     }
     pattern = "huggingface/untouched{suffix}.safetensors"
@@ -104,13 +80,13 @@ class CheckpointPlan(DefaultSavePlanner):
         self._weights: dict[dcp.MetadataIndex, Weight] = {}
         stacked = "moe_layer_freq" not in arch.config_fields()
         for weight in (w for w in arch.weights() if w.exported):  # tied: stored once
-            stored = stored_parameter(arch, weight, stacked)
+            stored = distributed.stored_parameter(arch, weight, stacked)
             self._add(weight, stored)
-            for name in extra_states(stored):
+            for name in distributed.extra_states(stored):
                 self.contents[name] = dcp.BytesStorageMetadata()
                 self.copies[dcp.MetadataIndex(name)] = self.state
 
-    def _add(self, weight: Weight, stored: StoredParameter) -> None:
+    def _add(self, weight: Weight, stored: distributed.StoredParameter) -> None:
         key, dtypes = stored.keys[0], {self.source.tensors[name].dtype for name in weight.hf}
         if key in self.contents:
             dtypes.add(self.contents[key].properties.dtype)
@@ -178,13 +154,13 @@ def _finish(source: Path, plan: CheckpointPlan, tree: Path, written: list[Any]) 
     for index, original in plan.copies.items():
         results[index] = replace(results[original], index=index)
     del results[plan.state]
-    folder = tree / RELEASE
+    folder = tree / distributed.RELEASE
     FileSystemWriter(folder).finish(dcp.Metadata(plan.contents), [list(results.values())])
-    backend = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
+    backend = {"sharded_backend": distributed.BACKEND, "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))
     # Megatron's pretraining script expects this of a checkpoint that has weights only.
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
     torch.save(common, folder / "common.pt")
-    (tree / TRACKER).write_text(RELEASE)
+    (tree / distributed.TRACKER).write_text(distributed.RELEASE)
     copy_other_files(source, tree / "huggingface")

@@ -46,11 +46,11 @@ def evaluate(
     Any key of the configuration can follow as a dotted option, such as
     `--generation.answer_budget_tokens 4096`.
     """
-    from megatron_rl.commands.convert.resumable import ConvertError
     from megatron_rl.commands.evaluate import evaluation_run, results
     from megatron_rl.commands.evaluate.model_source import find_source
     from megatron_rl.config import ConfigError
     from megatron_rl.data.question import DataError
+    from megatron_rl.models import CheckpointError
     from megatron_rl.orchestrator import RunError
 
     try:
@@ -73,7 +73,7 @@ def evaluate(
         }
         sets = (data or ["run"], limit, verifier)
         result, rows = evaluation_run.evaluate(source, *sets, sampling, huggingface)
-    except (ConfigError, ConvertError, DataError, RunError) as e:
+    except (CheckpointError, ConfigError, DataError, RunError) as e:
         print(f"megatron-rl evaluate: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     results.show(result)

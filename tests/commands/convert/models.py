@@ -11,8 +11,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.commands.convert.safetensors_directory import INDEX
 from megatron_rl.models import architecture, tiny
+from megatron_rl.models.safetensors_directory import INDEX
 
 MULTIMODAL = "tiny_scout_multimodal"
 VISION = {

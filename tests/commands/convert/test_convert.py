@@ -16,7 +16,8 @@ from megatron_rl.cli import main
 from megatron_rl.commands.convert import resumable, to_huggingface, to_megatron
 from megatron_rl.commands.convert.cli import size_in_bytes
 from megatron_rl.commands.convert.resumable import ConvertError, Output
-from megatron_rl.commands.convert.safetensors_directory import INDEX
+from megatron_rl.models import CheckpointError
+from megatron_rl.models.safetensors_directory import INDEX
 from tests.commands.convert import models
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +88,9 @@ def test_leftovers_of_other_tools_are_ignored_unless_they_are_another_head(
     assert_same(content(to_hf(tmp_path / "megatron", tmp_path / "back")), tensors)
     head[0, 0] += 1
     save_file({**tensors, **left}, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ConvertError, match=r"has another lm_head.weight than model.embed_tokens"):
+    with pytest.raises(
+        CheckpointError, match=r"has another lm_head.weight than model.embed_tokens"
+    ):
         to_distributed(tmp_path / "hf", tmp_path / "no")
 
 
@@ -282,7 +285,7 @@ def test_a_broken_source_is_named(tmp_path: Path, spoil: str, message: str) -> N
             },
         }[spoil]
         save_file(changed, path)
-    with pytest.raises(ConvertError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         to_distributed(tmp_path / "hf", tmp_path / "target")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.commands.convert.keys import extra_states, stored_parameter
+from megatron_rl.commands.convert.distributed import extra_states, stored_parameter
 from megatron_rl.models import architecture, named_config
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import transformer_engine_name

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.commands.convert.resumable import ConvertError
-from megatron_rl.commands.convert.safetensors_directory import INDEX, SafetensorsDirectory
+from megatron_rl.models import CheckpointError
+from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory
 
 TENSORS = {
     "b.half": torch.randn(3, 5).half(),
@@ -56,9 +56,11 @@ def test_an_index_that_differs_from_its_files_is_named(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"x": "one.safetensors", "y": "one.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ConvertError, match=r"index.json: names differ .*\['y'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"index.json and its files disagree on y: .*copy the"
+    ):
         SafetensorsDirectory(tmp_path)
     index["weight_map"]["y"] = "two.safetensors"
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ConvertError, match=r"two.safetensors: missing"):
+    with pytest.raises(CheckpointError, match=r"two.safetensors: missing"):
         SafetensorsDirectory(tmp_path)
