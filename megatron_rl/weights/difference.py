@@ -45,10 +45,9 @@ def encode(old: Tensor, new: Tensor, most_bytes: int) -> Tensor | None:
     count = positions.numel()
     if _COUNT_BYTES + 4 * count > most_bytes:
         return None
-    before = torch.cat([positions.new_full((1,), -1), positions[:-1]])
     # torch has no arithmetic on uint16: the low half of an int64 has the same bits.
-    distances = (positions - before - 1).to(torch.int16)
-    parts = [positions.new_tensor([count]), distances, words[positions]]
+    distances = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
+    parts = [positions.new_tensor([count]), distances.to(torch.int16), words[positions]]
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 

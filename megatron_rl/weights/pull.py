@@ -144,7 +144,6 @@ class Pull:
         buffers: at least one, each as large as the largest bucket.
         executor: compares checksums.
         peer_seconds: silence after which a source is given up.
-        bytes_per_second: limit of what is read; 0: none.
     """
 
     def __init__(
@@ -156,17 +155,15 @@ class Pull:
         buffers: list[Bytes],
         executor: Executor,
         peer_seconds: float,
-        bytes_per_second: float = 0.0,
     ) -> None:
         self._agent, self._known = agent, peers
         self._store, self.manifest = store, manifest
         self._buffers, self._executor = buffers, executor
-        self._peer_seconds, self._rate = peer_seconds, bytes_per_second
+        self._peer_seconds = peer_seconds
         self._peers: list[Peer] = []
         self._reads: list[_Read] = []
         self._mistakes: Counter[tuple[str, int]] = Counter()
         self._started: float | None = None
-        self._allowed_at = 0.0
         self.num_bytes: Counter[str] = Counter()
         """Bytes read from each source."""
         self.slot = store.slot_for(manifest.version)
@@ -238,7 +235,7 @@ class Pull:
             return
         ready_N = (peer.header.versions_2N == self.manifest.version).any(0)
         for local in np.flatnonzero(ready_N & self._wanted_N[peer.buckets]):
-            if not self._buffers or time.monotonic() < self._allowed_at:
+            if not self._buffers:
                 return
             self._start(peer, peer.header, int(local))
 
@@ -267,9 +264,6 @@ class Pull:
         read = _Read(bucket, peer, buffer, differences, None, sum(s.size for _, s in spans))
         self._reads.append(read)
         self._wanted_N[bucket] = False
-        if self._rate:
-            self._allowed_at = max(self._allowed_at, time.monotonic() - 0.1)
-            self._allowed_at += read.num_bytes / self._rate
         read.handle = self._agent.read(peer.agent, spans)
 
     def _finish(self, read: _Read) -> None:

@@ -66,10 +66,7 @@ class Header:
 
     def slot_of(self, bucket: int, version: int) -> int | None:
         """Return the slot that holds this version of a bucket."""
-        for slot in (0, 1):
-            if self.versions_2N[slot, bucket] == version:
-                return slot
-        return None
+        return next((slot for slot in (0, 1) if self.versions_2N[slot, bucket] == version), None)
 
     def chain(self, bucket: int, version: int, bases: Sequence[int]) -> list[int] | None:
         """Return the differences that lead from one of the bases to a version, in their order."""
@@ -132,17 +129,12 @@ class Store:
 
     def complete(self, version: int) -> int | None:
         """Return the slot in which every bucket has this version."""
-        for slot in (0, 1):
-            if (self.header.versions_2N[slot] == version).all():
-                return slot
-        return None
+        return next((s for s in (0, 1) if (self.header.versions_2N[s] == version).all()), None)
 
     def newest(self) -> int:
         """Return the newest complete version, or `NONE`."""
-        whole = [int(v[0]) for v in self.header.versions_2N if v.size and (v == v[0]).all()] or [
-            NONE
-        ]
-        return max(whole)
+        whole = (int(v[0]) for v in self.header.versions_2N if v.size and (v == v[0]).all())
+        return max(whole, default=NONE)
 
     def slot_for(self, version: int) -> int:
         """Return the slot for a new version: that of its begun buckets, or the older one."""

@@ -51,8 +51,6 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     peer_seconds: float
     shutdown_seconds: float
     serves_trainer: bool = False
-    bytes_per_second: float = 0.0
-    """Limit of what is read; 0: none."""
     parent: int = 0
     """Id of the process with which it ends; 0: that which is its parent when it has started."""
 
@@ -97,18 +95,11 @@ class StoreProcess:
         if self._spec.serves_trainer:
             return
         if self._pull is None:
-            store, spec = self._stores[0], self._spec
+            store, silence = self._stores[0], self._spec.peer_seconds
             self._pull = Pull(
-                self._agent,
-                self._peers,
-                store,
-                manifest,
-                self._buffers,
-                self._executor,
-                spec.peer_seconds,
-                spec.bytes_per_second,
+                self._agent, self._peers, store, manifest, self._buffers, self._executor, silence
             )
-            seconds = spec.transfer_seconds
+            seconds = self._spec.transfer_seconds
             self._lock.enter_context(store.locked(self._pull.slot, write=True, seconds=seconds))
         if self._pull.manifest.version != manifest.version:
             raise WeightsError(

@@ -24,6 +24,7 @@ from megatron_rl.orchestrator.generators import Generators
 from megatron_rl.orchestrator.stores import Stores
 from megatron_rl.weights.store import Store
 from megatron_rl.weights.store_process import StoreSpec
+from tests.source import ROOT
 from tests.weights.versions import Versions
 
 TRAINER = "trainer-store-0"
@@ -85,12 +86,14 @@ class Fleet:
             peer_seconds=self._config.timeouts.peer_seconds,
             shutdown_seconds=self._config.timeouts.shutdown_seconds,
             serves_trainer=trainer,
-            bytes_per_second=bytes_per_second,
         )
         path = self.folder / f"{name}.json"
         path.write_bytes(msgspec.json.encode(spec))
-        command = [*self.python, "-m", "megatron_rl.weights.store_process", str(path)]
-        self.processes[name] = subprocess.Popen(command, env=self._environment)
+        module = ["megatron_rl.weights.store_process"]
+        if bytes_per_second:
+            module = ["tests.weights.limited_store", str(bytes_per_second)]
+        command = [*self.python, "-m", *module, str(path)]
+        self.processes[name] = subprocess.Popen(command, env=self._environment, cwd=ROOT)
 
     def start_all(self, rates: Mapping[str, float]) -> None:
         """Start stores with these limits in bytes a second; they join in this order."""
