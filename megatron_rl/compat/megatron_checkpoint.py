@@ -161,22 +161,14 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
     They are in the order of the elements; each is contiguous.
     """
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
-        return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows are in between
-    if first > last:
-        yield from _of_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _of_row(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _of_row(shape, last, 0, stop - last * row)
-
-
-def _of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
-    for offset, size in rectangles(shape[1:], start, stop):
-        yield (row, *offset), (1, *size)
+    while start < stop:
+        first, inside = divmod(start, row)
+        count, end = (stop - start) // row, min(stop - first * row, row)
+        if count and not inside:
+            yield (first, *(0 for _ in shape[1:])), (count, *shape[1:])
+            start += count * row
+        else:  # a part of one row
+            for offset, size in rectangles(shape[1:], inside, end):
+                yield (first, *offset), (1, *size)
+            start = first * row + end

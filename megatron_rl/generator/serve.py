@@ -34,7 +34,6 @@ def run_generator(
     rank: int,
     endpoint: str,
     model_dir: str,
-    version: int = 0,
     node: str = "",
     store: StoreSpec | None = None,
 ) -> None:
@@ -43,9 +42,8 @@ def run_generator(
     Call it from the main thread: vLLM's processes end with the thread that started them.
 
     Engines are numbered from 0; `rank` is for messages. The orchestrator binds `endpoint`
-    (`tcp://host:port`), and `model_dir` is the Hugging Face directory of the weights `version`,
-    which so many optimizer steps made. `store` is that of this `node`, if it has one: the generator
-    keeps it running (`store_keeper`).
+    (`tcp://host:port`), and `model_dir` is the Hugging Face directory of weights version 0.
+    `store` is that of this `node`, if it has one: the generator keeps it running (`store_keeper`).
 
     Raises:
         UnsupportedVersionError: a release of vLLM that may have faults.
@@ -57,7 +55,7 @@ def run_generator(
         signal.signal(number, signal.SIG_IGN)
     prepare_environment(config, model_dir)
     generator = Generator(config, engine_index, rank, endpoint, node, store)
-    asyncio.run(generator.run(model_dir, version))
+    asyncio.run(generator.run(model_dir))
 
 
 class OrchestratorGoneError(ConnectionError):
@@ -87,7 +85,7 @@ class Generator:
         self._busy_seconds, self._counted_at = 0.0, time.perf_counter()
         self._disconnected_since: float | None = time.monotonic()
 
-    async def run(self, model_dir: str, version: int) -> None:
+    async def run(self, model_dir: str) -> None:
         """Start the engine with these weights and serve until Stop; raises what ended the role."""
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
             self._socket = socket
@@ -98,7 +96,7 @@ class Generator:
                     keeper = StoreKeeper(self._store)
                 from megatron_rl.generator.engine import Engine
 
-                engine = self._engine = Engine(self._config, self._index, model_dir, version)
+                engine = self._engine = Engine(self._config, self._index, model_dir)
                 await engine.prepare()
                 await self._serve(monitor, keeper)
             except OrchestratorGoneError:

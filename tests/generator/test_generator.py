@@ -36,10 +36,10 @@ class FakeEngine:
     stopped = 0
     routes = None
 
-    def __init__(self, config, index, model_dir, version):
+    def __init__(self, config, index, model_dir):
         if FakeEngine.fails_to_start:
             raise RuntimeError("Engine core initialization failed")
-        self.version, self.aborted = version, 0
+        self.version = self.aborted = 0
 
     async def prepare(self):
         pass
@@ -91,7 +91,7 @@ def play(conversation, run_config: RunConfig):
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             role = asyncio.create_task(
-                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}", "host-1").run("unused", 0)
+                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}", "host-1").run("unused")
             )
 
             async def receive(kind):
