@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 4
+PROTOCOL = 5
 TRAINER = "trainer"
 """Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..., stores
 `store-<node>` and, on the trainer's nodes, `trainer-store-<node>`."""
@@ -273,6 +273,10 @@ class Batch(Message):
     """int32 [sequences + 1]: sequence i has tokens `[bounds[i], bounds[i+1])`."""
     prompt_lengths: bytes = b""
     """int32 [sequences]."""
+    prompt_ids: bytes = b""
+    """int32 [sequences]."""
+    completion_indices: bytes = b""
+    """int32 [sequences]: `Sample.index`."""
     token_ids: bytes = b""
     """int32 [tokens]."""
     advantages: bytes = b""

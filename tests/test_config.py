@@ -175,6 +175,10 @@ def test_a_bad_value_is_named_with_what_would_be_right(key: str, value: str, rig
             ("evaluation.first_step is 5", "schedule.steps = 4"),
         ),
         (
+            ["--schedule.steps", "50", "--metrics.token_dump_steps", "[0,50]"],
+            ("metrics.token_dump_steps is (0, 50)", "0 to 49"),
+        ),
+        (
             ["--schedule.prompts_per_step", "100", "--task.train_prompts", "99"],
             ("schedule.prompts_per_step is 100", "task.train_prompts = 99"),
         ),

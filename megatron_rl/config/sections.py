@@ -98,9 +98,17 @@ class Precision(Section):
     """Logits of trainer and generator. `fp32`: matrix products with fp32 results. `tf32`: as
     `fp32`, but on GPU the trainer may round fp32 operands to TF32. `bf16`: logits rounded to bf16,
     for comparisons."""
+    generator_logits: Literal["fp32", "bf16"] | None = None
+    """Logits of the generators where they differ from the trainer's, to compare runs with an fp32
+    head on one side only; default: as `logits`."""
     logit_grads: Literal["auto", "bf16", "fp32"] = "auto"
     """Logit gradients in the two backward products of the trainer's LM head; `auto` is the format
     of `params`."""
+
+    @property
+    def generator_head(self) -> Literal["fp32", "bf16"]:
+        """Logits of the generators; TF32 is for the trainer's products of fp32 operands."""
+        return self.generator_logits or ("bf16" if self.logits == "bf16" else "fp32")
 
 
 class Kernels(Section):
@@ -282,3 +290,6 @@ class Timeouts(Section):
     """One evaluation."""
     shutdown_seconds: PositiveFloat = 25.0
     """Wait for a role to end after it was asked to stop."""
+    token_dump_steps: tuple[NonNegativeInt, ...] = ()
+    """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
+    40 bytes per token."""

@@ -104,8 +104,9 @@ class Engine:
         for number, dtypes in enumerate(await self._llm.collective_rpc("head_dtypes")):
             if dtypes != [expected]:
                 raise RuntimeError(
-                    f"precision.logits is {self._config.precision.logits!r}, so the generator's"
-                    f" logits are {expected}, and worker {number} computes them in"
+                    f"precision.generator_logits is {self._config.precision.generator_head!r} (by"
+                    " default as precision.logits), so the generator's logits are"
+                    f" {expected}, and worker {number} computes them in"
                     f" {', '.join(dtypes) or 'a way that it does not tell'}: this vLLM release"
                     " does not apply `head_dtype` to the model's architecture"
                 )

@@ -130,9 +130,8 @@ def _fp8(checkpoint: dict[str, Any], text_config: dict[str, Any]) -> dict[str, A
 
 
 def head_dtype(config: RunConfig) -> str:
-    """Return the type of the logits, as torch names it."""
-    # TF32 is for the trainer's backward products and fp32 operands: the results here are fp32 too.
-    return "bfloat16" if config.precision.logits == "bf16" else "float32"
+    """Return the type of the generators' logits, as torch names it."""
+    return _DTYPES[config.precision.generator_head]
 
 
 def read_architecture(model_dir: str) -> Architecture:

@@ -64,6 +64,7 @@ METRICS: dict[str, str] = {  # name -> meaning and [unit]
     "clipped_fraction": "trained tokens whose ratio the loss clipped or masked [fraction]",
     "corrected_fraction": "trained tokens truncated or masked by the correction [fraction]",
     "kl_reference": "estimate of KL(policy || reference), mean over trained tokens [nats/token]",
+    "ratio_min": "minimum of these ratios [ratio]",
     "routes_differing_fraction": "routed experts of the generator that the trainer did not use"
     " [fraction of layers x tokens x experts per token]",
     "routes_differing_live_fraction": "routed experts of the generator that the trainer's routers"

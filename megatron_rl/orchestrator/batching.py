@@ -70,8 +70,10 @@ def build_batch(
     batch = Batch(
         step=step,
         bounds=np.cumsum([0, *lengths]).astype("<i4").tobytes(),
-        prompt_lengths=np.array([len(t.prompt) for t in trained], dtype="<i4").tobytes(),
-        token_ids=np.array(ids, dtype="<i4").tobytes(),
+        prompt_lengths=_int32(len(t.prompt) for t in trained),
+        prompt_ids=_int32(t.sample.prompt_id for t in trained),
+        completion_indices=_int32(t.sample.index for t in trained),
+        token_ids=_int32(ids),
         advantages=column(lambda t: np.full(len(t.sample.token_ids), t.advantage), 0.0, "<f4"),
         generator_logprobs=column(lambda t: t.sample.logprobs, 0.0, "<f4"),
         loss_weights=column(lambda t: t.loss_weight * _sampled_mask(t.sample), 0.0, "<f4"),
@@ -92,6 +94,10 @@ def build_batch(
         completions=[t.sample.token_ids for t in trained[:probe]],
     )
     return BuiltBatch(batch, kept, metrics, request)
+
+
+def _int32(values: Iterable[int]) -> bytes:
+    return np.fromiter(values, dtype="<i4").tobytes()
 
 
 def _trained_samples(

@@ -23,7 +23,8 @@ def print_plan(config: RunConfig) -> None:
         " each",
         "orchestrator": "one process on the node of rank 0",
         "precision": f"{config.precision.params} parameters, {config.precision.logits} logits on"
-        f" trainer and generators; {config.kernels.head} loss over the LM head",
+        f" the trainer, {config.precision.generator_head} on generators; {config.kernels.head} loss"
+        " over the LM head",
         "algorithm": config.algorithm.summary(),
         "one step": f"{s.prompts_per_step} prompts x {s.completions_per_prompt} completions ="
         f" {completions} completions over all ranks; micro-batches up to {s.micro_batch_tokens}"

@@ -17,6 +17,7 @@ from megatron_rl.trainer.batch import MicroBatch, completion_positions
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.router_replay import COUNTS
 from megatron_rl.trainer.shards import ModelShards
+from megatron_rl.trainer.token_dump import clear_tokens, write_tokens
 
 TOKEN_SUMS = (
     *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
@@ -35,13 +36,17 @@ def report(
 ) -> tuple[dict[str, float], list[list[float]]]:
     """Return metrics of the whole batch and the probe's log-probs, the same on every rank.
 
-    Collective over the trainer ranks, after the forward pass of all micro-batches.
+    Collective over the trainer ranks, after the forward pass of all micro-batches. In steps of
+    `metrics.token_dump_steps` it writes the tokens (`token_dump`).
     """
+    folder, dumped = shards.run.output_dir, batch.step in shards.run.metrics.token_dump_steps
+    if dumped and dist.get_rank() == 0:
+        clear_tokens(folder, batch.step)  # before the others write: they wait in the sums
     positions = [completion_positions(batch, i) for i in batch.probe]
     probe_positions = np.concatenate([np.zeros(0, dtype=np.int64), *positions])
     probe = torch.zeros(len(probe_positions), dtype=torch.float64)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    maxima = torch.zeros(2, dtype=torch.float64)
+    maxima = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
     if shards.reports:
         sums[: len(TOKEN_SUMS)], maxima = _local_sums(micro_batches, objective)
         if len(probe):
@@ -54,6 +59,9 @@ def report(
     group, flat = world.control_group(), torch.cat([sums, probe])
     dist.all_reduce(flat, group=group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    if dumped and shards.reports:
+        source, logprobs = (_joined(micro_batches, x).numpy() for x in ("source_T", "logprobs_T"))
+        write_tokens(folder, batch, source, logprobs)
     sums, probe = flat.tensor_split([len(sums)])
     metrics = _named(sums, maxima)
     if shards.routing is None:
@@ -71,7 +79,7 @@ def _joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
 
 
 def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tuple[Tensor, Tensor]:
-    """Return this rank's (sums in the order of `TOKEN_SUMS`, maxima [ratio, error]), fp64."""
+    """Return this rank's (sums by `TOKEN_SUMS`, maxima [ratio, error, -ratio]), fp64."""
     logprobs_T = _joined(micro_batches, "logprobs_T")
     trained_T = _joined(micro_batches, "loss_weights_T") > 0
     difference_T = (logprobs_T - _joined(micro_batches, "generator_logprobs_T")).double()
@@ -92,19 +100,21 @@ def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tu
         *(same_error.sum(), len(same_error), corrected, reference_kl),
     ]
     maxima = [x.max() if len(x) else 0.0 for x in (ratio, same_error)]
+    maxima.append((-ratio).max() if len(ratio) else -torch.inf)
     out = [torch.tensor([float(x) for x in xs], dtype=torch.float64) for xs in (sums, maxima)]
     return out[0], out[1]
 
 
 def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     total = dict(zip(SUMS, sums.tolist(), strict=True))
-    ratio_max, same_max = maxima.tolist()
+    ratio_max, same_max, minus_ratio_min = maxima.tolist()
     n, same, routes = (max(total[key], 1.0) for key in ("tokens", "same_tokens", "routes"))
     mean = total["ratio"] / n
     return {
         "loss": total["loss"],
         "ratio_mean": mean,
         "ratio_max": ratio_max,
+        "ratio_min": -minus_ratio_min if total["tokens"] else 0.0,
         "ratio_std": max(total["ratio_squared"] / n - mean**2, 0.0) ** 0.5,
         "clipped_fraction": total["clipped"] / n,
         "corrected_fraction": total["corrected"] / n,

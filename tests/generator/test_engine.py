@@ -323,7 +323,8 @@ def test_a_head_of_another_type_than_the_configuration_says_is_refused(served, m
     engine = served.engine
     served.run(engine.check_head)
     tree = engine._config.model_dump(mode="json")
-    tree["precision"]["logits"] = "bf16"
-    monkeypatch.setattr(engine, "_config", type(engine._config).model_validate(tree))
-    with pytest.raises(RuntimeError, match=r"logits are bfloat16, and worker 0 .* in float32"):
-        served.run(engine.check_head)
+    for key in ("logits", "generator_logits"):
+        other = tree | {"precision": tree["precision"] | {key: "bf16"}}
+        monkeypatch.setattr(engine, "_config", type(engine._config).model_validate(other))
+        with pytest.raises(RuntimeError, match=r"logits are bfloat16, and worker 0 .* in float32"):
+            served.run(engine.check_head)

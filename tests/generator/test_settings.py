@@ -49,6 +49,18 @@ def test_the_head_is_fp32_where_parameters_are_bf16(model_dir):
     assert rounded.hf_overrides["head_dtype"] == "bfloat16"
 
 
+def test_the_head_may_be_fp32_on_one_side_only(model_dir):
+    sides = {("fp32", "bf16"): None, ("bf16", "fp32"): "float32", ("tf32", "fp32"): "float32"}
+    for (trainer, generator), head in sides.items():
+        precision = {"params": "bf16", "logits": trainer, "generator_logits": generator}
+        config = with_precision(run_config(model_dir), **precision)
+        assert engine_args(config, 0, str(model_dir)).hf_overrides.get("head_dtype") == head
+        assert config.precision.logits == trainer  # of the trainer's `LmHead`
+    for wrong in ({"generator_logits": "tf32"}, {"generator_logits": "fp16"}):
+        with pytest.raises(ValueError, match=r"(?s)precision.generator_logits.*'fp32' or 'bf16'"):
+            RunConfig(precision=wrong)
+
+
 def test_log_probs_are_those_of_the_sampling_temperature(model_dir):
     def mode(temperature: float) -> str:
         config = run_config(model_dir, temperature=temperature)

@@ -46,6 +46,8 @@ def test_weights_advantages_and_masks_of_a_hand_computed_batch():
     batch = build([g]).batch
     assert ints(batch.bounds).tolist() == [0, 5, 9]
     assert ints(batch.prompt_lengths).tolist() == [2, 2]
+    assert ints(batch.prompt_ids).tolist() == [0, 0]
+    assert ints(batch.completion_indices).tolist() == [0, 1]
     assert ints(batch.token_ids).tolist() == [1, 2, 10, 11, 12, 1, 2, 10, 11]
     w = 1 / 4
     assert floats(batch.loss_weights).tolist() == [0, 0, w, 0, w, 0, 0, w, w]

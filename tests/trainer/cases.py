@@ -155,6 +155,8 @@ def batch(step: int = 0, sequences: int = 7, seed: int = 0, **changes: Any) -> m
             weights[(first + last) // 2] = 0.0
     fields = {
         "bounds": bounds.astype("<i4").tobytes(),
+        "prompt_ids": np.arange(sequences, dtype="<i4").tobytes(),
+        "completion_indices": (np.arange(sequences, dtype="<i4") % 4).tobytes(),
         "prompt_lengths": prompts.astype("<i4").tobytes(),
         "token_ids": ids.astype("<i4").tobytes(),
         "advantages": advantages.astype("<f4").tobytes(),

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,6 +75,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "replayed scout CP2 padded": ("replayed_scout", {**CP, **PADDED}),
 }
+DUMP = {"metrics__token_dump_steps": [0]}
 DEEP_SCOUT = {
     "num_hidden_layers": 4,
     "no_rope_layers": [1, 1, 1, 0],
@@ -140,6 +142,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         seen.setdefault("probe", []).append(done.probe_logprobs)
         # Buckets of a few kilobytes: fused experts must stay together all the same.
         seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
+    seen["tokens"] = dumped_tokens(config.output_dir)
     seen["supervised"] = []
     short = config.model_copy(update={"sft": config.sft.model_copy(update={"steps": 2})})
     steps = iter([(EXAMPLES, Position())] * 3)
@@ -148,6 +151,12 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     if check_resume:
         seen["resumed"] = _resumes_exactly(config, directory, policy)
     return seen
+
+
+def dumped_tokens(output_dir: Path) -> Any:
+    """Return the tokens that all ranks wrote in step 0, in the order of the batch."""
+    tokens = np.concatenate([np.load(path) for path in output_dir.glob("tokens/0-*.npy")])
+    return np.sort(tokens, order=["prompt_id", "position"])
 
 
 def _batch(policy: Any, step: int) -> messages.Batch:
@@ -208,6 +217,7 @@ def compare(
         "metrics": [{k: abs(a[k] - b[k]) for k in a.keys() | b.keys()} for a, b in pairs],
         "gradients": distances(seen["gradients"][0], alone["gradients"][0], terms),
         "weights": [apart(a, b) for a, b in exports],
+        "tokens": tokens_apart(seen["tokens"], alone["tokens"]),
         "moved": apart(seen["exports"][-1], seen["exports"][0]),
         "supervised": abs(seen["supervised"][-1] - alone["supervised"][-1]),
         "probe": [
@@ -219,6 +229,14 @@ def compare(
         ],
         "resumed": seen.get("resumed"),
     }
+
+
+def tokens_apart(tokens: Any, other: Any) -> float:
+    """Return the largest difference of the trainer's log-probs; all other values are equal."""
+    assert len(tokens) == len(other)
+    for name in set(tokens.dtype.names) - {"trainer_logprob", "ratio"}:
+        assert (tokens[name] == other[name]).all(), name
+    return float(np.abs(tokens["trainer_logprob"] - other["trainer_logprob"]).max())
 
 
 class Orchestrator:
@@ -292,7 +310,7 @@ def main(rank: int, folder: Path) -> None:
     if rank == 0:
         for name in MODELS:
             out = folder / "out" / name
-            config = run_config(folder / name, output_dir=out, **routing(name))
+            config = run_config(folder / name, output_dir=out, **DUMP, **routing(name))
             init_world(config, 0, 1, dist.HashStore())
             resumes = name in ("tiny_dense", "tiny_scout")
             alone[name] = observe(config, folder / name, check_resume=resumes)
@@ -302,7 +320,7 @@ def main(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {"one process": resumed}
     for i, (layout, (name, options)) in enumerate(LAYOUTS.items()):
         out = folder / "out" / str(i)
-        config = run_config(folder / name, 2, output_dir=out, **options, **routing(name))
+        config = run_config(folder / name, 2, output_dir=out, **options, **DUMP, **routing(name))
         init_world(config, rank, 2, dist.FileStore(str(folder / f"store{i}"), 2))
         seen = observe(config, folder / name, check_resume=layout in CHECKPOINTED)
         if layout == LOOPED:

@@ -104,6 +104,7 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
         "tokens_trained": len(own),
         "ratio_mean": float(own.mean()),
         "ratio_max": float(own.max()),
+        "ratio_min": float(own.min()),
         "ratio_std": float(own.std(correction=0)),
         "clipped_fraction": float((own > 5.0).float().mean()),
         "ratio_outside_0.9_1.1": float(((own < 0.9) | (own > 1.1)).float().mean()),
@@ -122,13 +123,48 @@ def test_loss_gradient_and_metrics_equal_plain_autograd(world: None, directory: 
         np.testing.assert_allclose(found_probe, logps[i].detach(), atol=1e-5)
 
 
+def test_a_dump_has_the_trained_tokens_of_chosen_steps(
+    world: None, directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").mkdir()
+    for name in ("4-1.npy", "5-1.npy"):  # of more ranks, before a resume
+        (tmp_path / "tokens" / name).touch()
+    options = {"output_dir": tmp_path, "metrics__token_dump_steps": [4]}
+    message = batch(step=4)
+    done, *_ = trained(directory, message, **options)
+    trained(directory, batch(step=3), **options)
+    assert {p.name for p in tmp_path.glob("tokens/*")} == {"4-0.npy", "5-1.npy"}
+    tokens = np.load(tmp_path / "tokens" / "4-0.npy")
+    trainer, generator = tokens["trainer_logprob"], tokens["generator_logprob"]
+    np.testing.assert_allclose(tokens["ratio"], np.exp(trainer - generator), rtol=1e-6)
+    for name in ("min", "max", "mean", "std"):
+        value = float(getattr(tokens["ratio"].astype(float), name)())
+        assert value == pytest.approx(done.metrics[f"ratio_{name}"], rel=1e-6), name
+    # Every trained token of the batch, once, with its own values.
+    bounds, prompts = messages.ints(message.bounds), messages.ints(message.prompt_lengths)
+    sequence = tokens["prompt_id"]
+    assert (tokens["completion"] == sequence % 4).all() and (tokens["step"] == 4).all()
+    source = bounds[sequence] + prompts[sequence] + tokens["position"]
+    assert sorted(source) == np.flatnonzero(messages.floats(message.loss_weights) > 0).tolist()
+    for name, values in {
+        "token": messages.ints(message.token_ids),
+        "advantage": messages.floats(message.advantages),
+        "generator_logprob": messages.floats(message.generator_logprobs),
+        "staleness": 4 - messages.ints(message.versions),
+    }.items():
+        assert (tokens[name] == values[source]).all(), name
+    assert set(tokens["staleness"]) == {0, 1}
+    assert tokens.dtype.itemsize == 40
+
+
 def test_a_batch_without_a_trained_token_still_steps(world: None, directory: Path) -> None:
     n = len(messages.floats(batch().loss_weights))
     nothing = np.zeros(n, dtype="<f4").tobytes()
     done, found, _ = trained(directory, batch(loss_weights=nothing))
     assert all((g == 0).all() for g in found.values())
     assert done.metrics["tokens_trained"] == 0
-    assert done.metrics["ratio_mean"] == done.metrics["grad_norm"] == 0.0
+    assert done.metrics["ratio_mean"] == done.metrics["ratio_min"] == 0.0
+    assert done.metrics["grad_norm"] == 0.0
     assert done.metrics["same_version_logprob_tokens"] > 0
 
     empty = batch(
