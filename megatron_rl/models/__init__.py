@@ -6,8 +6,8 @@ names need torch only.
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,5 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"config.json has model_type {model_type!r}: known are {', '.join(ARCHITECTURES)};"
             " add a file to megatron_rl/models and name it in ARCHITECTURES"
         )
-    module, _, name = ARCHITECTURES[model_type].partition(":")
-    result: Architecture = getattr(importlib.import_module(module), name)(hf_config)
+    result: Architecture = pkgutil.resolve_name(ARCHITECTURES[model_type])(hf_config)
     return result

@@ -1,16 +1,22 @@
-"""Core attentions and rotary angles of packed, chunked and context-parallel rows. Imports Megatron.
+"""Layers with attention in packed, chunked and context-parallel rows. Imports Megatron.
 
-All of them follow from `packing.Rows`, which Megatron passes to every attention as its
-packed-sequence parameters. A chunked layer refines it, and no layer needs a mask.
+Core attentions and rotary angles follow from `packing.Rows`, which Megatron passes to every
+attention as its packed-sequence parameters. A chunked layer refines it, and no layer needs a mask.
 
 Shape legend: s positions of this rank, b rows, n heads, g key-value heads, d head size; S
 positions of a row over all context-parallel ranks.
 """
 
+import functools
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -43,16 +49,13 @@ class Rotary(torch.nn.Module):
         return angles_sd[:, None, None, :]
 
 
-def temperature_scale(positions: Tensor, floor_scale: float, attn_scale: float) -> Tensor:
-    """Return Llama 4's query scale at these positions, fp32 (attention temperature tuning)."""
-    steps = torch.floor((positions.float() + 1.0) / floor_scale)
-    return torch.log1p(steps) * attn_scale + 1.0
-
-
 def _scaled(query_sbnd: Tensor, rows: Rows, temperature: tuple[float, float] | None) -> Tensor:
+    """Multiply by Llama 4's query scale, computed in fp32 (attention temperature tuning)."""
     if temperature is None or rows.longest < temperature[0]:
         return query_sbnd  # the scale is 1 everywhere
-    scale_s = temperature_scale(rows.positions_s, *temperature)
+    floor_scale, attn_scale = temperature
+    steps_s = torch.floor((rows.positions_s.float() + 1.0) / floor_scale)
+    scale_s = torch.log1p(steps_s) * attn_scale + 1.0
     return (query_sbnd * scale_s.view(-1, 1, 1, 1)).to(query_sbnd.dtype)
 
 
@@ -168,3 +171,36 @@ def te_attention(chunk: int | None, temperature: tuple[float, float] | None) -> 
             return context.view(b, s, -1).transpose(0, 1).contiguous()
 
     return RowsTEAttention
+
+
+def layer_spec(
+    use_te: bool,
+    *,
+    experts: int = 0,
+    qk_norm: bool = False,
+    qk_l2_norm: bool = False,
+    chunk: int | None = None,
+    temperature: tuple[float, float] | None = None,
+) -> ModuleSpec:
+    """Return the spec of one layer: pre-norm, attention, dense MLP or mixture of experts."""
+    options = {"num_experts": experts or None, "qk_layernorm": qk_norm, "qk_l2_norm": qk_l2_norm}
+    if use_te:
+        grouped = bool(experts)
+        spec = get_gpt_layer_with_transformer_engine_spec(**options, moe_grouped_gemm=grouped)
+        attention: Any = te_attention(chunk, temperature)
+    else:
+        spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+        attention = functools.partial(CausalAttention, chunk=chunk, temperature=temperature)
+    spec.submodules.self_attention.submodules.core_attention = attention
+    return spec
+
+
+def final_norm(use_te: bool) -> Any:
+    """Return the class of the norm after the last layer."""
+    if use_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm

@@ -111,14 +111,14 @@ class Architecture(ABC):
         return int(self.hf["num_experts_per_tok"]) if self.experts else 0
 
     def layer_options(self, layer: int) -> dict[str, Any]:
-        """Return the options of `specs.layer` for a layer."""
+        """Return the options of `attention.layer_spec` for a layer."""
         return {"experts": self.experts if layer in self.moe_layers else 0}
 
     def layer_specs(self, use_te: bool) -> list[ModuleSpec]:
         """Return the specs of all layers, with Transformer Engine or Megatron's local modules."""
-        from megatron_rl.models import specs
+        from megatron_rl.models import attention
 
-        return [specs.layer(use_te, **self.layer_options(i)) for i in range(self.layers)]
+        return [attention.layer_spec(use_te, **self.layer_options(i)) for i in range(self.layers)]
 
     @abstractmethod
     def layer_weights(self, layer: int) -> list[Weight]:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron_rl.config import RunConfig
 from megatron_rl.kernels import transformer_engine as engine
-from megatron_rl.models import specs
-from megatron_rl.models.attention import Rotary
+from megatron_rl.models.attention import Rotary, final_norm
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.divisibility import first_stage_layers
 from megatron_rl.models.mapping import padded_vocabulary
@@ -128,7 +127,7 @@ def build_module(
     own = architecture.layer_specs(use_te)[first:end]
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=own, layer_norm=specs.final_norm(use_te)),
+        TransformerBlockSubmodules(layer_specs=own, layer_norm=final_norm(use_te)),
         padded_vocabulary(architecture.vocabulary, run.parallel.tensor),
         architecture.positions,
         pre_process=stage == 0 and chunk == 0,

@@ -155,8 +155,8 @@ def forward(
         model: a chunk of a `GPTModel`, wrapped or not.
         context: the micro-batch, and what the LM head computes from it.
         routing: the model's routers, where they follow the generator's or are compared with them.
-        stock_attention: the model has Megatron's own attention, not that of `models.specs`: packed
-            rows are then in Megatron's "thd" format, and padded ones need nothing.
+        stock_attention: the model has Megatron's own attention, not that of `models.attention`:
+            packed rows are then in Megatron's "thd" format, and padded ones need nothing.
 
     Returns the activations of the chunk; on the last stage, the summed loss.
     """
