@@ -152,7 +152,7 @@ def fit_command(
             numbered = plot if len(fits) == 1 else plot.with_stem(f"{plot.stem}_{i + 1}")
             save_plot(f, numbered, overlay)
     if html is not None:
-        from .html import save_html
+        from .plot import save_html
 
         save_html(fits, html, overlay)
     return report.fits_to_dict(fits)

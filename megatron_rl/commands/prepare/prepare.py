@@ -75,12 +75,9 @@ class _Entry:
     file: str
     line: int
     id: str = ""
-    text: str = ""
-    """The question."""
-    key: str = ""
-    """Digest of the question's words: equal for duplicates."""
-    gold: str = ""
-    """Digest of the answer."""
+    text: str = ""  # the question
+    key: str = ""  # digest of the question's words: equal for duplicates
+    gold: str = ""  # digest of the answer
     reason: str = ""
     detail: str = ""
 
