@@ -11,13 +11,13 @@ from numbers import Real
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
-from megatron_rl.rewards.exact import verify_exact
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 KINDS = ("exact", "math", "code", "reasoning", "custom")
 INLINE = frozenset({"exact"})
 """Kinds that a run verifies in its own process: string comparisons of microseconds, which cannot
 hang, crash or allocate. All others run in the pool's processes."""
+BOX = "\\boxed{"
 
 
 def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
@@ -63,6 +63,27 @@ def _make_math_verifier(settings: VerifierSettings) -> Verifier:
         boxed=meta.get("boxed", settings.math.boxed),
         ended_thinking=meta.get("ended_thinking", settings.math.ended_thinking),
     )
+
+
+def verify_exact(
+    completion: str, answer: str, think_end: str = "</think>", eos: str = "<eos>"
+) -> Verdict:
+    r"""Check that a completion's text after thinking is `\boxed{answer}` and nothing else.
+
+    The completion has its special tokens: the first `think_end` closes thinking, `eos` must follow
+    the box.
+    """
+    _, ended, tail = completion.partition(think_end)
+    if not ended:
+        return Verdict(Outcome.NO_ANSWER, "thinking did not end")
+    if not tail.startswith(BOX):
+        return Verdict(Outcome.NO_ANSWER, f"no {BOX}...}} right after {think_end}")
+    inside, closed, rest = tail[len(BOX) :].partition("}")
+    if not closed or rest != eos:
+        return Verdict(Outcome.NO_ANSWER, "the box is not closed, or text follows it")
+    if inside != answer:
+        return Verdict(Outcome.WRONG, f"{inside} is not {answer}")
+    return Verdict(Outcome.CORRECT, f"{inside} is the answer")
 
 
 def load_function(path: str) -> Callable[..., Any]:

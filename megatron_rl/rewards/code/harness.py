@@ -60,8 +60,9 @@ def run_test(
 ) -> dict[str, Any]:
     """Run the program on one test and return its result."""
     stdin = os.memfd_create("stdin")
-    write_all(stdin, test.get("stdin", "").encode("utf-8", "replace"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(test.get("stdin", "").encode("utf-8", "replace"))
+        file.seek(0)
     (out_read, out_write), (error_read, error_write) = os.pipe(), os.pipe()
     (value_read, value_write), (ready_read, ready_write) = os.pipe(), os.pipe()
     child = os.fork()
@@ -92,12 +93,6 @@ def run_test(
         "error": texts[error_read][-ERROR_BYTES:].decode("utf-8", "replace"),
         "seconds": round(time.monotonic() - started, 4),
     }
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all of the data."""
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
 
 
 def exit_kind(status: int, error: bytearray) -> str:
@@ -227,7 +222,8 @@ def execute(source: str, test: dict[str, Any], value_fd: int) -> int:
         value = [eval(compile(check, "test", "eval"), space) for check in test["asserts"]]
     else:
         value = find(space, test["call"])(*test["args"])
-    write_all(value_fd, json.dumps(plain(value), allow_nan=True).encode())
+    with open(value_fd, "w") as file:
+        json.dump(plain(value), file)
     return 0
 
 

@@ -22,7 +22,6 @@ from megatron_rl.rewards.math.forms import (
     Matrix,
     NamedSet,
     Relation,
-    Statement,
     Union,
     Words,
 )
@@ -46,7 +45,7 @@ def same(gold: Form, answer: Form) -> bool:
         return _with_relation(gold, answer)
     if isinstance(gold, Expression) and isinstance(answer, Expression):
         return same_expression(gold.node, answer.node)
-    if isinstance(gold, Words | Statement) or isinstance(answer, Words | Statement):
+    if isinstance(gold, Words) or isinstance(answer, Words):
         return gold == answer
     if isinstance(gold, Matrix) or isinstance(answer, Matrix):
         return _same_matrix(gold, answer)
@@ -122,20 +121,13 @@ def _same_matrix(gold: Form, answer: Form) -> bool:
 
 def _same_based(gold: Form, answer: Form) -> bool:
     if isinstance(gold, Based) and isinstance(answer, Based):
-        return _based_value(gold) == _based_value(answer) is not None
+        return gold.value == answer.value
     based, other = (gold, answer) if isinstance(gold, Based) else (answer, gold)
     assert isinstance(based, Based)
     # The base is optional: the question names it.
     if not isinstance(other, Expression) or not other.node.is_integer:
         return False
     return based.digits.lstrip("0") == str(other.node.value)
-
-
-def _based_value(number: Based) -> int | None:
-    try:
-        return int(number.digits, number.base)
-    except ValueError:
-        return None
 
 
 def _same_union(gold: Form, answer: Form) -> bool:
@@ -171,14 +163,11 @@ def _matched(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
     if len(gold) != len(answer):
         return False
     rest = list(answer)
-    for g in gold:
-        for i, a in enumerate(rest):
-            with suppress(Undefined):
-                if same(g, a):
-                    del rest[i]
-                    break
-        else:
+    for member in gold:
+        equal = next((other for other in rest if _parts_agree((member,), (other,))), None)
+        if equal is None:
             return False
+        rest.remove(equal)
     return True
 
 

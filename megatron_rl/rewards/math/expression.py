@@ -30,7 +30,13 @@ _SUM, _PRODUCT = 10, 20
 
 def read_expression(text: str) -> Node:
     """Parse a normalized text (see `normalize.clean`) as one expression, or raise `Unreadable`."""
-    return _Parser(tokenize(text)).all()
+    parser = _Parser(tokenize(text))
+    if not parser.tokens:
+        raise Unreadable("empty expression")
+    node = parser.expression()
+    if token := parser.peek():
+        raise Unreadable(f"cannot read {token!r} after {' '.join(parser.tokens[: parser.i])}")
+    return node
 
 
 class _Parser:
@@ -39,14 +45,6 @@ class _Parser:
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.i, self.depth = tokens, 0, 0
         self.bars = self.functions = 0
-
-    def all(self) -> Node:
-        if not self.tokens:
-            raise Unreadable("empty expression")
-        node = self.expression()
-        if self.i < len(self.tokens):
-            raise Unreadable(f"cannot read {self.peek()!r} after {' '.join(self.tokens[: self.i])}")
-        return node
 
     def peek(self, ahead: int = 0) -> str:
         i = self.i + ahead

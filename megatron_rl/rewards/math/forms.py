@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -54,13 +55,7 @@ class Relation(msgspec.Struct, frozen=True):
 
 
 class Words(msgspec.Struct, frozen=True):
-    """Text that is not a formula. Example: `no solution`."""
-
-    text: str
-
-
-class Statement(msgspec.Struct, frozen=True):
-    """A series with dots, a quantified statement or a congruence; compared by its text form."""
+    """Text that is only compared as text: `no solution`, a series with dots, a congruence."""
 
     text: str
 
@@ -78,13 +73,13 @@ class Matrix(msgspec.Struct, frozen=True):
 
 
 class Based(msgspec.Struct, frozen=True):
-    """A number in a base. Example: `1011_2`."""
+    """A number in a base. Example: `1011_2` has the value 11."""
 
     digits: str
-    base: int
+    value: int
 
 
-Form = Expression | Collection | Union | Relation | Words | Statement | NamedSet | Matrix | Based
+Form = Expression | Collection | Union | Relation | Words | NamedSet | Matrix | Based
 
 _STATEMENT = re.compile(
     r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|bmod|mod|mapsto|to|rightarrow|Rightarrow"
@@ -120,7 +115,7 @@ def read_form(text: str) -> Form:
     if matrix := _MATRIX.match(text):
         return _matrix(matrix[2])
     if _STATEMENT.search(_UNDER_LIMIT.sub("", text)):
-        return Statement(text_form(text))
+        return Words(text_form(text))
     text = untext(text).strip()
     if _PLAIN_WORDS.match(text):
         longest = max(len(word) for word in re.split(r"[ .'-]+", text))
@@ -143,7 +138,8 @@ def read_form(text: str) -> Form:
     if (bracketed := _bracketed(text)) is not None:
         return bracketed
     if (based := _BASED.match(text)) is not None and 2 <= int(based[2]) <= 36:
-        return Based(based[1], int(based[2]))
+        with suppress(ValueError):  # A_2 is a variable
+            return Based(based[1], int(based[1], int(based[2])))
     if (named := _NAMED.match(text)) is not None:
         return NamedSet(named[1])
     if text in ("\\emptyset", "\\{ \\}", "\\{\\}"):

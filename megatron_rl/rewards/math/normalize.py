@@ -3,6 +3,8 @@ r"""One spelling for equal texts: unicode, spacing, `\left`, `\dfrac`, plain `pi
 import re
 from itertools import batched
 
+from megatron_rl.rewards.math.node import FUNCTIONS
+
 _SYMBOLS = r"""
 ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ≡ \equiv ± \pm ∓ \mp × \times ✕ \times · \cdot ⋅ \cdot
 ∙ \cdot ÷ / ∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ∀ \forall ∃ \exists √ \sqrt … \ldots ⋯ \ldots
@@ -56,11 +58,7 @@ _STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}
 _E_ROMAN = re.compile(
     rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])"
 )
-_NAMED = re.compile(
-    rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*"
-    r"(sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|arccot|ln|log|lg|exp|gcd|lcm|max|min)"
-    r"\s*\}"
-)
+_NAMED = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}")
 _PLAIN_FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
     # "5 min" is a time, min(2, 3) is a function.
