@@ -82,14 +82,11 @@ class Upcast(HeadProducts):
     """fp32 products of fp32 operands or of exact upcasts, a block of the weight at a time."""
 
     def __init__(self, tf32: bool, device: str) -> None:
-        self.tf32, self.on_cuda = tf32, device == "cuda"
-        self.name = f"{'TF32' if tf32 and self.on_cuda else 'fp32'} products of exact upcasts"
+        self.tf32 = tf32 and device == "cuda"
+        self.name = f"{'TF32' if self.tf32 else 'fp32'} products of exact upcasts"
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
-        if not self.on_cuda:
-            yield
-            return
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         try:
