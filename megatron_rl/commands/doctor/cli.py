@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from megatron_rl.commands.doctor import Result, node_checks, software_checks, weight_checks
+from megatron_rl.commands.doctor import Result, node_checks, software_checks
 from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.weights.store import SHARED_MEMORY
@@ -78,7 +78,7 @@ def run_checks(
     if not quick:
         answer, line = software_checks.probe_generator(python)
         yield "generator environment", line
-    shared, in_directory = weight_checks.stored_bytes(run)
+    shared, in_directory = node_checks.stored_bytes(run)
     # Whether nodes of this run take versions from others.
     root, needed = run.weights.directory or SHARED_MEMORY, bool(nodes_of(run).stores)
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
@@ -91,12 +91,12 @@ def run_checks(
         "machine": partial(node_checks.check_memory, run.roles.host_gib, cuda=cuda),
         "open files": node_checks.check_open_files,
         "shared memory": partial(node_checks.check_shared_memory, SHARED_MEMORY, shared, cuda=cuda),
-        "weights.directory": partial(weight_checks.check_directory, root, in_directory),
+        "weights.directory": partial(node_checks.check_directory, root, in_directory),
         "loopback": node_checks.check_loopback,
         **{f"port {port}": partial(node_checks.check_port, port) for port in ports},
         "all-reduce": partial(node_checks.check_all_reduce, cuda=cuda),
-        "weight store": partial(weight_checks.check_store, root, cuda=cuda),
-        "weights between nodes": partial(weight_checks.check_reads, python, needed=needed),
+        "weight store": partial(node_checks.check_store, root, cuda=cuda),
+        "weights between nodes": partial(node_checks.check_reads, python, needed=needed),
     }
     if run.weights.directory is None:
         del checks["weights.directory"]

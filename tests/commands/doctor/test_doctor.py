@@ -15,12 +15,7 @@ import torch  # noqa: F401  # its first import starts processes
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.doctor import (
-    generator_probe,
-    node_checks,
-    software_checks,
-    weight_checks,
-)
+from megatron_rl.commands.doctor import generator_probe, node_checks, software_checks
 from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.compat import megatron_fixes, vllm_fixes
 from megatron_rl.config import load_config
@@ -249,15 +244,15 @@ def test_a_weights_directory_needs_space_for_its_versions(tmp_path, monkeypatch)
     assert str(folder) in lines["weight store"]["detail"]
     free.free = 35e9
     assert quick(*options)[1]["weights.directory"]["status"] == "ok"
-    assert weight_checks.check_directory(Path("/proc/none"), 1.0).status == "fail"
+    assert node_checks.check_directory(Path("/proc/none"), 1.0).status == "fail"
 
 
 def test_a_store_on_a_file_system_that_tears_or_fails_is_named(tmp_path, monkeypatch):
-    assert weight_checks.check_store(tmp_path, cuda=False).status == "ok"
-    missing = weight_checks.check_store(tmp_path / "none", cuda=False)
+    assert node_checks.check_store(tmp_path, cuda=False).status == "ok"
+    missing = node_checks.check_store(tmp_path / "none", cuda=False)
     assert missing.status == "fail" and "No such file" in missing.detail
-    monkeypatch.setattr(weight_checks, "checksum", lambda _: "of what was written")
-    torn = weight_checks.check_store(tmp_path, cuda=False)
+    monkeypatch.setattr(node_checks, "checksum", lambda _: "of what was written")
+    torn = node_checks.check_store(tmp_path, cuda=False)
     assert torn.status == "fail" and "another checksum than announced" in torn.detail
     assert list(tmp_path.iterdir()) == []
 
@@ -265,17 +260,17 @@ def test_a_store_on_a_file_system_that_tears_or_fails_is_named(tmp_path, monkeyp
 def test_one_sided_reads_pass_here_and_a_missing_nixl_is_a_failure_only_if_needed(
     tmp_path, monkeypatch
 ):
-    line = weight_checks.check_reads(sys.executable, needed=True)
+    line = node_checks.check_reads(sys.executable, needed=True)
     assert line.status == "ok" and "GB/s" in line.detail
     (tmp_path / "nixl_cu13").mkdir()
     (tmp_path / "nixl_cu13" / "__init__.py").write_text("raise OSError('libucp.so: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for needed, status in ((True, "fail"), (False, "note")):
-        line = weight_checks.check_reads(sys.executable, needed=needed)
+        line = node_checks.check_reads(sys.executable, needed=needed)
         assert line.status == status and "libucp.so: cannot open" in line.detail
         assert "weights.directory" in line.remedy
     monkeypatch.undo()
-    line = weight_checks.check_reads(str(tmp_path / "python"), needed=True)
+    line = node_checks.check_reads(str(tmp_path / "python"), needed=True)
     assert line.status == "fail" and "No such file" in line.detail
 
 
