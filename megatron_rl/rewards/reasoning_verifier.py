@@ -20,10 +20,9 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARITHMETIC = re.compile(r"(?:(?!\*\*)[\d\s+\-*/().])*")
 _LITERAL = re.compile(r"(?:(?!__)[\w\s,.'\"\[\]\-])*")
 _FORMULA = re.compile(r"(?:(?!__)[\w\s+\-*/^().,])*")
-_FORMULA_NAMES = (
-    "sin cos tan cot sec csc asin acos atan arcsin arccos arctan sinh cosh tanh exp log ln sqrt pi"
-    " E Abs"
-)
+_FORMULA_NAMES = """
+sin cos tan cot sec csc asin acos atan arcsin arccos arctan sinh cosh tanh exp log ln sqrt pi E Abs
+"""
 _GATES = {
     **dict.fromkeys(("countdown", "puzzle24"), _ARITHMETIC),
     **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), _LITERAL),

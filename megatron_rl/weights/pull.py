@@ -319,16 +319,14 @@ class Pull:
     def drop(self, source: str) -> None:
         """Stop using a source; what it still sends goes into buffers that are used no more."""
         self._peers = [peer for peer in self._peers if peer.source != source]
-        for read in self._reads:
+        for read in list(self._reads):
             if read.peer.source == source and read.checking is None:
+                self._reads.remove(read)
                 self._wanted_N[read.bucket] = True
                 self._known.give_up(read.handle, read.buffer)
                 fresh = np.zeros_like(read.buffer)
                 self._agent.register([fresh])
                 self._buffers.append(fresh)
-        self._reads = [
-            read for read in self._reads if read.peer.source != source or read.checking is not None
-        ]
 
 
 @contextmanager
