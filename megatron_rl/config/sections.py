@@ -235,8 +235,11 @@ class Evaluation(Section):
 class FitSettings(Section):
     """Fit of the sigmoid at the end of the run."""
 
-    compute: Literal["tokens", "device_hours", "flops", "steps"] = "device_hours"
-    """Measure of compute."""
+    compute: Literal[
+        "train_tokens", "train_device_hours", "train_flops", "tokens", "device_hours", "flops",
+        "steps",
+    ] = "train_device_hours"  # fmt: skip
+    """Measure of compute: training without evaluations (`train_`), all that ran, or steps."""
 
 
 class Weights(Section):

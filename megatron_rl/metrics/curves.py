@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatron_rl.scaling import Fit
 
 UNITS = {"tokens": "tokens", "device_hours": "device hours", "flops": "FLOP"}
+UNITS |= {f"train_{name}": f"training {unit}" for name, unit in UNITS.items()}
 UNITS["steps"] = "optimizer steps"
 
 

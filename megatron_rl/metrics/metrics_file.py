@@ -11,6 +11,7 @@ NaN and infinity, which JSON cannot represent, are written as null; `nonfinite` 
 
 Recovery: a killed run can leave a torn last line, and rows of steps after its checkpoint. The next
 writer moves both to `metrics.dropped-<n>.jsonl` of the same layout, before it replaces the file.
+The event of the resumption has the most compute of a row that was moved.
 """
 
 import errno
@@ -26,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_rl.files import replace_file
-from megatron_rl.metrics.names import METRICS
+from megatron_rl.metrics.names import METRICS, SPENT
 
 SCHEMA = "megatron_rl.metrics/1"
 Row = dict[str, Any]
@@ -64,8 +65,7 @@ class MetricsWriter:
         if self._file.tell() == 0:
             self._append(schema_row())
         if resume_step is not None:
-            note = {"rows": dropped[1], "file": dropped[0].name} if dropped else {}
-            self.event({"step": resume_step, "event": "resumed", **note})
+            self.event({"step": resume_step, "event": "resumed", **(dropped or {})})
 
     def step(self, row: Row) -> Row:
         """Append one optimizer step and return it; `row["step"]` is the index of the update."""
@@ -170,8 +170,8 @@ def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
     raise MetricsError(f"{name} is a {type(value).__name__}: metrics are {kinds}")
 
 
-def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path, int] | None:
-    """Move dropped rows to a file of their own and return its path and their number, or None."""
+def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
+    """Move dropped rows to a file of their own; return its name, their number and compute."""
     parsed = [(line, _parse(line)) for line in data.split(b"\n") if line]
     head = parsed[0][1] if parsed else None
     if head is not None and head.get("schema") != SCHEMA:
@@ -179,7 +179,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
             f"{path}: schema {head.get('schema')!r} in its first line, this version writes"
             f" {SCHEMA!r}: choose another output_dir, or move the file"
         )
-    kept, dropped = [_line(schema_row())], list[bytes]()
+    kept, dropped, spent = [_line(schema_row())], list[bytes](), dict[str, float]()
     # A kept row has a step below this; events are always kept.
     end = {} if resume_step is None else {"step": resume_step, "eval": resume_step + 1}
     for line, row in parsed:
@@ -187,12 +187,14 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> tuple[Path,
             continue
         keep = row is not None and end and row.get("step", 0) < end.get(row["kind"], math.inf)
         (kept if keep else dropped).append(line + b"\n")
+        if row is not None and not keep:
+            spent |= {n: max(row[n], spent.get(n, 0.0)) for n in SPENT if n in row}
     if dropped:
         names = (path.with_name(f"{path.stem}.dropped-{n}.jsonl") for n in itertools.count())
         aside = next(name for name in names if not name.exists())
         replace_file(aside, b"".join([_line(schema_row()), *dropped]))
     replace_file(path, b"".join(kept))
-    return (aside, len(dropped)) if dropped else None
+    return {"rows": len(dropped), "file": aside.name, **spent} if dropped else None
 
 
 def _lock(fd: int, path: Path) -> None:

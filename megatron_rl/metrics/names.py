@@ -11,12 +11,20 @@ METRICS: dict[str, str] = {  # name -> meaning and [unit]
     "step": "step rows: index of the update, from 0; eval rows and events: weight version (updates"
     " made before it) [optimizer steps]",
     "event": "name of the event (event rows)",
-    # compute: cumulative since step 0, in every step and eval row
-    "compute_tokens": "completion tokens generated for training [tokens]",
-    "compute_device_hours": "wall hours x ranks of trainer and generators (1 if they share a GPU),"
-    " without evaluations and checkpoints [device hours]",
-    "compute_flops": "2 x active parameters per generated token + 6 x per trained token [FLOP]",
-    "wall_seconds": "time since the RL stage began, over all resumptions [s]",
+    # compute: cumulative, in every step and eval row
+    "compute_tokens": "completion tokens of trained batches and of evaluations, with work that a"
+    " kill lost [tokens]",
+    "compute_device_hours": "wall_seconds x ranks of trainer and generators (1 if they share a GPU)"
+    " [device hours]",
+    "compute_flops": "2 x active parameters per token of compute_tokens + 6 x per trained token"
+    " [FLOP]",
+    "compute_train_tokens": "compute_tokens without evaluations and lost work [tokens]",
+    "compute_train_device_hours": "compute_device_hours without lost work and evaluations, which"
+    " have their fraction of the completions in flight: of the generators' time, and of the"
+    " trainer's while it waits [device hours]",
+    "compute_train_flops": "compute_flops without evaluations and lost work [FLOP]",
+    "wall_seconds": "time since the first request of RL: evaluations, checkpoints and lost work"
+    " count; the start of a process, and what follows the last row before a kill, do not [s]",
     # evaluation
     "pass_rate": "mean over held-out prompts of the fraction of correct completions [fraction]",
     "pass_rate_stderr": "standard error of pass_rate from sampling, for these prompts [fraction]",
@@ -97,3 +105,8 @@ METRICS: dict[str, str] = {  # name -> meaning and [unit]
     "file": "file of the event",
     "rows": "rows of the event [rows]",
 }
+
+COMPUTE = (*(name for name in METRICS if name.startswith("compute_")), "wall_seconds")
+"""Cumulative metrics, in every step and eval row."""
+SPENT = tuple(name for name in COMPUTE if "_train_" not in name)
+"""Those that count all that ran: they never go back, whatever a resumed run trains again."""

@@ -33,7 +33,7 @@ def write_report(
 
     The pictures are fit.png, and fit_tasks.png for several tasks. If the fit fails or has too few
     evaluations, the summary says so, without an exception. `phases` are wall seconds by phase,
-    `fit_compute` is `tokens`, `device_hours`, `flops` or `steps`, `extra` is the entry `run`.
+    `fit_compute` is a value of `fit.compute`, `extra` is the entry `run`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.

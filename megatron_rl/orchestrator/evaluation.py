@@ -158,7 +158,7 @@ class Evaluations:
             generator.in_flight += len(share) * n
             run = self.running[step]
             run.started = run.started or time.monotonic()
-            self._metrics.evaluation_started(generator.name)
+            self._metrics.sink.note("evaluating")
         return [
             m.Generate(
                 group=prompt.id,
@@ -176,8 +176,7 @@ class Evaluations:
         """Count a completion; the generator's last one frees it for the next version."""
         self.running[sample.evaluation].check_versions(sample)
         generator.evaluations_left -= 1
-        if generator.evaluations_left == 0:
-            self._metrics.evaluation_ended(generator.name)
+        self._metrics.evaluation_completion(len(sample.token_ids))
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one writes the row."""

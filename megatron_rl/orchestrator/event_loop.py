@@ -104,6 +104,7 @@ class Orchestrator:
                         self._verify(sample)
             while not self._is_over():
                 event = await self.connection.next_event(TICK_SECONDS)
+                self._advance_clock()
                 if event is not None:
                     event()
                 if (now := time.monotonic()) >= next_check:
@@ -140,6 +141,12 @@ class Orchestrator:
                 " (evaluation.samples_per_prompt)"
             )
         return False
+
+    def _advance_clock(self) -> None:
+        """Count the time since the last event, in which the work in flight was as it is now."""
+        over = self.trainer_done is not None
+        share = 1.0 if over else self.generators.evaluation_share
+        self.metrics.advance(share, over or self.requested_step is not None)
 
     def _handle(self, sender: str, message: m.Message) -> None:
         self.generators.message_from(sender)
@@ -190,8 +197,6 @@ class Orchestrator:
             self.stores.add(sender, hello)
             return
         generator = self.generators.add(sender, hello.node, hello.capacity)
-        if self.generators.all_up:
-            self.metrics.start_clock()
         if self._evaluate_only:
             generator.version = hello.version
             self._start_evaluation(generator)
@@ -229,6 +234,7 @@ class Orchestrator:
         self._start_evaluation(generator)
 
     def _start_evaluation(self, generator: GeneratorState) -> None:
+        self.metrics.start_clock()
         for request in self.evaluations.start(generator):
             self.connection.send(generator.name, request)
 
@@ -330,8 +336,7 @@ class Orchestrator:
             consumed=self.groups.consumed,
             groups=saved_groups(self.groups.waiting),
             curriculum=self.steps.stream.state(),
-            compute=self.metrics.counters(),
-            wall_seconds=self.metrics.wall_seconds(),
+            compute=self.metrics.compute(),
             aborted=self.metrics.aborted,
         )
         save_state(state, Path(request.directory))
@@ -340,7 +345,7 @@ class Orchestrator:
     def _restore(self, state: State) -> None:
         self.steps.stream.restore(state.curriculum)
         self.steps.first_step = state.step
-        self.metrics.restore(state.compute, state.wall_seconds, state.aborted)
+        self.metrics.restore(state.compute, state.aborted)
         routed = self.config.algorithm.routing_replay != "none"
         groups = restored_groups(state, self._new_group, routed)
         self.groups.restore(state.step, state.consumed, groups)

@@ -58,6 +58,12 @@ class Generators:
         """Nodes of the generators."""
         return set(self._by_node)
 
+    @property
+    def evaluation_share(self) -> float:
+        """Fraction of the completions in flight that are of evaluations."""
+        left = sum(g.evaluations_left for g in self)
+        return left / sum(g.in_flight for g in self) if left else 0.0
+
     def add(self, name: str, node: str, capacity: int) -> GeneratorState:
         """Add a generator."""
         generator = self._states[name] = GeneratorState(name, node, capacity)

@@ -56,8 +56,9 @@ def run_orchestrator(spec: Spec) -> None:
         step = state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
-    evaluated = {row["step"] for row in read_metrics(path) if row["kind"] == "eval"}
-    metrics = RunMetrics(sink, config.roles.devices, evaluated)
+    rows = read_metrics(path)
+    evaluated = {row["step"] for row in rows if row["kind"] == "eval"}
+    metrics = RunMetrics(sink, config.roles, evaluated, rows)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     verification = Verification(config.verifier, prompts.verifiers, decode)
 

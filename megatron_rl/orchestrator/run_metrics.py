@@ -1,12 +1,15 @@
 """Measurements of a run: compute, waiting, transfers; one row per step and per evaluation."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_rl import messages as m
+from megatron_rl.config.sections import Roles
+from megatron_rl.metrics.metrics_file import Row
+from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.verification import Verification
 
@@ -14,77 +17,85 @@ from megatron_rl.orchestrator.verification import Verification
 class RunMetrics:
     """Collects a row's values from several messages and writes the row once.
 
-    Device hours count `ranks`; `evaluated_steps` are in metrics.jsonl already (a resumed run).
+    `evaluated_steps` and `rows` are in metrics.jsonl already (a resumed run).
+
+    `advance` is the only clock. All devices of the roles count from the first request of the RL
+    stage on. Of an interval, an evaluation has its fraction of the completions that all generators
+    have in flight: of the generators' time always, and of the trainer's time while the trainer
+    waits for a batch. On one GPU (`roles.one_gpu`) all time is the trainer's.
     """
 
     def __init__(
         self,
         sink: RunSink,
-        ranks: int,
+        roles: Roles,
         evaluated_steps: set[int] | None = None,
+        rows: Sequence[Row] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sink, self._ranks, self._clock = sink, ranks, clock
+        self.sink, self._rows, self._clock = sink, rows, clock
         self.evaluated_steps = evaluated_steps or set()
+        self._devices = roles.devices
+        self._trainer_devices = roles.trainer_ranks
         self.active_parameters = self.aborted = self._aborted_before = 0
         self.publish_seconds = 0.0
         """Seconds of the trainer's last export of weights."""
         self.updates: list[m.WeightsUpdated] = []
         """Weight updates of generators since the last row."""
         self._aborted_by: dict[str, int] = {}
-        self._created = clock()
-        self._started: float | None = None
-        self._wall_before = self._training_seconds = self._evaluation_start = 0.0
+        self._now = clock()
         self._last_step_end: float | None = None
-        self._counters = {"tokens": 0.0, "flops": 0.0, "evaluation_seconds": 0.0}
+        self._compute = dict.fromkeys(COMPUTE, 0.0)
+        self._phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}
         self._batches: dict[int, dict[str, Any]] = {}
         self._stores: dict[str, float] = {}
         self._stats: list[m.GeneratorStats] = []
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
         self._verifiers: dict[str, int] = {}
-        self._evaluating: set[str] = set()
 
     def start_clock(self) -> None:
-        """Start counting compute: all generators are up."""
-        if self._started is None:
-            self._started = self._last_step_end = self._clock()
+        """Start counting device hours: a generator gets its first request."""
+        if self._last_step_end is None:
+            self.advance(0.0, False)
+            self._last_step_end = self._now
 
-    def wall_seconds(self) -> float:
-        """Return the seconds of the RL stage, over all resumptions."""
-        return self._wall_before + (0.0 if self._started is None else self._clock() - self._started)
+    def advance(self, evaluation_share: float, trainer_waits: bool) -> None:
+        """Move the clock to now.
 
-    def _evaluation_seconds(self) -> float:
-        running = self._clock() - self._evaluation_start if self._evaluating else 0.0
-        return self._counters["evaluation_seconds"] + running
+        Since the last call, evaluations had `evaluation_share` of the completions in flight.
+        """
+        now = self._clock()
+        seconds, self._now = now - self._now, now
+        if self._last_step_end is None:
+            self._phases["engines"] += seconds
+            return
+        shared = self._devices - self._trainer_devices * (not trainer_waits)
+        evaluation = evaluation_share * shared / self._devices * seconds
+        hours = self._devices / 3600
+        self._spend("device_hours", (seconds - evaluation) * hours, evaluation * hours)
+        self._compute["wall_seconds"] += seconds
+        self._phases["evaluation"] += evaluation
+        self._phases["rl"] += seconds - evaluation
+
+    def _spend(self, measure: str, training: float, evaluation: float = 0.0) -> None:
+        self._compute[f"compute_{measure}"] += training + evaluation
+        self._compute[f"compute_train_{measure}"] += training
 
     def compute(self) -> dict[str, float]:
-        """Return the compute spent on training so far, by the names of metrics.jsonl."""
-        # Constant during an evaluation up to rounding; the maximum keeps it monotonic.
-        training = self.wall_seconds() - self._evaluation_seconds()
-        self._training_seconds = max(self._training_seconds, training)
-        return {
-            "compute_tokens": self._counters["tokens"],
-            "compute_flops": self._counters["flops"],
-            "compute_device_hours": self._training_seconds * self._ranks / 3600,
-            "wall_seconds": self.wall_seconds(),
-        }
+        """Return the compute spent so far, by the names of metrics.jsonl."""
+        return dict(self._compute)
 
-    def counters(self) -> dict[str, float]:
-        """Return the counters of a checkpoint, without wall seconds and aborted requests."""
-        return {**self._counters, "evaluation_seconds": self._evaluation_seconds()}
-
-    def restore(self, counters: dict[str, float], wall_seconds: float, aborted: int) -> None:
-        """Restore the counters of a checkpoint."""
-        self._counters, self._wall_before = dict(counters), wall_seconds
+    def restore(self, compute: dict[str, float], aborted: int) -> None:
+        """Restore the counters of a checkpoint; lost work that metrics.jsonl names stays spent."""
+        self._compute = dict(compute)
+        for name in SPENT:
+            self._compute[name] = max(row.get(name, 0.0) for row in [compute, *self._rows])
         self.aborted = self._aborted_before = aborted
 
     def phases(self) -> dict[str, float]:
         """Return wall seconds by phase, since the start of this process."""
-        evaluation = self._evaluation_seconds()
-        engines = (self._clock() if self._started is None else self._started) - self._created
-        rl = self.wall_seconds() - evaluation
-        return {"engines": engines, "rl": rl, "evaluation": evaluation}
+        return dict(self._phases)
 
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """Record the rollout metrics of a batch that went to the trainer."""
@@ -122,19 +133,10 @@ class RunMetrics:
             pairs = zip(trainer, scores.logprobs, strict=True)
             self._probe_errors.extend(np.abs(np.array(t) - np.array(g)) for t, g in pairs)
 
-    def evaluation_started(self, generator: str) -> None:
-        """Note that a generator holds its version for an evaluation."""
-        if not self._evaluating:
-            self._evaluation_start = self._clock()
-        self._evaluating.add(generator)
-        self.sink.note("evaluating")
-
-    def evaluation_ended(self, generator: str) -> None:
-        """Note that a generator has returned its share of an evaluation."""
-        seconds = self._evaluation_seconds()
-        self._evaluating.discard(generator)
-        if not self._evaluating:
-            self._counters["evaluation_seconds"] = seconds
+    def evaluation_completion(self, tokens: int) -> None:
+        """Count a completion of an evaluation."""
+        self._spend("tokens", 0.0, tokens)
+        self._spend("flops", 0.0, 2 * tokens * self.active_parameters)
 
     def step(self, done: m.StepDone) -> None:
         """Write the row of a trained step."""
@@ -143,11 +145,10 @@ class RunMetrics:
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
         flops = 2 * tokens + 6 * trainer["tokens_trained"]
-        self._counters["tokens"] += tokens
-        self._counters["flops"] += flops * self.active_parameters
-        now = self._clock()
-        step_seconds = max(now - (self._last_step_end or now), 1e-9)
-        self._last_step_end = now
+        self._spend("tokens", tokens)
+        self._spend("flops", flops * self.active_parameters)
+        step_seconds = max(self._now - (self._last_step_end or self._now), 1e-9)
+        self._last_step_end = self._now
         row = {
             "step": done.step,
             **self.compute(),

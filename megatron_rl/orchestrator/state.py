@@ -19,7 +19,7 @@ from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/4"
+FORMAT = "megatron_rl.orchestrator/5"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[SavedGroup]
     curriculum: dict[str, Any]
     compute: dict[str, float]
-    wall_seconds: float
+    """`RunMetrics.compute`."""
     aborted: int
 
 

@@ -70,7 +70,7 @@ def published(name: str, unit: str = "GPU-hours") -> PaperRun:
         raise PointsError(f"no published points '{name}'", f"There are: {', '.join(names)}")
     if unit not in ("GPU-hours", "device-hours"):
         problem = f"published points are in GPU-hours, the fit is in {unit}"
-        raise PointsError(problem, "Choose --compute-column device_hours")
+        raise PointsError(problem, "Choose --compute-column train_device_hours")
     points = series.get(f"{key}+", series[key])
     row = next((r for r in table.values() if r["series"] == key), None)
     if row is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -344,6 +345,8 @@ def run(
     kind="exact",
     concurrent=None,
     evaluated=None,
+    written=(),
+    clock=time.monotonic,
     late=0.0,
     evaluate_only=None,
     nodes=(),
@@ -353,6 +356,7 @@ def run(
     """Run to the end and return the rows and the peers.
 
     `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
+    A resumed run has the rows `written` in its file.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
     `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
     generators have none and are on the trainer's node.
@@ -373,7 +377,7 @@ def run(
             config,
             prompt_set(config, kind),
             verification,
-            RunMetrics(rows, 4, evaluated),
+            RunMetrics(rows, config.roles, evaluated, written, clock),
             socket,
             state,
             evaluate_only,

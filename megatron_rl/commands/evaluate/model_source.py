@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
 from megatron_rl.metrics.metrics_file import read_metrics
-
-COMPUTE = ("compute_tokens", "compute_device_hours", "compute_flops", "wall_seconds")
+from megatron_rl.metrics.names import COMPUTE
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ BUDGETS = {
     "tokens": ("compute_tokens", 1.0),
     "minutes": ("wall_seconds", 60.0),
     "device_hours": ("compute_device_hours", 1.0),
+    "train_device_hours": ("compute_train_device_hours", 1.0),
 }
 """Budget -> the value of a step's row that it limits, and how much of it is 1."""
 FREE = {"resume", "output_dir", "timeouts", "checkpoint", "metrics"}

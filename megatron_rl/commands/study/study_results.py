@@ -52,7 +52,7 @@ def write(runs: list[Run], folder: Path, shared_a: Any = None) -> dict[str, Any]
     for name, members in groups.items():
         entry, of_seeds = members[0].entry, [fitted[run.name][1] for run in members]
         fitted[name][0]["paper"] = entry.get("paper")
-        if entry.get("published") and measure == "device_hours":
+        if entry.get("published") and measure.endswith("device_hours"):
             overlay.append(published(entry["published"]))
         values = [curve.A.value for curve in of_seeds if curve is not None]
         if len(values) > 1:

@@ -14,9 +14,9 @@ from ..options import ReadOptions
 from ..series import Series
 
 COMPUTE_NAMES = (
-    "compute_device_hours", "compute_gpu_hours", "gpu_hours", "device_hours", "compute_gpu_seconds",
-    "gpu_seconds", "compute_flops", "flops", "compute_tokens", "tokens", "compute", "step", "_step",
-    "global_step",
+    "compute_train_device_hours", "compute_device_hours", "compute_gpu_hours", "gpu_hours",
+    "device_hours", "compute_gpu_seconds", "gpu_seconds", "compute_flops", "flops",
+    "compute_tokens", "tokens", "compute", "step", "_step", "global_step",
 )  # fmt: skip
 REWARD_NAMES = ("pass_rate", "reward", "accuracy", "acc", "score", "value")
 SERIES_NAMES = ("series", "run", "run_name", "method", "name", "experiment")

@@ -40,11 +40,12 @@ def train(arguments: list[str], stop: Callable[[int], bool], middle: float = 100
                 tokens = max(TOKENS_PER_STEP * step, 1e-9)
                 rate = 0.3 + 0.5 / (1 + (middle / tokens) ** 1.3) + 0.002 * config.seed
                 row = {"pass_rate": rate, "pass_rate_stderr": 0.01, "compute_device_hours": tokens}
-                writer.eval({"step": step, "compute_tokens": TOKENS_PER_STEP * step, **row})
+                writer.eval({"step": step, "compute_train_tokens": TOKENS_PER_STEP * step, **row})
             if step == steps:
                 break
             compute = {
                 "compute_tokens": TOKENS_PER_STEP * (step + 1),
+                "compute_train_tokens": TOKENS_PER_STEP * (step + 1),
                 "wall_seconds": 3.0 * step + 3,
             }
             writer.step({"step": step, **compute, "loss": 0.0})
