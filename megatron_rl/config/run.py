@@ -166,6 +166,11 @@ class RunConfig(Section):
                 f"evaluation.first_step is {self.evaluation.first_step}: it must not exceed"
                 f" schedule.steps = {self.schedule.steps}"
             )
+        if max(self.metrics.token_dump_steps, default=-1) >= self.schedule.steps:
+            raise ValueError(
+                f"metrics.token_dump_steps is {self.metrics.token_dump_steps}: the steps of the run"
+                f" are 0 to {self.schedule.steps - 1} (schedule.steps = {self.schedule.steps})"
+            )
 
     def _tasks_fit(self) -> None:
         pools = {name: task.train_prompts for name, task in self.tasks.items()}
@@ -173,11 +178,6 @@ class RunConfig(Section):
         if None not in pools.values() and self.schedule.prompts_per_step > total:
             keys = " + ".join(f"{self.task_key(name)}.train_prompts" for name in pools)
             raise ValueError(
-        if max(self.metrics.token_dump_steps, default=-1) >= self.schedule.steps:
-            raise ValueError(
-                f"metrics.token_dump_steps is {self.metrics.token_dump_steps}: the steps of the run"
-                f" are 0 to {self.schedule.steps - 1} (schedule.steps = {self.schedule.steps})"
-            )
                 f"schedule.prompts_per_step is {self.schedule.prompts_per_step}: {keys} = {total}"
                 " has fewer prompts than one step"
             )

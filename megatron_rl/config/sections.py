@@ -276,6 +276,9 @@ class Metrics(Section):
     """Progress on the terminal: a line every ten seconds, or none."""
     logprob_check_every_steps: PositiveInt = 10
     """Steps between comparisons of trainer and generator log-probs at the same weights."""
+    token_dump_steps: tuple[NonNegativeInt, ...] = ()
+    """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
+    40 bytes per token."""
 
 
 class Timeouts(Section):
@@ -293,6 +296,3 @@ class Timeouts(Section):
     """One evaluation."""
     shutdown_seconds: PositiveFloat = 25.0
     """Wait for a role to end after it was asked to stop."""
-    token_dump_steps: tuple[NonNegativeInt, ...] = ()
-    """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
-    40 bytes per token."""
