@@ -24,6 +24,7 @@ def length_penalty(
     It is 0 up to `max - cache` tokens and falls to -1 at `max`: ScaleRL's length penalty (applied
     to correct completions) and DAPO's soft overlong punishment (applied to all).
 
-    Example: max 100, cache 20: 80 tokens 0, 90 tokens -.5, 100 tokens and more -1.
+    Example: ScaleRL's max 14,336 and cache 2,048 (A.10) give 0 up to 12,288 tokens, -.35 at 13,000
+    and -1 from 14,336 on.
     """
     return np.clip((max_tokens - lengths) / cache_tokens - 1.0, -1.0, 0.0)

@@ -66,8 +66,8 @@ class Algorithm(Section):
     length_max_tokens: PositiveInt | None = None
     """Length at which the penalty reaches -1; default: that of the longest possible completion."""
     length_cache_tokens: PositiveInt | None = None
-    """Length over which the penalty grows from 0 to -1; default: a fifth of
-    `length_max_tokens`."""
+    """Length over which the penalty grows from 0 to -1; default: a seventh of
+    `length_max_tokens`, as ScaleRL's 2k of 14k."""
     no_positive_resampling: bool = True
     """Do not draw a prompt in later epochs after its pass rate reached the threshold."""
     no_positive_resampling_threshold: Fraction = 0.9
@@ -157,7 +157,7 @@ class Algorithm(Section):
         if self.length_penalty != "none":
             longest = self.length_max_tokens or completion_tokens
             lengths["length_max_tokens"] = longest
-            lengths["length_cache_tokens"] = self.length_cache_tokens or max(longest // 5, 1)
+            lengths["length_cache_tokens"] = self.length_cache_tokens or max(longest // 7, 1)
         return self.model_copy(update=lengths)
 
     def summary(self) -> str:

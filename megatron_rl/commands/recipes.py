@@ -1,6 +1,6 @@
 """`megatron-rl recipes`: list the recipes, show the values of one, and compare two."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +9,13 @@ app = typer.Typer(help="Recipes: lists them; `show NAME` and `diff A B` print va
 
 Name = Annotated[str, typer.Argument(help="Name of a recipe (`megatron-rl recipes`).")]
 All = Annotated[bool, typer.Option("--all", help="All keys, with those of machine and task.")]
-RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision", "verifier")
-"""The subjects of a recipe; the other sections depend on the machine, the task and the run."""
+RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision")
+"""The subjects of a recipe, with the rewards of `verifier`; the other sections depend on the
+machine, the task and the run."""
+REASONS = {
+    "inferred": "inferred from the source, which does not print them",
+    "choices": "choices on which the source says nothing",
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -31,11 +36,18 @@ def show(name: Name, every: All = False) -> None:
     from megatron_rl import recipes
 
     recipe, values = recipes.load(name), resolved(name)
+    given = dict(recipes.flatten(recipe.values))
     print(f"# {recipe.name}: {recipe.summary}")
     lines = {"source": recipe.source, "notes": recipe.notes, "based on": recipe.base}
     print(*(f"# {key}: {text}\n" for key, text in lines.items() if text), sep="", end="")
+    for kind, title in REASONS.items():
+        if reasons := getattr(recipe, kind):
+            print(f"# {title}:")
+            print(*(f"#   {key} = {given[key]}: {why}" for key, why in reasons.items()), sep="\n")
+    print("# printed in the source: all other values that the recipe sets")
     if not every:
-        values = {key: values[key] for key in RECIPE_SECTIONS}
+        rewards = {"verifier": {"values": values["verifier"]["values"]}}
+        values = {key: values[key] for key in RECIPE_SECTIONS} | rewards
     print(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100), end="")
 
 
@@ -58,17 +70,11 @@ def resolved(name: str) -> dict[str, Any]:
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
     """List (dotted key, value in a, value in b) where they differ; `-` for a missing key."""
-    left, right = dict(_flatten(a)), dict(_flatten(b))
+    from megatron_rl.recipes import flatten
+
+    left, right = dict(flatten(a)), dict(flatten(b))
     rows = [(k, str(left.get(k, "-")), str(right.get(k, "-"))) for k in {**left, **right}]
     return [(key, x, y) for key, x, y in rows if x != y and key != "recipe"]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

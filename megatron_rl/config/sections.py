@@ -167,7 +167,7 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
-    beta2: Fraction = 0.95
+    beta2: Fraction = 0.999
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-15
     """Adam's epsilon."""

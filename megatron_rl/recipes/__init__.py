@@ -2,16 +2,22 @@
 
     summary: one line
     source: paper, section                origin of the values
-    notes: text                           inferred values, differences from the paper (optional)
+    notes: text                           differences from the paper (optional)
+    inferred: {algorithm.truncated: why}  values that the source implies but does not print
+    choices: {optimizer.eps: why}         values on which the source says nothing
     base: scalerl                         recipe that these values override (optional)
     values: {algorithm: {...}, ...}       as in a configuration file
     variants:                             derived recipes, named <file>-<variant>
       loo-fp32: {summary: ..., values: {...}}
 
+All other values are printed in the source. A recipe takes over what its base infers and chooses
+for the keys that it does not set itself.
+
 `recipe: dapo` in a configuration file, or `--recipe dapo`, takes the recipe's values as its base;
 so does the path of another file in this format, without variants: `--recipe my_recipe.yaml`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +28,8 @@ import yaml
 from megatron_rl.section import ConfigError
 
 FOLDER = Path(__file__).parent
-KEYS = {"summary", "source", "notes", "base", "values", "variants"}
-VARIANT_KEYS = {"summary", "values", "notes", "source"}
+VARIANT_KEYS = {"summary", "values", "notes", "source", "inferred", "choices"}
+KEYS = VARIANT_KEYS | {"base", "variants"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,10 @@ class Recipe:
     """Recipe that it is based on, or empty."""
     values: dict[str, Any]
     """Nested values of the configuration."""
+    inferred: dict[str, str]
+    """Dotted keys of values that the source implies, and why."""
+    choices: dict[str, str]
+    """Dotted keys of values on which the source says nothing, and why."""
 
 
 def names() -> list[str]:
@@ -49,7 +59,8 @@ def load(name: str) -> Recipe:
     """Load the recipe of this name, or of this file (`.yaml`).
 
     Raises:
-        ConfigError: no such recipe, or a malformed file.
+        ConfigError: no such recipe, a malformed file, or a key of `inferred` or `choices` that has
+            no value in the recipe.
     """
     entries = _entries()
     if name.endswith(".yaml") and Path(name).is_file():
@@ -57,14 +68,25 @@ def load(name: str) -> Recipe:
     if name not in entries:
         raise ConfigError(f"recipe is {name!r}: no such recipe; there are {', '.join(entries)}")
     entry = entries[name]
-    base = load(entry["base"]) if entry.get("base") else None
+    base = load(entry["base"]) if entry.get("base") else Recipe("", "", "", "", "", {}, {}, {})
+    values = merge(base.values, entry.get("values") or {})
+    keys = dict(flatten(values))
+    inferred, choices = entry.get("inferred") or {}, entry.get("choices") or {}
+    if unknown := sorted({**inferred, **choices}.keys() - keys):
+        raise ConfigError(
+            f"recipe {name}: inferred or choices has {unknown}, no keys of its values"
+        )
+    own = {**dict(flatten(entry.get("values") or {})), **inferred, **choices}
+    above = keys.keys() - own
     return Recipe(
         name=name,
         summary=entry["summary"],
-        source=entry.get("source") or (base.source if base else ""),
+        source=entry.get("source") or base.source,
         notes=entry.get("notes", ""),
         base=entry.get("base", ""),
-        values=merge(base.values if base else {}, entry.get("values") or {}),
+        values=values,
+        inferred={k: v for k, v in base.inferred.items() if k in above} | inferred,
+        choices={k: v for k, v in base.choices.items() if k in above} | choices,
     )
 
 
@@ -89,6 +111,15 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested values."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 @cache

@@ -1,15 +1,34 @@
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_rl.algorithm.length_control import length_penalty, thinking_budgets
+from megatron_rl.config import load_config
+
+TINY = Path(__file__).parents[2] / "examples" / "scalerl_tiny.yaml"
 
 
 def test_the_penalty_falls_from_0_to_minus_1_over_the_cache():
     # clip((100 - n) / 20 - 1, -1, 0)
     found = length_penalty(np.array([1, 80, 90, 95, 100, 120]), 100, 20)
     assert found == pytest.approx([0, 0, -0.5, -0.75, -1, -1])
+
+
+def test_scalerls_penalty_begins_after_the_thinking_budget():
+    # A.10: L_max 14k, L_cache 2k; at 13,000 tokens (14,336 - 13,000) / 2,048 - 1
+    a = load_config(None, ["--recipe", "scalerl-loo-length-penalty"]).algorithm
+    found = length_penalty(np.array([12288, 12289, 13000, 14336]), *_lengths(a))
+    assert found == pytest.approx([0, -1 / 2048, 1336 / 2048 - 1, -1])
+    assert found[2] == pytest.approx(-0.35, abs=0.005)
+    # The tiny example has lengths of its own: a seventh of its longest completion.
+    tiny = load_config(TINY, ["--recipe", "scalerl-loo-length-penalty"]).algorithm
+    assert (tiny.length_penalty, *_lengths(tiny)) == ("right", 34, 4)
+
+
+def _lengths(algorithm):
+    return algorithm.length_max_tokens, algorithm.length_cache_tokens
 
 
 def test_it_is_dapos_soft_over_long_punishment():

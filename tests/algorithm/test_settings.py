@@ -132,7 +132,7 @@ def test_lengths_follow_from_the_longest_completion() -> None:
     constant = load_config(None, [*budgets, "--algorithm.aggregation", "constant"]).algorithm
     assert constant.constant_length_tokens == 100
     penalized = load_config(None, [*budgets, "--algorithm.length_penalty", "all"]).algorithm
-    assert (penalized.length_max_tokens, penalized.length_cache_tokens) == (100, 20)
+    assert (penalized.length_max_tokens, penalized.length_cache_tokens) == (100, 14)
     plain = load_config(None, budgets).algorithm
     assert plain.length_max_tokens is None
     assert plain.constant_length_tokens is None

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from megatron_rl import recipes
+from megatron_rl.commands.plan.layouts import layout_problems
+from megatron_rl.commands.plan.memory import estimate
 from megatron_rl.commands.recipes import RECIPE_SECTIONS, differences, resolved
 from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.models import architecture, named_config
 
 PAPER = {
     "scalerl",
@@ -20,6 +23,7 @@ PAPER = {
     "dapo",
     "grpo",
     "gspo",
+    "pipeline_rl_8",
     "ppo_off_policy_8",
     "dr_grpo",
     "lite_ppo",
@@ -54,6 +58,12 @@ LEAVE_ONE_OUT = {
 }
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAPER_SIZE = ("scalerl_8b", "scalerl_8b_node", "scalerl_scout", "scalerl_8b_math_code")
+LONGER = {"scalerl-think-32k", "dapo-original"}
+"""Recipes whose completions are longer than those that the examples' layouts are for."""
+
+
 def command(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", *arguments],
@@ -69,7 +79,7 @@ def test_every_recipe_of_the_paper_exists() -> None:
 
 
 def test_every_recipe_resolves_fits_the_example_and_names_its_source() -> None:
-    example = Path(__file__).parents[2] / "examples" / "scalerl_tiny.yaml"
+    example = EXAMPLES / "scalerl_tiny.yaml"
     for name in recipes.names():
         recipe = recipes.load(name)
         assert recipe.summary, name
@@ -81,6 +91,92 @@ def test_every_recipe_resolves_fits_the_example_and_names_its_source() -> None:
         small = load_config(example, ["--recipe", name])
         assert (small.schedule.prompts_per_step, small.model) == (16, "tiny_scout"), name
         assert small.algorithm.loss == config.algorithm.loss, name
+
+
+def test_every_recipe_keeps_its_values_on_every_example_of_paper_size() -> None:
+    machine = {
+        "schedule": {"micro_batch_tokens"},
+        "generation": {"concurrent_completions"},
+        "verifier": {"workers"},
+    }
+    for example in PAPER_SIZE:
+        path = EXAMPLES / f"{example}.yaml"
+        arch = architecture(named_config(load_config(path).model))
+        for name in recipes.names():
+            run, alone = (
+                load_config(path, ["--recipe", name]),
+                load_config(None, ["--recipe", name]),
+            )
+            for section in (*RECIPE_SECTIONS, "verifier"):
+                exclude = machine.get(section, set())
+                if example == "scalerl_8b_node":
+                    exclude = exclude | {"steps"}
+                ours, theirs = (
+                    getattr(c, section).model_dump(exclude=exclude) for c in (run, alone)
+                )
+                assert ours == theirs, (example, name, section)
+            assert run.evaluation.every_steps == 100
+            assert layout_problems(run, arch) == []
+            plan = estimate(run, arch)
+            assert bool(plan.misfits or plan.notes) == (name in LONGER), (example, name)
+
+
+def test_what_is_inferred_or_chosen_is_named_for_every_recipe_of_the_paper() -> None:
+    for name in recipes.names():
+        recipe = recipes.load(name)
+        values = dict(recipes.flatten(recipe.values))
+        reasons = {**recipe.inferred, **recipe.choices}
+        assert set(reasons) <= set(values) and all(reasons.values()), name
+        assert not set(recipe.inferred) & set(recipe.choices), name
+    scalerl, base = recipes.load("scalerl"), recipes.load("pipeline_rl_8")
+    assert {"optimizer.beta2", "algorithm.advantage_std_over"} <= set(scalerl.inferred)
+    assert {"optimizer.clip_grad_norm", "generation.temperature"} <= set(scalerl.choices)
+    # A recipe takes over the reasons of its base, but for the keys that it sets itself.
+    assert base.inferred["optimizer.beta2"] == scalerl.inferred["optimizer.beta2"]
+    assert ".26" in base.inferred["algorithm.loss.max_ratio"]
+    assert "algorithm.loss.max_ratio" not in recipes.load("dapo").inferred  # printed in A.16
+    assert "algorithm.aggregation" not in recipes.load("dapo").inferred
+    shown = command("recipes", "show", "scalerl-batch-2048")
+    inferred, _, rest = shown.partition("# choices")
+    assert "#   schedule.prompts_per_step = 128: 2,048 completions" in inferred
+    assert "#   optimizer.clip_grad_norm = 1.0: not printed" in rest
+    assert "schedule.steps =" not in shown  # 7,400 is printed
+
+
+def test_the_runs_of_section_5() -> None:
+    sizes = {
+        "scalerl": (48, 16, 6200),
+        "scalerl-batch-512": (32, 16, 5300),
+        "scalerl-batch-2048": (128, 16, 7400),
+        "scalerl-8-completions": (96, 8, 6200),
+        "scalerl-24-completions": (32, 24, 6200),
+        "scalerl-32-completions": (24, 32, 6200),
+        "scalerl-scout": (48, 16, 7100),
+    }
+    for name, size in sizes.items():
+        s = load_config(None, ["--recipe", name]).schedule
+        assert (s.prompts_per_step, s.completions_per_prompt, s.steps) == size, name
+    long = load_config(None, ["--recipe", "scalerl-think-32k"]).generation
+    assert long.thinking_budget_tokens == (30720, 32768)
+    assert long.completion_tokens == 34 * 1024  # the 34k of A.15
+
+
+def test_gspo_has_the_bounds_of_its_legends_on_the_baseline() -> None:
+    for name, x, y, z in (
+        ("gspo", 5, 3, 3), ("gspo-4-3-e-3", 4, 3, 3), ("gspo-4-3-e-4", 4, 3, 4),
+        ("gspo-4-3-e-2", 4, 3, 2), ("gspo-4-3-e-1", 4, 3, 1),
+    ):  # fmt: skip
+        config = load_config(None, ["--recipe", name])
+        loss = config.algorithm.loss.model_dump()
+        assert loss["max_ratio"] == pytest.approx(1 + x * 10**-z), name
+        assert loss["min_ratio"] == pytest.approx(1 - y * 10**-z), name
+        assert config.schedule.summary() == "PipelineRL-8"
+    assert {key for key, *_ in differences(resolved("pipeline_rl_8"), resolved("gspo"))} == {
+        "algorithm.loss.kind",
+        "algorithm.loss.min_ratio",
+        "algorithm.loss.max_ratio",
+        "algorithm.loss.dual_clip_ratio",
+    }
 
 
 def test_a_leave_one_out_variant_differs_in_its_one_choice() -> None:
@@ -98,8 +194,13 @@ def test_scalerl_has_the_values_of_the_paper() -> None:
     assert s.prompts_per_step * s.completions_per_prompt == 768
     assert (o.learning_rate, o.warmup_steps, o.eps, o.weight_decay) == (5e-7, 100, 1e-15, 0.01)
     assert config.generation.thinking_budget_tokens == (10240, 12288)
-    # And they are the defaults of the product.
-    assert differences(resolved("scalerl"), RunConfig().model_dump(mode="json")) == []
+    rewards = {"correct": 1, "wrong": -1, "no_answer": -1, "unparsable": -1, "timed_out": None}
+    for name in recipes.names():
+        values = load_config(None, ["--recipe", name]).verifier.values
+        assert values.model_dump() == rewards, name
+    # And they are the defaults of the product, but for the length of a run.
+    differing = differences(resolved("scalerl"), RunConfig().model_dump(mode="json"))
+    assert differing == [("schedule.steps", "6200", "1000")]
 
 
 def test_the_papers_comparison_has_its_values() -> None:
@@ -152,6 +253,11 @@ def test_an_unknown_key_in_a_recipe_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(recipes, "_entries", lambda: {"mine": entry})
     with pytest.raises(ConfigError, match="algorithm.cap: unknown key"):
         load_config(None, ["--recipe", "mine"])
+    for kind in ("inferred", "choices"):
+        other = {**entry, kind: {"algorithm.cap": "why", "optimizer.eps": "why"}}
+        monkeypatch.setattr(recipes, "_entries", lambda other=other: {"mine": other})
+        with pytest.raises(ConfigError, match=r"recipe mine: .* \['optimizer.eps'\], no keys"):
+            recipes.load("mine")
 
 
 def test_a_malformed_recipe_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +286,10 @@ def test_the_command_lists_shows_and_compares() -> None:
     assert all(name in listed for name in PAPER)
     shown = command("recipes", "show", "scalerl-loo-fp32")
     assert "# based on: scalerl" in shown
+    values = resolved("scalerl-loo-fp32")
     assert yaml.safe_load(shown) == {
-        key: resolved("scalerl-loo-fp32")[key] for key in RECIPE_SECTIONS
+        **{key: values[key] for key in RECIPE_SECTIONS},
+        "verifier": {"values": values["verifier"]["values"]},
     }
     compared = command("recipes", "diff", "dapo", "magistral")
     assert "schedule.mode" in compared

@@ -62,7 +62,7 @@ class Study:
         runs, total = self.runs(), 0.0
         print(f"{self.name}: {self.values.get('summary', '')}\n")
         width = max(len(run.name) for run in runs)
-        form = f"{{:{width}}}  {{:16}}{{:>8}}{{:>8}}{{:>6}}{{:>11}}{{:>8}}"
+        form = f"{{:{width}}}  {{:16}}{{:>8}}{{:>10}}{{:>6}}{{:>11}}{{:>8}}"
         print(form.format("run", "state", "steps", "batch", "GPUs", "GPU-hours", "days"))
         for run in runs:
             s, devices, hours = run.config.schedule, run.config.roles.devices, run.gpu_hours
