@@ -1,17 +1,15 @@
 """Four gloo processes that export models of every architecture in many layouts.
 
-Run by `test_export.py` as `python -m tests.weights.export_worker FOLDER`. The model is a stand-in:
-the shards that Megatron's ranks would hold, cut from whole tensors; no Megatron is imported. What
-it does not exercise: where Megatron itself puts a parameter (`tests/trainer` does).
+Started by `test_export.py`. The model is a stand-in: the shards that Megatron's ranks would hold,
+cut from whole tensors. What it does not exercise: where Megatron itself puts a parameter
+(`tests/trainer` does).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-import time
 import zlib
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +93,7 @@ EXPORTS: list[tuple[int, int, torch.dtype | None, bool]] = [
 """(version, bucket bytes, number format, spread), in the order in which they are made."""
 
 
+@cache
 def whole(weight: Weight, version: int) -> Tensor:
     """Return the whole Megatron tensor, the same on every rank; `Split` removes padded rows."""
     seed = zlib.crc32(f"{weight.hf} {weight.megatron} {version}".encode())
@@ -132,9 +131,10 @@ class Sharded:
         for weight in self.architecture.weights():
             if self.holds(weight):
                 shard = weight.split.shard(whole(weight, version), *self.split_rank(weight))
-                self.parameters[weight.megatron] = torch.nn.Parameter(shard.contiguous())
+                self.parameters[weight.megatron] = torch.nn.Parameter(shard.clone())
 
 
+@cache
 def expected(kind: Architecture, version: int) -> dict[str, Tensor]:
     """Return the checkpoint's tensors."""
     parts: dict[str, list[Tensor]] = {}
@@ -240,8 +240,8 @@ def counting(received: list[int]) -> None:
     dist.recv = counted
 
 
-def work(rank: int, folder: Path) -> None:
-    """One rank; rank 0 writes what all saw."""
+def main(rank: int, folder: Path) -> None:
+    """Rank 0 writes what all saw."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD
@@ -256,20 +256,3 @@ def work(rank: int, folder: Path) -> None:
     if rank == 0:
         torch.save(seen, folder / "seen.pt")
     dist.destroy_process_group()
-
-
-def main(folder: Path) -> int:
-    """Fork the ranks, so that torch is imported once; the sum of their exit codes."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, folder)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    while any(p.is_alive() for p in ranks) and not any(p.exitcode for p in ranks):
-        time.sleep(0.05)
-    for process in ranks:
-        process.kill() if any(p.exitcode for p in ranks) else process.join()
-    return sum(abs(p.exitcode or 0) for p in ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.weights.export_worker import CASES, EXPORTS, LAYOUTS, WORLD
+from tests.workers import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -19,14 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the observations of four processes in all layouts."""
     folder = tmp_path_factory.mktemp("export")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.weights.export_worker", str(folder)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_ranks("tests.weights.export_worker", WORLD, folder, seconds=550)
     return torch.load(folder / "seen.pt")
 
 
