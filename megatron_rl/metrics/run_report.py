@@ -57,6 +57,8 @@ def write_report(
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
         longer: _mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
+        "completions_truncated": _total(steps, "completions_truncated"),
+        "alarms": _alarms(steps),
         "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
             "max": max(_values(rows, "logprob_error_max"), default=None),
@@ -115,6 +117,11 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *lines,
         ("two or more weight versions", shares),
         ("maximum lag [steps]", _text(summary["lag_max"], "{:.0f}")),
+        ("truncated completions", _text(summary["completions_truncated"], "{:,.0f}")),
+        *(
+            (f"alarm: {name}", "{steps} steps, {first_step} to {last_step}: {message}".format(**a))
+            for name, a in summary["alarms"].items()
+        ),
         ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
         ("trainer - generator log-prob", f"max {largest}, mean {mean} over {tokens} tokens"),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
@@ -133,6 +140,16 @@ def _task_fit(fit: dict[str, Any]) -> str:
     if "error" in fit:
         return f"none, {fit['points']} evaluations: {fit['error']}"
     return ", ".join(f"{name} {_interval(fit[name])}" for name in ("A", "B", "Cmid"))
+
+
+def _alarms(steps: list[Row]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for row in steps:
+        for name, message in row.get("alarms", {}).items():
+            alarm = out.setdefault(name, {"first_step": row["step"], "steps": 0})
+            count = alarm["steps"] + 1
+            alarm |= {"last_step": row["step"], "steps": count, "message": message}
+    return out
 
 
 def _values(rows: list[Row], name: str) -> list[float]:

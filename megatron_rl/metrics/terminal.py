@@ -16,7 +16,7 @@ from rich.text import Text
 
 from megatron_rl.metrics.metrics_file import Row
 
-RATE_WINDOW_STEPS = 20
+RATE_WINDOW_STEPS = ALARM_STEPS = 20
 SHOWN = {  # metric -> its text in a line of progress
     "reward_mean": "reward {:+.3f}",
     "lag_mean": "lag {:.1f}",
@@ -30,7 +30,8 @@ SHOWN = {  # metric -> its text in a line of progress
 class ProgressLog:
     """Prints step, rate, remaining time, last reward and pass rate, lag and waiting shares.
 
-    A resumed run starts at `first_step`. Evaluations and the end do not wait for the interval.
+    A resumed run starts at `first_step`. Evaluations and the end do not wait for the interval. An
+    alarm that lasts is printed every `ALARM_STEPS` steps.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ProgressLog:
         # (time, updates made) of the last updates: a slow start is not part of the rate.
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW_STEPS + 1)
         self._last: Row = {}
+        self._alarmed: dict[str, int] = {}  # alarm -> step in which it was printed
         self._note, self._printed = "", float("-inf")
 
     def note(self, text: str) -> None:
@@ -65,6 +67,13 @@ class ProgressLog:
             self._marks.append((now, self._done))
             self._note = ""
             due |= self._done >= self._total
+            for name, text in row.get("alarms", {}).items():
+                if row["step"] - self._alarmed.get(name, -ALARM_STEPS) >= ALARM_STEPS:
+                    self._alarmed[name] = row["step"]
+                    print(f"ALARM {name}: {text}", file=self._stream, flush=True)
+        elif row["kind"] == "sets":
+            rates = (f"{name} {part['pass_rate']:.3f}" for name, part in row["sets"].items())
+            self.note(f"pass rate at step {row['step']}: {', '.join(rates)}")
         else:
             self._last["pass_rate"] = _pass_rate(row)
             due = True

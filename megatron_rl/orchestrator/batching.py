@@ -85,6 +85,7 @@ def build_batch(
         **flags,
     )
     metrics = rollout_metrics(step, groups, kept)
+    metrics["prompts_differing"] = sum(_rewards_differ(g, algorithm) for g in groups)
     if algorithm.length_penalty != "none":
         penalties = [_penalties(g, baseline_samples(g, algorithm), algorithm) for g in kept]
         metrics["length_penalty_mean"] = float(np.concatenate(penalties).mean()) if kept else 0.0
@@ -142,7 +143,11 @@ def is_dropped(group: Group, algorithm: Algorithm) -> bool:
     samples = baseline_samples(group, algorithm)
     if len(samples) < 2 or not (group.usable or algorithm.truncated == "train"):
         return True
-    return algorithm.zero_variance_filter and len({group.reward(s) for s in samples}) == 1
+    return algorithm.zero_variance_filter and not _rewards_differ(group, algorithm)
+
+
+def _rewards_differ(group: Group, algorithm: Algorithm) -> bool:
+    return len({group.reward(s) for s in baseline_samples(group, algorithm)}) > 1
 
 
 def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
@@ -210,6 +215,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     samples = [s for g in groups for s in g.ordered]
     rewards = [r for g in groups for s in g.ordered if (r := g.reward(s)) is not None]
     verdicts = Counter(v.outcome.value for g in groups for v in g.verdicts.values())
+    failures = Counter(v.reason for g in groups for v in g.verdicts.values() if not v.passed)
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
         "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
@@ -223,6 +229,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
         "completions_without_reward": len(samples) - len(rewards),
         "completions_truncated": sum(s.finish_reason == "length" for s in samples),
         "verdicts": dict(sorted(verdicts.items())),
+        **({"frequent_failure": failures.most_common(1)[0][0][:200]} if failures else {}),
     }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rl import messages as m
 from megatron_rl.config.sections import Roles
+from megatron_rl.metrics.alarms import Alarms
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
@@ -53,6 +54,7 @@ class RunMetrics:
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
         self._verifiers: dict[str, int] = {}
+        self._alarms = Alarms()
 
     def start_clock(self) -> None:
         """Start counting device hours: a generator gets its first request."""
@@ -163,6 +165,8 @@ class RunMetrics:
             "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
             "aborted_requests": self.aborted,
         }
+        alarms = self._alarms.check(row)
+        row |= {"alarms": alarms} if alarms else {}
         self.sink.step({**row, **self._verifiers, **self._generators()})
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:

@@ -6,8 +6,9 @@ from megatron_rl.algorithm.curriculum import Curriculum
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.data.mixture import Mixture, shares
+from megatron_rl.metrics.alarms import diagnosis
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task
+from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task, task_metrics
 from megatron_rl.orchestrator.groups import GroupQueue
 
 PROBE_SEQUENCES = 4
@@ -74,11 +75,11 @@ class StepBuilder:
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule
         drawn = groups.complete_ahead()
+        complete = [g for g in groups.waiting if g.complete]
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
             raise RunError(
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"
                 " rewards; that is more than algorithm.refill_max_ratio ="
                 f" {a.refill_max_ratio:g} times schedule.prompts_per_step = {s.prompts_per_step}:"
-                " the prompts are too easy or too hard for the policy; use other prompts, or set"
-                " algorithm.refill false"
+                f" {diagnosis([task_metrics(complete, [])])}; or set algorithm.refill false"
             )

@@ -46,7 +46,7 @@ def report(
     probe_positions = np.concatenate([np.zeros(0, dtype=np.int64), *positions])
     probe = torch.zeros(len(probe_positions), dtype=torch.float64)
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    maxima = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
+    maxima = torch.full((3,), -torch.inf, dtype=torch.float64)
     if shards.reports:
         sums[: len(TOKEN_SUMS)], maxima = _local_sums(micro_batches, objective)
         if len(probe):
@@ -79,7 +79,7 @@ def _joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
 
 
 def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tuple[Tensor, Tensor]:
-    """Return this rank's (sums by `TOKEN_SUMS`, maxima [ratio, error, -ratio]), fp64."""
+    """Return this rank's (sums by `TOKEN_SUMS`, maxima [ratio, -ratio, error]), fp64."""
     logprobs_T = _joined(micro_batches, "logprobs_T")
     trained_T = _joined(micro_batches, "loss_weights_T") > 0
     difference_T = (logprobs_T - _joined(micro_batches, "generator_logprobs_T")).double()
@@ -99,22 +99,22 @@ def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tu
         *(loss, len(ratio), ratio.sum(), ratio.square().sum(), clipped, outside.sum(), kl, entropy),
         *(same_error.sum(), len(same_error), corrected, reference_kl),
     ]
-    maxima = [x.max() if len(x) else 0.0 for x in (ratio, same_error)]
-    maxima.append((-ratio).max() if len(ratio) else -torch.inf)
+    maxima = [x.max() if len(x) else -torch.inf for x in (ratio, -ratio, same_error)]
     out = [torch.tensor([float(x) for x in xs], dtype=torch.float64) for xs in (sums, maxima)]
     return out[0], out[1]
 
 
 def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     total = dict(zip(SUMS, sums.tolist(), strict=True))
-    ratio_max, same_max, minus_ratio_min = maxima.tolist()
+    # Without any token there is no maximum: 0.
+    ratio_max, minus_ratio_min, same_max = maxima.where(maxima != -torch.inf, 0.0).tolist()
     n, same, routes = (max(total[key], 1.0) for key in ("tokens", "same_tokens", "routes"))
     mean = total["ratio"] / n
     return {
         "loss": total["loss"],
         "ratio_mean": mean,
         "ratio_max": ratio_max,
-        "ratio_min": -minus_ratio_min if total["tokens"] else 0.0,
+        "ratio_min": -minus_ratio_min,
         "ratio_std": max(total["ratio_squared"] / n - mean**2, 0.0) ** 0.5,
         "clipped_fraction": total["clipped"] / n,
         "corrected_fraction": total["corrected"] / n,

@@ -11,8 +11,8 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_rl import messages
 from megatron_rl.files import replace_file
+from megatron_rl.messages import Batch, floats, ints
 
 _WHOLE = ("step", "prompt_id", "completion", "position", "token", "staleness")
 _REAL = ("advantage", "generator_logprob", "trainer_logprob", "ratio")
@@ -27,41 +27,28 @@ def clear_tokens(output_dir: Path, step: int) -> None:
 
 
 def write_tokens(
-    output_dir: Path,
-    batch: messages.Batch,
-    source: NDArray[np.int64],
-    logprobs: NDArray[np.float32],
+    output_dir: Path, batch: Batch, source: NDArray[np.int64], logprobs: NDArray[np.float32]
 ) -> None:
-    """Write this rank's trained tokens (loss weight above 0).
+    """Write the trained ones (loss weight above 0) of this rank's completion tokens.
 
-    Args:
-        output_dir: of the run.
-        batch: the step's.
-        source: flat positions of this rank's completion tokens in the batch.
-        logprobs: their log-probs under the trained policy in nats.
+    They are at the flat positions `source` of the batch, with `logprobs` under the trained policy.
     """
-    trained = messages.floats(batch.loss_weights)[source] > 0
-    logprobs, source = logprobs[trained], source[trained]
-    bounds = messages.ints(batch.bounds)
-    sequence = np.searchsorted(bounds, source, side="right") - 1
-    generator = messages.floats(batch.generator_logprobs)[source]
-    columns = {
-        "step": batch.step,
-        "prompt_id": messages.ints(batch.prompt_ids)[sequence],
-        "completion": messages.ints(batch.completion_indices)[sequence],
-        "position": source - bounds[sequence] - messages.ints(batch.prompt_lengths)[sequence],
-        "token": messages.ints(batch.token_ids)[source],
-        "staleness": batch.step - messages.ints(batch.versions)[source],
-        "advantage": messages.floats(batch.advantages)[source],
-        "generator_logprob": generator,
-        "trainer_logprob": logprobs,
-        "ratio": np.exp((logprobs - generator).astype(np.float64)),
-    }
+    trained = floats(batch.loss_weights)[source] > 0
+    source, logprobs = source[trained], logprobs[trained]
+    sequence = np.searchsorted(ints(batch.bounds), source, side="right") - 1
+    starts = ints(batch.bounds)[:-1] + ints(batch.prompt_lengths)
     rows = np.empty(len(source), COLUMNS)
-    for name, values in columns.items():
-        rows[name] = values
-    content = io.BytesIO()
-    np.save(content, rows)
-    folder = output_dir / "tokens"
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / f"{batch.step}-{dist.get_rank()}.npy", content.getvalue())
+    rows["step"] = batch.step
+    rows["prompt_id"] = ints(batch.prompt_ids)[sequence]
+    rows["completion"] = ints(batch.completion_indices)[sequence]
+    rows["position"] = source - starts[sequence]
+    rows["token"] = ints(batch.token_ids)[source]
+    rows["staleness"] = batch.step - ints(batch.versions)[source]
+    rows["advantage"] = floats(batch.advantages)[source]
+    rows["generator_logprob"] = floats(batch.generator_logprobs)[source]
+    rows["trainer_logprob"] = logprobs
+    rows["ratio"] = np.exp((logprobs - rows["generator_logprob"]).astype(np.float64))
+    np.save(content := io.BytesIO(), rows)
+    (output_dir / "tokens").mkdir(parents=True, exist_ok=True)
+    name = f"tokens/{batch.step}-{dist.get_rank()}.npy"
+    replace_file(output_dir / name, content.getvalue())

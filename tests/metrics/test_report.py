@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.metrics import MetricsError, MetricsWriter
+from megatron_rl.metrics.alarms import Alarms
 from megatron_rl.metrics.run_report import print_report, report_lines, write_report
 
 A, B, CMID, R0 = 0.8, 1.4, 40_000.0, 0.25
@@ -143,6 +144,27 @@ def test_the_table_shows_the_curve_the_lag_and_the_seconds(tmp_path: Path) -> No
     text = out.getvalue()
     for part in ("A (pass rate", "Cmid [tokens]", "50.0% of completions", "set-up 20", "total 350"):
         assert part in text
+
+
+def test_alarms_and_truncations_are_in_the_summary_and_the_table(tmp_path: Path) -> None:
+    watch, path = Alarms(), tmp_path / "metrics.jsonl"
+    verdicts = {"correct": 64, "wrong": 64}
+    with MetricsWriter(path) as w:
+        for step in range(8):
+            truncated = 16 if step in (2, 3, 6) else 12  # of 128: 12.5% and 9.4%
+            row = {"step": step, "completions": 128, "completions_truncated": truncated}
+            row |= {"verdicts": verdicts, "prompts_differing": 0 if step == 7 else 5}
+            alarms = watch.check(row)
+            w.step(row | ({"alarms": alarms} if alarms else {}))
+    summary = report(tmp_path, path)
+    assert summary["completions_truncated"] == 3 * 16 + 5 * 12
+    spans = {n: (a["first_step"], a["last_step"], a["steps"]) for n, a in summary["alarms"].items()}
+    assert spans == {"truncated": (2, 6, 3), "no_difference": (7, 7, 1)}
+    lines = dict(report_lines(summary))
+    assert lines["truncated completions"] == "108"
+    shown = "3 steps, 2 to 6: 12% of 128 completions were truncated"
+    assert lines["alarm: truncated"].startswith(shown)
+    assert "answer_budget_tokens" in lines["alarm: truncated"]
 
 
 # ---------------------------------------------------------------- several tasks

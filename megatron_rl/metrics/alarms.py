@@ -1,0 +1,87 @@
+"""Alarms: a run that learns nothing or may become unstable, with the likely cause and the remedy.
+
+The newest steps are judged together, until they have `ENOUGH_COMPLETIONS` or are `MOST_STEPS`. The
+messages are a row's `alarms`, which the terminal prints and summary.json lists. The threshold of
+truncation is ScaleRL's (arXiv 2510.13786, appendix A.15).
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from megatron_rl.metrics.metrics_file import Row
+
+ENOUGH_COMPLETIONS, MOST_STEPS = 100, 3
+TRUNCATED_FRACTION = 0.1
+CAUSES = {  # most frequent verdict -> likely cause and remedy
+    "no_answer": "the answer is not where the verifier looks: compare generation.think_end,"
+    " interruption_phrase and verifier.math.boxed with the model's completions (`megatron-rl"
+    " evaluate`); if many are truncated or interrupted, raise generation.thinking_budget_tokens and"
+    " answer_budget_tokens",
+    "wrong": "the verifier or the gold answers are wrong (`megatron-rl rewards try` on completions"
+    " that you have judged), or the start checkpoint is too weak for these prompts",
+    "correct": "the prompts are too easy: take harder ones, or algorithm.no_positive_resampling",
+    "unparsable": "the verifier cannot read the form of the answers or gold answers: try some with"
+    " `megatron-rl verify`",
+    "timed_out": "the verifier exceeds verifier.cpu_seconds or wall_seconds: raise them",
+    "mixed": "the completions of each prompt are all right or all wrong: take prompts of medium"
+    " difficulty, or raise schedule.completions_per_prompt",
+}
+
+
+class Alarms:
+    """Looks for alarms in the steps of a run."""
+
+    def __init__(self) -> None:
+        self._rows: deque[Row] = deque(maxlen=MOST_STEPS)
+
+    def check(self, row: Row) -> dict[str, str]:
+        """Return the messages of the alarms after one more step, by name."""
+        self._rows.append(row)
+        newest, alarms = _newest(self._rows), {}
+        completions = sum(r["completions"] for r in newest)
+        truncated = sum(r["completions_truncated"] for r in newest)
+        if newest and truncated >= TRUNCATED_FRACTION * completions:
+            alarms["truncated"] = (
+                f"{truncated / completions:.0%} of {completions} completions were truncated; 10-15%"
+                " destabilize training, and under 5% is healthy: raise"
+                " generation.answer_budget_tokens, or interrupt thinking (generation.interruption)"
+            )
+        if newest and not sum(r["prompts_differing"] for r in newest):
+            name = "no_answer" if _without_answer(newest) else "no_difference"
+            alarms[name] = f"no prompt has two rewards, nothing is learned: {diagnosis(newest)}"
+        for task in row.get("tasks", {}):
+            if _without_answer(part := _newest([r["tasks"][task] for r in self._rows])):
+                alarms[f"no_answer/{task}"] = f"task {task} has no answers: {diagnosis(part)}"
+        return alarms
+
+
+def diagnosis(rows: Sequence[Row]) -> str:
+    """Return verdicts, rewards and likely cause, where the rewards of no prompt differ."""
+    counts, row = _verdicts(rows), rows[0]
+    verdict = "mixed" if 0 < counts["correct"] < counts.total() else max(counts, key=counts.get)  # type: ignore[arg-type]
+    shown = [f"{n} {name}" for name, n in counts.items() if n]
+    each = "each" if len(shown) == 1 else "mean"
+    shown.append(
+        f"{each} reward {row['reward_mean']:+.3g}" if "reward_mean" in row else "no reward"
+    )
+    if reason := row.get("frequent_failure"):
+        shown.append(f"most often: {reason}")
+    return f"{', '.join(shown)}. Likely cause: {CAUSES[verdict]}"
+
+
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    """Return the newest rows, the last one first; none while they are too few."""
+    chosen: list[Row] = []
+    for row in reversed(rows):
+        chosen.append(row)
+        if sum(r["completions"] for r in chosen) >= ENOUGH_COMPLETIONS:
+            return chosen
+    return chosen if len(chosen) == MOST_STEPS else []
+
+
+def _verdicts(rows: Sequence[Row]) -> Counter[str]:
+    return sum((Counter(row["verdicts"]) for row in rows), Counter())
+
+
+def _without_answer(rows: Sequence[Row]) -> bool:
+    return set(_verdicts(rows)) == {"no_answer"}
