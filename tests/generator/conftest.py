@@ -57,14 +57,18 @@ class Served:
     def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work(), 120))
 
+    def make(self, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Make a version with random weights of this seed; return its number and its tensors."""
+        version = max(self.models) + 1
+        self.models[version] = tiny_models.build(self.kind, seed)
+        return version, self.published(version)
+
     def publish(self, seed: int) -> Any:
-        """Write a new version with random weights of this seed; return its manifest.
+        """Write a version with random weights of this seed; return its manifest.
 
         Only the newest two can be loaded.
         """
-        version = max(self.models) + 1
-        self.models[version] = tiny_models.build(self.kind, seed)
-        return self.versions.write(version, self.published(version))
+        return self.versions.write(*self.make(seed))
 
     def published(self, version: int) -> dict[str, torch.Tensor]:
         """Return a version's tensors as they travel."""

@@ -67,12 +67,14 @@ def check_lengths(completion: Completion) -> None:
 def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
     engine, budget, answer = served.engine, 120, 10
     prompts = [prompt(i, 8 + i % 5) for i in range(48)]
+    # Made before: while this process made one, the engine's would decode on to the end.
+    made = [served.make(seed) for seed in range(100, 110)]
 
     async def work():
         tasks = [asyncio.create_task(engine.complete(p, budget, answer, 1.0)) for p in prompts]
         times = []
-        for seed in range(100, 110):
-            manifest = served.publish(seed)
+        for version, tensors in made:
+            manifest = served.versions.write(version, tensors)
             await asyncio.sleep(0.05)
             times.append(await engine.update(manifest))
         return await asyncio.gather(*tasks), times, await held_weights(engine)
