@@ -17,6 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
+def hide(folder: Path, *packages: str) -> str:
+    """Return a PYTHONPATH without these optional packages, whose imports take every rank long."""
+    for package in packages:
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("raise ImportError")
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start a command in the checkout; its output is appended to `log`."""
     with log.open("ab") as output:

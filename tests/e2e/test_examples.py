@@ -12,14 +12,14 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_rl.metrics import METRICS, read_metrics
-from tests.e2e.processes import TORCHRUN, finish, rows, start
+from tests.e2e.processes import TORCHRUN, finish, hide, rows, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -30,7 +30,7 @@ DROPPED = "metrics.dropped-0.jsonl"
 # Two tasks of sums: after this supervised stage they improve within a few dozen steps.
 SETTINGS = f"""
   --schedule.steps {STEPS} --sft.steps 600 --tasks.products.products none
-  --optimizer.learning_rate 3e-4 --task.heldout_prompts 24
+  --optimizer.learning_rate 3e-4 --task.heldout_prompts 24 --task.train_prompts 1200
   --evaluation.samples_per_prompt 8 --evaluation.points 4
   --metrics.logprob_check_every_steps 1 --metrics.terminal plain
   --checkpoint.every_steps {SAVED_EVERY} --timeouts.shutdown_seconds 8
@@ -46,6 +46,13 @@ def steps_done(output: Path) -> int:
     # The file is created a moment before its first line is written.
     path = output / "metrics.jsonl"
     return len(rows(output, "step")) if path.exists() and b"\n" in path.read_bytes() else 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", hide(tmp_path_factory.mktemp("hidden"), "wandb"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
         while not condition():
             assert process.poll() is None, log.read_text()[-6000:]
             assert time.monotonic() < deadline, log.read_text()[-6000:]
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     wait_for(lambda: steps_done(output) >= KILL_AT)
     psutil.Process(process.pid).children()[1].kill()
@@ -186,9 +193,10 @@ def test_the_final_model_loads_in_transformers(run):
 
 
 def test_evaluate_reproduces_the_runs_last_evaluation_from_its_checkpoint(run, tmp_path):
-    output, _ = run
+    output, samples = run[0], 8
     result, rows_file, points = (tmp_path / n for n in ("o.json", "o.jsonl", "points.jsonl"))
-    command = [sys.executable, "-m", "megatron_rl.cli", "evaluate", str(output), "--samples", "16"]
+    command = [sys.executable, "-m", "megatron_rl.cli", "evaluate", str(output)]
+    command += ["--samples", f"{samples}"]
     command += ["--json", str(result), "--jsonl", str(rows_file), "--fit", str(points)]
     log = tmp_path / "log.txt"
     finish(start(command, log), log)
@@ -201,7 +209,7 @@ def test_evaluate_reproduces_the_runs_last_evaluation_from_its_checkpoint(run, t
     assert len(sets) == len(last["tasks"])
     assert all("run_evaluation" in s for s in sets)
     # Two independent samples of the same model: within 4 of their common standard errors.
-    total = 16 * last["num_prompts"]
+    total = samples * last["num_prompts"]
     rate = sum(s["verdicts"].get("correct", 0) for s in sets) / total
     error = math.hypot(last["pass_rate_stderr"], math.sqrt(max(rate, 1 / total) / total))
     assert abs(rate - last["pass_rate"]) < 4 * error
