@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
 PRELOADED = tuple(f"megatron_rl.trainer.{name}" for name in ("step", "sft", "checkpoint"))
 """With what they import, most of what workers need; the rest is imported after the fork."""
+TORCH = ("torch._inductor.compile_fx", "torch.distributed.tensor", "torch.distributed.checkpoint")
+"""What takes Megatron's import the longest, for workers that change what Megatron sees."""
 
 
 @cache
@@ -49,8 +51,8 @@ def run_ranks(
         ranks: processes.
         folder: what they are given, and where they write; their output goes to `ranks.log` there.
         seconds: time-out.
-        preloaded: modules that are imported before the fork; none where a worker changes what its
-            imports see.
+        preloaded: modules that are imported before the fork; `TORCH` where a worker changes what
+            Megatron's import sees.
 
     Raises:
         AssertionError: a rank failed, or time ran out; with the end of the output.

@@ -1,9 +1,10 @@
 """One of four gloo processes that compute the gradients of many algorithms in many layouts.
 
 Started by `test_layouts.py`. All losses, all aggregations, the KL term (whose reference is a pass
-of its own) and the entropy term: the same batch on one rank, over 2 and 4 data-parallel ranks, 2
-tensor-parallel or context-parallel ranks and 2 pipeline stages, packed and padded, in several
-micro-batch splits and in another order of its groups. Rank 0 writes the distances.
+of its own) and the entropy term: the same batch on one rank, over 4 data-parallel ranks, 2
+tensor-parallel or context-parallel ranks and 2 pipeline stages, and over both of two kinds, packed
+and padded, in several micro-batch splits and in another order of its groups. Rank 0 writes the
+distances.
 """
 
 from __future__ import annotations
@@ -28,12 +29,10 @@ PADDED = {"schedule__packing": False}
 SP = {**PLAIN, "parallel__tensor": 2, "parallel__sequence_parallel": True}
 CP = {**PLAIN, "parallel__context": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "DP2": (2, PLAIN),
     "TP2": (2, {**PLAIN, "parallel__tensor": 2}),
     "PP2": (2, {**PLAIN, "parallel__pipeline": 2}),
     "CP2": (2, CP),
     "DP4": (4, PLAIN),
-    "DP4, padded": (4, {**PLAIN, **PADDED}),
     "DP2 CP2, padded": (4, {**CP, **PADDED}),
     "TP2 SP CP2": (4, {**SP, "parallel__context": 2}),
 }

@@ -17,6 +17,7 @@ import pytest
 
 from megatron_rl.compat import import_hook, megatron_fixes, upstream, vllm_fixes
 from megatron_rl.compat.upstream import ASSUME, UnsupportedVersionError, UpstreamFix
+from tests.workers import TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
@@ -29,8 +30,6 @@ INSTALL = """
 from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
 upstream.install((*megatron_fixes.FIXES, *vllm_fixes.FIXES))
 """
-TORCH = "torch._inductor.compile_fx,torch.distributed.tensor,torch.distributed.checkpoint"
-"""What takes Megatron's import the longest."""
 
 
 def reproduction(fix: UpstreamFix) -> Path:
@@ -77,7 +76,8 @@ def megatron(tmp_path_factory):
     """Return the exit statuses, and the output."""
     import torch
 
-    preloaded = "os" if torch.cuda.is_available() else TORCH  # CUDA bears no fork after its start
+    # CUDA bears no fork after its start.
+    preloaded = "os" if torch.cuda.is_available() else ",".join(TORCH)
     return reproduce(tmp_path_factory.mktemp("megatron"), preloaded, ADAM, EXPERTS)
 
 

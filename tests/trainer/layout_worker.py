@@ -124,7 +124,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         path = checkpoint.save(config, policy, 0)
         assert checkpoint.load(config, policy, path) == 0
     trainer = Trainer(config, policy)
-    seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": []}
+    seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": None}
     run, finalize = policy._forward_backward, policy.config.finalize_model_grads_func
     # Every rank gets all gradients, where the distributed optimizer leaves it a shard of them.
     policy._forward_backward = lambda **kw: run(**kw, force_all_reduce=True)
@@ -132,7 +132,8 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     apply = policy.apply
 
     def observed(learning_rate: float) -> float:
-        seen["gradients"].append(gradients(policy))
+        if seen["gradients"] is None:  # those of later steps differ as Adam's steps do
+            seen["gradients"] = gradients(policy)
         return apply(learning_rate)
 
     policy.apply = observed  # type: ignore[method-assign]
@@ -215,7 +216,7 @@ def compare(
         "names": list(seen["exports"][0]) == list(alone["exports"][0]),
         "start_is_exact": apart(*exports[0]) == 0.0,
         "metrics": [{k: abs(a[k] - b[k]) for k in a.keys() | b.keys()} for a, b in pairs],
-        "gradients": distances(seen["gradients"][0], alone["gradients"][0], terms),
+        "gradients": distances(seen["gradients"], alone["gradients"], terms),
         "weights": [apart(a, b) for a, b in exports],
         "tokens": tokens_apart(seen["tokens"], alone["tokens"]),
         "moved": apart(seen["exports"][-1], seen["exports"][0]),

@@ -110,6 +110,7 @@ def apart(
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
+    terms: dict[tuple[str, str], Any] = {}  # of the first layout of a model
     for i, (layout, (model, options)) in enumerate(LAYOUTS.items()):
 
         def config(kind: str, algorithm: dict[str, Any], options: Any = options) -> Any:
@@ -135,10 +136,11 @@ def main(rank: int, folder: Path) -> None:
             if (layout, name) not in CASES:
                 continue
             pair = [step(config(kind, algorithm), folder / model) for kind in ("fused", "plain")]
-            single = config("plain", {**algorithm, "schedule__micro_batch_tokens": 1})
-            *_, terms, _ = step(single, folder / model, terms=True)
+            if (model, name) not in terms:
+                single = config("plain", {**algorithm, "schedule__micro_batch_tokens": 1})
+                *_, terms[model, name], _ = step(single, folder / model, terms=True)
             if rank == 0:
-                found[layout][name] = apart(*pair, terms)
+                found[layout][name] = apart(*pair, terms[model, name])
         world.destroy_world()
     if rank == 0:
         torch.save(found, folder / "found.pt")

@@ -22,7 +22,7 @@ from tests import te_stand_in
 from tests.sums import sum_error
 from tests.trainer.cases import write_model
 from tests.trainer.te_worker import MODELS
-from tests.workers import run_ranks
+from tests.workers import TORCH, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("engines")
     for name, (tiny, changes) in MODELS.items():
         write_model(folder / name, tiny, **changes)
-    run_ranks("tests.trainer.te_worker", 2, folder, 280, preloaded=())
+    run_ranks("tests.trainer.te_worker", 2, folder, 280, preloaded=TORCH)
     return [torch.load(folder / f"seen{rank}.pt") for rank in (0, 1)]
 
 
