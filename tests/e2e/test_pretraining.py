@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import load_config
-from tests.e2e.processes import ROOT, TORCHRUN, finish, rows, start
+from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -90,9 +89,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     folder = tmp_path_factory.mktemp("pretraining")
     tiny.create("tiny_qwen3_moe", folder / "model", save_tiny_tokenizer)
     (folder / "model" / "model.safetensors").unlink()  # the weights are Megatron's
-    # Megatron goes without ModelOpt, whose import takes each rank longer than all others together.
-    (folder / "hidden" / "modelopt").mkdir(parents=True)
-    (folder / "hidden" / "modelopt" / "__init__.py").write_text("raise ImportError")
     write_demonstrations(folder / "examples.jsonl")
     (folder / "rl.yaml").write_text(RL.format(output=folder / "rl", model=folder / "model"))
     shared = ["--tokenizer-model", str(folder / "model"), "--lr", "1e-3"]
@@ -109,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     """.split()
     second = ["--load", f"{folder}/trained"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder / "hidden"), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", hide(folder / "hidden", "modelopt", "wandb"))
         return {
             "output": folder / "rl",
             "pretraining": megatron(2, [*shared, *pretraining], folder / "pretraining.log"),
