@@ -290,7 +290,7 @@ def test_a_number_has_its_unit_in_its_name() -> None:
 
 def test_a_type_is_written_as_in_yaml_with_its_bounds() -> None:
     types = {key: kind for key, (kind, *_) in LEAVES.items()}
-    assert types["resume"] == "bool"
+    assert types["resume"] == "bool | int >= 0"
     assert types["recipe"] == "str | None"
     assert types["schedule.steps"] == "int > 0"
     assert types["generation.thinking_budget_tokens"] == "tuple[int > 0, int > 0]"

@@ -28,8 +28,10 @@ def describe(
         key, kind = prefix + name, field.annotation
         text = " ".join((field.description or "").split())
         inner, entries = sections_of(kind), entries_of(kind)
-        if choices := entries or (inner if len(inner) > 1 else ()):
-            key += ".<name>" if entries else ""
+        key += ".<name>" if entries else ""
+        if len(entries) == 1:
+            rows += describe(entries[0], f"{key}.")
+        elif choices := entries or (inner if len(inner) > 1 else ()):
             default = "the name" if entries else repr(field.default.kind)
             rows.append((f"{key}.kind", ", ".join(map(kind_of, choices)), default, text))
             for choice in choices:

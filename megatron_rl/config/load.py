@@ -80,7 +80,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         value: Any = not negated
         if not negated and (equals or (pending and not pending[0].startswith("--"))):
             value = _parse_value(text if equals else pending.pop(0), kind)
-        elif kind != "bool":
+        elif not kind.startswith("bool"):
             raise ConfigError(f"command line: --{name} needs a value")
         *parents, last = name.split(".")
         into = values

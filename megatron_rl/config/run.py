@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from megatron_rl.algorithm.schedule import Schedule
 from megatron_rl.algorithm.settings import Algorithm
@@ -33,8 +33,9 @@ class RunConfig(Section):
     `qwen3-8b`, `qwen3-30b-a3b`) with `start_checkpoint` as its weights."""
     start_checkpoint: Path | None = None
     """Hugging Face directory of the initial weights; without it, a tiny model makes its own."""
-    resume: bool = False
-    """Continue from the newest checkpoint in `output_dir`."""
+    resume: bool | NonNegativeInt = False
+    """Continue from the newest checkpoint in `output_dir`, or from that of a step; then checkpoints
+    and metrics after it are moved aside."""
     roles: sections.Roles = sections.Roles()
     parallel: sections.Parallel = sections.Parallel()
     precision: sections.Precision = sections.Precision()
@@ -82,6 +83,12 @@ class RunConfig(Section):
         g = self.generation
         # A token is at least one character, so the phrase's length bounds its tokens.
         return g.max_prompt_tokens + g.completion_tokens + len(g.interruption_phrase)
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        """Read digits of the command line as a step, not as a truth value."""
+        return int(value) if isinstance(value, str) and value.isdigit() else value
 
     @model_validator(mode="before")
     @classmethod
@@ -173,6 +180,12 @@ class RunConfig(Section):
             )
 
     def _tasks_fit(self) -> None:
+        for name in self.evaluation.sets:
+            if name in self.tasks or {*"./:"} & {*name}:
+                raise ValueError(
+                    f"evaluation.sets: the name {name!r} is that of a task, or has one of . / : in"
+                    " it; take another"
+                )
         pools = {name: task.train_prompts for name, task in self.tasks.items()}
         total = sum(n or 0 for n in pools.values())
         if None not in pools.values() and self.schedule.prompts_per_step > total:

@@ -219,8 +219,23 @@ class SupervisedStage(Section):
     """Decay of the second moment."""
 
 
+class EvaluationSet(Section):
+    """Further questions to evaluate on, with a curve of their own."""
+
+    source: str
+    """A name, a local copy or a table as for `megatron-rl evaluate --data`: `aime2025`,
+    `math500=copies/math500`, `problems.jsonl`. With dates, the questions with a `contest_date` in
+    this range: `livecodebench@2025-01-01..2025-06-30`."""
+    every_steps: PositiveInt
+    """Steps between evaluations; there is also one at the end."""
+    samples_per_prompt: PositiveInt = 16
+    """Completions of each question."""
+    verifier: str = "math"
+    """Verifier of a table's rows without a field `kind`."""
+
+
 class Evaluation(Section):
-    """Evaluations: mean@n pass rate on the held-out prompts."""
+    """Evaluations: mean@n pass rate on the held-out prompts, and on further sets."""
 
     samples_per_prompt: PositiveInt = 16
     """Completions of each held-out prompt (the n of mean@n)."""
@@ -230,6 +245,8 @@ class Evaluation(Section):
     """Step of the first evaluation after step 0."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations; if set, it replaces `points` and `first_step`."""
+    sets: dict[str, EvaluationSet] = Field(default_factory=dict)
+    """Evaluation sets by name, each with its own interval; the fit of the run is without them."""
 
 
 class FitSettings(Section):
@@ -263,6 +280,8 @@ class Checkpoint(Section):
     """Steps between checkpoints; one is also written at the end and on an interrupt."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Keep the checkpoints of steps that are multiples of this, too."""
 
 
 class Metrics(Section):

@@ -81,10 +81,8 @@ class Examples:
             raise DataError(f"{directory}/tokenizer_config.json has no eos_token to end a response")
         self._heldout.add_benchmarks(config.sft.against)
         for name, task in config.tasks.items():
-            is_text = isinstance(task, DataSetTask)
-            plain = task.model_copy(update={"template": "{prompt}"} if is_text else {})
-            for question in load_split(plain, config.seed_of(name))[1]:
-                if is_text:
+            for question in load_split(task, config.seed_of(name))[1]:
+                if isinstance(task, DataSetTask):
                     self._heldout.add(f"{name}/{question.id}", question.prompt)
                 else:  # expressions differ in more than their words
                     self._generated.add(question.prompt)

@@ -42,13 +42,13 @@ class Overlap:
         self._questions.append((name, len(grams)))
 
     def add_benchmarks(self, against: Iterable[str]) -> None:
-        """Add evaluation sets: `NAME`, `NAME=PATH` of a local copy, or a .jsonl.
+        """Add evaluation sets (`data.published.load_benchmark`).
 
         Raises `DataError`, with the remedy, if one is unknown or cannot be loaded.
         """
-        for name, _, local in (entry.partition("=") for entry in against):
-            for question in load_benchmark(name, local or None, plain=True):
-                self.add(f"{name}/{question.id}", question.prompt)
+        for entry in against:
+            for question in load_benchmark(entry, plain=True):
+                self.add(f"{entry.partition('=')[0]}/{question.id}", question.prompt)
 
     def find(self, text: str) -> str | None:
         """Return the name of the question with the largest overlap, or None."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from megatron_rl.config import (
     Task,
 )
 from megatron_rl.data import arithmetic
+from megatron_rl.data.overlap import Overlap
 from megatron_rl.data.prompt_format import TINY, PromptFormat
 from megatron_rl.data.published import load_benchmark
-from megatron_rl.data.question import DataError, Question, fingerprint
+from megatron_rl.data.question import DataError, Question, apply_template, fingerprint
 from megatron_rl.data.reasoning import make_reasoning
 from megatron_rl.data.tables import Fields, Source, read_questions
 
@@ -33,13 +35,13 @@ class Prompt:
     """One question. Example: `Prompt(id=3, text="<bos>2+3=?<think>", ..., gold="5")`."""
 
     id: int
-    """Index in its list (training or held-out), over all tasks."""
+    """Index in its list (training, or held-out and evaluation sets), over all tasks."""
     text: str
     token_ids: list[int]
     gold: str
     """Right answer."""
     task: str = "arithmetic"
-    """Name of its task."""
+    """Name of its task, or of its evaluation set."""
     kind: str = "exact"
     """Verifier of its completions."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +61,14 @@ class PromptSet:
     heldout: list[Prompt]
     fingerprint: str
     """Hash of all texts and answers: a resumed run rejects a changed data set."""
+    sets: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Prompts of each of `evaluation.sets`; their ids continue those of `heldout`."""
+    set_fingerprints: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> list[Prompt]:
+        """Held-out prompts and those of the evaluation sets, by id."""
+        return [*self.heldout, *(p for prompts in self.sets.values() for p in prompts)]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -68,7 +78,7 @@ class PromptSet:
     @property
     def verifiers(self) -> list[str]:
         """Verifiers of the prompts."""
-        return sorted({p.kind for p in (*self.train, *self.heldout)})
+        return sorted({p.kind for p in (*self.train, *self.evaluated)})
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = TINY) -> PromptSet:
@@ -83,36 +93,73 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
     limit = config.generation.max_prompt_tokens
     unknown = getattr(tokenizer.model, "unk_token", None)
     unknown_id = tokenizer.token_to_id(unknown) if unknown else None
-    prompts: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     splits = {name: load_split(t, config.seed_of(name)) for name, t in config.tasks.items()}
     # Never train on a prompt that another task holds out.
     excluded = {q.prompt for _, heldout in splits.values() for q in heldout}
+    lists = []  # (key of the prompts, key of the configuration, name, questions, drops long ones)
     for name, (pool, heldout) in splits.items():
         key, task = config.task_key(name), config.tasks[name]
         drops = task.drop_long_prompts if isinstance(task, DataSetTask) else None
         pool = [q for q in pool if q.prompt not in excluded]
         for part, questions in (("train", pool), ("heldout", heldout)):
+            if isinstance(task, DataSetTask):
+                questions = [apply_template(q, task.template) for q in questions]
             digest.update(f"{name}\0{fingerprint(questions)}\0".encode())
-            for q in questions:
-                prompt = make_prompt(q, len(prompts[part]), name, tokenizer, form)
-                if unknown_id is not None and unknown_id in prompt.token_ids:
-                    raise ConfigError(
-                        f"{key}: question {q.id} has characters that the model's tokenizer does not"
-                        f" know: {prompt.text[:80]!r}; take another task, or another model"
-                    )
-                if (size := len(prompt.token_ids)) <= limit:
-                    prompts[part].append(prompt)
-                elif not drops:
-                    remedy = "" if drops is None else f", or set {key}.drop_long_prompts"
-                    raise ConfigError(
-                        f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
-                        f" {size} tokens; raise it{remedy}"
-                    )
+            lists.append((part, key, name, questions, drops))
+    for name, questions in _evaluation_sets(config, splits).items():
+        key = f"evaluation.sets.{name}"
+        lists.append((key, key, name, questions, None))
+    prompts: dict[str, list[Prompt]] = {"train": [], "heldout": []}
+    for part, key, name, questions, drops in lists:
+        others = sum(len(p) for k, p in prompts.items() if k not in (part, "train"))
+        into, first_id = prompts.setdefault(part, []), others if part != "train" else 0
+        for q in questions:
+            prompt = make_prompt(q, first_id + len(into), name, tokenizer, form)
+            if unknown_id is not None and unknown_id in prompt.token_ids:
+                raise ConfigError(
+                    f"{key}: question {q.id} has characters that the model's tokenizer does not"
+                    f" know: {prompt.text[:80]!r}; take another task, or another model"
+                )
+            if (size := len(prompt.token_ids)) <= limit:
+                into.append(prompt)
+            elif not drops:
+                remedy = "" if drops is None else f", or set {key}.drop_long_prompts"
+                raise ConfigError(
+                    f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
+                    f" {size} tokens; raise it{remedy}"
+                )
     step, total = config.schedule.prompts_per_step, len(prompts["train"])
     if total < step:
         problem = f"the tasks have {total} training prompts"
         raise ConfigError(f"schedule.prompts_per_step is {step}: {problem}")
-    return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest())
+    sets = {name: prompts[key] for _, key, name, *_ in lists if key.startswith("evaluation.")}
+    prints = {name: fingerprint(questions) for _, _, name, questions, _ in lists if name in sets}
+    return PromptSet(prompts["train"], prompts["heldout"], digest.hexdigest(), sets, prints)
+
+
+def _evaluation_sets(
+    config: RunConfig, splits: dict[str, tuple[list[Question], list[Question]]]
+) -> dict[str, list[Question]]:
+    """Load `evaluation.sets`; warn of training questions that overlap with theirs."""
+    sets = {}
+    for name, one in config.evaluation.sets.items():
+        plain, overlap = load_benchmark(one.source, kind=one.verifier, plain=True), Overlap()
+        texts = {q.prompt for q in plain}
+        for q in plain:
+            overlap.add(q.id, q.prompt)
+        for task, (pool, _) in splits.items():
+            # Generated expressions differ in more than their words.
+            by_words = isinstance(config.tasks[task], DataSetTask)
+            find = overlap.find if by_words else texts.__contains__
+            if same := [q.id for q in pool if find(q.prompt)]:
+                print(
+                    f"warning: evaluation.sets.{name}: {len(same)} of {len(pool)} training prompts"
+                    f" of {config.task_key(task)} overlap with it, the first is {same[0]}; remove"
+                    f" them with `megatron-rl data prepare --against {one.source}`",
+                    file=sys.stderr,
+                )
+        sets[name] = [apply_template(q, None) for q in plain]
+    return sets
 
 
 def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: PromptFormat) -> Prompt:
@@ -126,7 +173,7 @@ def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: Prom
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
     """Load the questions of a task as (training pool, held-out questions), which are disjoint.
 
-    The result depends on the task and the seed only.
+    They are without the task's template, and depend on the task and the seed only.
 
     Raises `DataError`, with the remedy, for a data set that cannot be read or is too small.
     """
@@ -152,7 +199,7 @@ def _split_data_set(
     task: DataSetTask, seed: int, source: Source
 ) -> tuple[list[Question], list[Question]]:
     fields = Fields(prompt=task.prompt_field, gold=task.answer_field, meta=task.meta_fields)
-    read = partial(read_questions, kind=task.verifier, fields=fields, template=task.template)
+    read = partial(read_questions, kind=task.verifier, fields=fields)
     questions = read(source)
     random.Random(f"split {seed}").shuffle(questions)
     if task.heldout is None:
@@ -160,7 +207,7 @@ def _split_data_set(
     elif task.heldout.endswith(".jsonl"):
         heldout = read(Source(task.heldout))
     else:
-        heldout = load_benchmark(task.heldout)
+        heldout = load_benchmark(task.heldout, plain=True)
     heldout = heldout[: task.heldout_prompts]
     excluded = {q.prompt for q in heldout}
     train = [q for q in questions if q.prompt not in excluded][: task.train_prompts]

@@ -1,10 +1,11 @@
 """Published data sets by name: their source on the hub and the names of their fields."""
 
+import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import date
 
 from megatron_rl.data.question import DataError, Question
-from megatron_rl.data.tables import Fields, Source, read_questions
+from megatron_rl.data.tables import SUFFIXES, Fields, Source, read_questions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +50,46 @@ TRAINING_SETS = {
 """Data sets that `megatron-rl data prepare` knows by name."""
 
 
-def load_benchmark(
-    name: str, local: str | Path | None = None, *, kind: str = "math", plain: bool = False
-) -> list[Question]:
+_DAY = r"(\d{4}-\d\d-\d\d)?"
+_WITH_DATES = re.compile(rf"(.+)@{_DAY}\.\.{_DAY}")
+
+
+def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> list[Question]:
     """Load the questions of an evaluation set.
 
+    Example: `livecodebench@2025-01-01..2025-06-30` are the problems of half a year.
+
     Args:
-        name: one of `BENCHMARKS` (case and punctuation do not matter), or a JSON Lines file.
-        local: copy to read instead of the hub: a file, or a folder written by `save_to_disk`.
-        kind: verifier of a JSON Lines file's rows that name none.
+        entry: one of `BENCHMARKS` (case and punctuation do not matter), `NAME=PATH` of its local
+            copy (a file, or a folder written by `save_to_disk`), or a table: a file, a folder with
+            a slash in its path, or `owner/name` on the hub. With `@FIRST..LAST` after it, the rows
+            with a `contest_date` from the first to the last day; either may be left out.
+        kind: verifier of a table's rows that name none.
         plain: leave out the answer-format instruction.
 
     Raises `DataError`, with the remedy, if the name is unknown or the set cannot be loaded.
     """
-    template = "{prompt}" if plain else None
-    if name.endswith(".jsonl"):
-        return read_questions(Source(name), kind=kind, template=template)
+    source, dates = entry, None
+    if match := _WITH_DATES.fullmatch(entry):
+        source, *days = match.groups()
+        first, last = days[0] or "0001-01-01", days[1] or "9999-12-31"
+        try:
+            dates = date.fromisoformat(first), date.fromisoformat(last)
+        except ValueError as e:
+            raise DataError(f"evaluation set {entry!r}: {e}") from None
+    name, _, local = source.partition("=")
     benchmark = BENCHMARKS.get("".join(c for c in name.lower() if c.isalnum()))
-    if benchmark is None:
+    if "/" in name or name.endswith(SUFFIXES):
+        benchmark = DataSet(name, kind)
+    elif benchmark is None:
         names = ", ".join(BENCHMARKS)
-        raise DataError(f"evaluation set {name!r} is unknown: use one of {names}, or a .jsonl")
-    source = Source(local or benchmark.source, split=benchmark.split)
-    return read_questions(source, kind=benchmark.kind, fields=benchmark.fields, template=template)
+        raise DataError(
+            f"evaluation set {entry!r} is unknown: use one of {names}, a file, or owner/name"
+        )
+    return read_questions(
+        Source(local or benchmark.source, split=benchmark.split),
+        kind=benchmark.kind,
+        fields=benchmark.fields,
+        template="{prompt}" if plain else None,
+        dates=dates,
+    )

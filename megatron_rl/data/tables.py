@@ -9,6 +9,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def read_questions(
     kind: str = "math",
     fields: Fields | None = None,
     template: str | None = "{prompt}",
+    dates: tuple[date, date] | None = None,
 ) -> list[Question]:
     """Read all questions of a table.
 
@@ -107,6 +109,7 @@ def read_questions(
         kind: verifier of rows without a field `kind`.
         fields: names of the fields.
         template: text with `{prompt}` in it; None appends the verifier's answer-format instruction.
+        dates: keep the rows whose `contest_date` is in this range, both ends included.
 
     Raises `DataError`, with the location: unreadable source, broken row, repeated id, no rows.
     """
@@ -117,6 +120,8 @@ def read_questions(
     for index, row in enumerate(read_rows(source)):
         location = f"{source.path}{'' if is_file else f': {row.file}'}:{row.line}"
         try:
+            if dates is not None and not dates[0] <= _contest_date(row) <= dates[1]:
+                continue
             question = make_question(row, str(index), kind, fields or Fields())
         except DataError as e:
             raise DataError(f"{location}: {e}") from None
@@ -124,7 +129,8 @@ def read_questions(
             raise DataError(f"{location}: id {question.id!r} occurs twice")
         questions[question.id] = apply_template(question, template)
     if not questions:
-        raise DataError(f"{source.path}: no questions")
+        within = "" if dates is None else f" with a contest_date from {dates[0]} to {dates[1]}"
+        raise DataError(f"{source.path}: no questions{within}")
     return list(questions.values())
 
 
@@ -184,6 +190,16 @@ def make_conversation(row: TableRow, fields: Fields) -> tuple[list[Turn], str]:
     # Tables of a fixed type give every turn the keys of all.
     turns = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
     return turns[:-1], turns[-1]["content"]
+
+
+def _contest_date(row: TableRow) -> date:
+    if row.problem:
+        raise DataError(row.problem)
+    value = row.values.get("contest_date")
+    try:
+        return date.fromisoformat(str(value)[:10])  # of a day, or of a day and a time
+    except ValueError:
+        raise DataError(f"contest_date is {value!r}: a range of dates needs YYYY-MM-DD") from None
 
 
 def _turns(value: Any, role: str) -> list[Turn]:

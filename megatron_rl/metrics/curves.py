@@ -1,4 +1,4 @@
-"""The fits of a run: over all held-out prompts, and for each task."""
+"""The fits of a run: over all held-out prompts, and for each task and evaluation set."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,24 @@ def fit_run(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str
     return entry
 
 
-def fit_tasks(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
-    """Return the `tasks` entry of the summary: {task: {pass_rate, fit}}, empty for one task.
+def fit_parts(rows: list[Row], key: str, fit_compute: str, picture: Path) -> dict[str, Any]:
+    """Return the `tasks` or `sets` entry (`key`) of the summary: {name: {pass_rate, fit}}.
 
-    The picture has one panel for each task with a fit.
+    The picture has one panel for each name with a fit.
     """
     from megatron_rl.scaling.plot import save_panels
 
     entries: dict[str, Any] = {}
     curves: list[Fit] = []
-    for task in dict.fromkeys(name for row in evaluations for name in row.get("tasks") or {}):
-        rows = [row | row["tasks"][task] for row in evaluations if task in (row.get("tasks") or {})]
-        fitted, curve = fit_curve(rows, fit_compute, name=task)
-        entries[task] = {"pass_rate": ends(rows), "fit": fitted}
+    by_name: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        parts = row.get(key) if row["kind"] in ("eval", "sets") else None
+        for name, part in (parts or {}).items():
+            by_name.setdefault(name, {})[row["step"]] = row | part
+    for name, by_step in by_name.items():
+        evaluations = [by_step[step] for step in sorted(by_step)]
+        fitted, curve = fit_curve(evaluations, fit_compute, name=name)
+        entries[name] = {"pass_rate": ends(evaluations), "fit": fitted}
         if curve is not None:
             curves.append(curve)
             fitted["picture"] = picture.name
@@ -70,8 +75,9 @@ def fit_curve(
 
 
 def ends(evaluations: list[Row]) -> dict[str, Any]:
-    """Return the first and last pass rate, each {step, value, stderr}, or None without any."""
+    """Return the first and last pass rate, each {step, value, stderr, entropy}, or None."""
     names = {"step": "step", "value": "pass_rate", "stderr": "pass_rate_stderr"}
+    names["entropy"] = "eval_entropy"
     points = [{key: row.get(name) for key, name in names.items()} for row in evaluations]
     return {"first": points[0], "last": points[-1]} if points else {"first": None, "last": None}
 

@@ -5,6 +5,7 @@ Layout: UTF-8, one JSON object per line, each appended with one write.
     {"kind": "schema", "schema": "megatron_rl.metrics/1", "fields": {"loss": "... [nats]", ...}}
     {"kind": "event", "step": 0, "event": "started", "unix_seconds": 1.7e9}
     {"kind": "eval", "step": 0, "compute_tokens": 0, "pass_rate": 0.25, ...}
+    {"kind": "sets", "step": 0, "compute_tokens": 0, "sets": {"aime2025": {"pass_rate": 0.1, ...}}}
     {"kind": "step", "step": 0, "loss": -0.01, "grad_norm": null, "nonfinite": ["grad_norm"], ...}
 
 NaN and infinity, which JSON cannot represent, are written as null; `nonfinite` lists their names.
@@ -30,6 +31,8 @@ from megatron_rl.files import replace_file
 from megatron_rl.metrics.names import METRICS, SPENT
 
 SCHEMA = "megatron_rl.metrics/1"
+NUMBERED = ("step", "eval", "sets")
+"""Kinds of rows that belong to a step."""
 Row = dict[str, Any]
 
 
@@ -46,7 +49,7 @@ class MetricsWriter:
     """Appends rows to metrics.jsonl; one writer per file.
 
     All rows of an existing file are moved aside, or, to continue from the checkpoint with
-    `resume_step` updates, step rows from it on and eval rows after it; events stay.
+    `resume_step` updates, step rows from it on and evaluations after it; events stay.
 
     Raises:
         MetricsError: another live process writes this file, or it has another schema.
@@ -73,7 +76,7 @@ class MetricsWriter:
 
     def eval(self, row: Row) -> Row:
         """Append one evaluation and return it; `row["step"]` is the weight version."""
-        return self._write("eval", row)
+        return self._write("sets" if "sets" in row else "eval", row)
 
     def event(self, row: Row) -> Row:
         """Append an event and return it; `row["event"]` is its name."""
@@ -150,7 +153,7 @@ def _parse(line: bytes) -> Row | None:
     except ValueError:
         return None
     whole = isinstance(row, dict) and "kind" in row
-    return row if whole and (row["kind"] not in ("step", "eval") or "step" in row) else None
+    return row if whole and (row["kind"] not in NUMBERED or "step" in row) else None
 
 
 def _plain(name: str, value: Any, nonfinite: list[str]) -> Any:
@@ -181,7 +184,9 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
         )
     kept, dropped, spent = [_line(schema_row())], list[bytes](), dict[str, float]()
     # A kept row has a step below this; events are always kept.
-    end = {} if resume_step is None else {"step": resume_step, "eval": resume_step + 1}
+    end = {}
+    if resume_step is not None:
+        end = {kind: resume_step + (kind != "step") for kind in NUMBERED}
     for line, row in parsed:
         if row is not None and row["kind"] == "schema":
             continue

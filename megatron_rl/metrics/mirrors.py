@@ -1,6 +1,6 @@
 """Mirrors of metrics.jsonl: TensorBoard event files, and a Weights & Biases run.
 
-A row becomes `train/<name>` (kind `step`) or `eval/<name>` (kind `eval`) at its step, without text,
+A row becomes `train/<name>` (kind `step`) or `eval/<name>` (evaluations) at its step, without text,
 null and lists.
 """
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PREFIX = {"step": "train", "eval": "eval"}  # kind of a row -> prefix of its names
+PREFIX = {"step": "train", "eval": "eval", "sets": "eval"}  # kind of a row -> prefix of its names
 NOT_SHOWN = frozenset({"kind", "step", "unix_seconds", "nonfinite"})
 
 
@@ -17,15 +17,16 @@ class MirrorError(RuntimeError):
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row and of its tasks.
+    """Return the numbers of a row, of its tasks and of its evaluation sets.
 
     Example: `scalars({"kind": "step", "loss": 0.5, "ids": [1], "tasks": {"maths": {"x": 2}}})` is
     `{"loss": 0.5, "tasks/maths/x": 2.0}`.
     """
     shown = ((name, value) for name, value in row.items() if name not in NOT_SHOWN)
     values = {name: float(value) for name, value in shown if isinstance(value, int | float)}
-    for task, part in (row.get("tasks") or {}).items():
-        values |= {f"tasks/{task}/{name}": value for name, value in scalars(part).items()}
+    for key in ("tasks", "sets"):
+        for part, inner in (row.get(key) or {}).items():
+            values |= {f"{key}/{part}/{name}": value for name, value in scalars(inner).items()}
     return values
 
 
@@ -68,7 +69,7 @@ class TensorBoardMirror:
         self._add(first_step, time.time(), session_log=start)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Copy a row of kind `step` or `eval`; other kinds are left out."""
+        """Copy the row of a step or an evaluation; other kinds are left out."""
         if (prefix := PREFIX.get(row["kind"])) is None:
             return
         value = self._summaries.Summary.Value
@@ -129,12 +130,12 @@ class WandbMirror:
         except wandb.Error as e:
             raise MirrorError(f"metrics.wandb is {mode} and wandb did not start: {e}") from e
         id_file.write_text(self._run.id)
-        for prefix in PREFIX.values():
+        for prefix in set(PREFIX.values()):
             self._run.define_metric(f"{prefix}/step")
             self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
 
     def log(self, row: dict[str, Any]) -> None:
-        """Copy a row of kind `step` or `eval`; other kinds are left out."""
+        """Copy the row of a step or an evaluation; other kinds are left out."""
         if (prefix := PREFIX.get(row["kind"])) is None:
             return
         values: dict[str, Any] = {f"{prefix}/{k}": v for k, v in scalars(row).items()}

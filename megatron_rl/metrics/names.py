@@ -5,13 +5,14 @@ The table is also the file's first line. A new metric needs an entry here.
 
 METRICS: dict[str, str] = {  # name -> meaning and [unit]
     # every row
-    "kind": "`step` (one optimizer step), `eval` (one evaluation) or `event`",
+    "kind": "`step` (one optimizer step), `eval` (the held-out prompts at one weight version),"
+    " `sets` (an evaluation set at one weight version) or `event`",
     "unix_seconds": "time of writing the row [s since 1970]",
     "nonfinite": "names whose value was NaN or infinite (null in the row)",
-    "step": "step rows: index of the update, from 0; eval rows and events: weight version (updates"
-    " made before it) [optimizer steps]",
+    "step": "step rows: index of the update, from 0; all others: weight version (updates made"
+    " before it) [optimizer steps]",
     "event": "name of the event (event rows)",
-    # compute: cumulative, in every step and eval row
+    # compute: cumulative, in every row but events
     "compute_tokens": "completion tokens of trained batches and of evaluations, with work that a"
     " kill lost [tokens]",
     "compute_device_hours": "wall_seconds x ranks of trainer and generators (1 if they share a GPU)"
@@ -34,7 +35,10 @@ METRICS: dict[str, str] = {  # name -> meaning and [unit]
     "eval_seconds": "time from the first request to the last verdict [s]",
     "eval_completion_tokens_mean": "mean length of held-out completions [tokens]",
     "eval_truncated_fraction": "held-out completions truncated at the budget [fraction]",
+    "eval_entropy": "mean of -log p over the sampled tokens of held-out completions, without forced"
+    " tokens: an estimate of the policy's entropy at the sampling temperature [nats/token]",
     "tasks": "task -> the same names over its prompts (runs of several tasks)",
+    "sets": "evaluation set -> the same names over its prompts (`evaluation.sets`)",
     # rewards and prompts of a step
     "tokens": "completion tokens of the batch, including dropped prompts [tokens]",
     "tokens_trained": "completion tokens with a loss weight above 0 [tokens]",

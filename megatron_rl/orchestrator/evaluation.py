@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,15 @@ import numpy as np
 
 from megatron_rl import messages as m
 from megatron_rl.config import Evaluation, RunConfig
-from megatron_rl.data import Prompt
+from megatron_rl.data import PromptSet
+from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.generators import GeneratorState
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.rewards import Verdict
+
+HELDOUT = ""
+"""Name of the evaluation of the held-out prompts; the others have the names of their sets."""
 
 
 def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
@@ -24,9 +28,19 @@ def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
     Compute is proportional to steps here. With `every_steps` they are evenly spaced in steps.
     """
     if evaluation.every_steps is not None:
-        return sorted({*range(0, steps, evaluation.every_steps), steps})
+        return _every(evaluation.every_steps, steps)
     spaced = np.geomspace(evaluation.first_step, steps, evaluation.points)
     return sorted({0, *(round(float(s)) for s in spaced), steps})
+
+
+def _every(interval: int, steps: int) -> list[int]:
+    return sorted({*range(0, steps, interval), steps})
+
+
+def evaluations_in(rows: Iterable[Row]) -> set[tuple[str, int]]:
+    """Return the evaluations in metrics.jsonl as (name, step)."""
+    evaluated = [r for r in rows if r["kind"] in ("eval", "sets")]
+    return {(name, r["step"]) for r in evaluated for name in r.get("sets", [HELDOUT])}
 
 
 def steps_left(planned: Sequence[int], evaluated: set[int], first_step: int) -> set[int]:
@@ -48,16 +62,19 @@ EvaluatedSample = tuple[m.Sample, Verdict]
 
 @dataclass(slots=True)
 class EvaluationRun:
-    """A running evaluation: mean@n over the held-out prompts at one weight version."""
+    """A running evaluation: mean@n over the held-out prompts, or a set's, at one weight version."""
 
     step: int
-    tasks: Sequence[str]
-    """Task of each held-out prompt."""
+    tasks: dict[int, str]
+    """Prompt id -> task."""
     samples_per_prompt: int
     compute: dict[str, float]
     """Compute spent up to this version."""
+    name: str = HELDOUT
     samples: dict[tuple[int, int], EvaluatedSample] = field(default_factory=dict)
     """(prompt, index) -> completion and verdict."""
+    surprisals: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+    """(prompt, index) -> sum of -log p over the sampled tokens [nats], and their number."""
     started: float | None = None
 
     def check_versions(self, sample: m.Sample) -> None:
@@ -72,29 +89,39 @@ class EvaluationRun:
 
     def add(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verified completion."""
-        self.samples[sample.prompt_id, sample.index] = sample, verdict
+        key, (first, end) = (sample.prompt_id, sample.index), sample.forced
+        logprobs = sample.logprobs[:first] + sample.logprobs[end:]
+        self.surprisals[key] = -sum(logprobs), len(logprobs)
+        self.samples[key] = msgspec.structs.replace(sample, logprobs=[], routes=b""), verdict
 
     @property
     def complete(self) -> bool:
         """True once every completion is verified."""
         return len(self.samples) == len(self.tasks) * self.samples_per_prompt
 
-    def row(self, seconds: float) -> dict[str, Any]:
-        """Return the row of metrics.jsonl: pass rates with standard errors, and compute."""
-        rates = self._pass_rates(range(len(self.tasks)))
-        row = {"step": self.step, **self.compute, **rates, "eval_seconds": seconds}
-        if len(names := dict.fromkeys(self.tasks)) > 1:
-            row["tasks"] = {
-                name: self._pass_rates([p for p, task in enumerate(self.tasks) if task == name])
+    def row(self, seconds: float) -> Row:
+        """Return the row of metrics.jsonl: pass rates with standard errors, and compute.
+
+        The rates of a set are in `sets`, under its name.
+        """
+        rates = self._pass_rates(list(self.tasks))
+        row = {"step": self.step, **self.compute, "eval_seconds": seconds}
+        if self.name:
+            return row | {"sets": {self.name: rates}}
+        if len(names := dict.fromkeys(self.tasks.values())) > 1:
+            rates["tasks"] = {
+                name: self._pass_rates([p for p, task in self.tasks.items() if task == name])
                 for name in names
             }
-        return row
+        return row | rates
 
     def _pass_rates(self, prompts: Sequence[int]) -> dict[str, Any]:
         n = self.samples_per_prompt
-        samples = [self.samples[p, i] for p in prompts for i in range(n)]
+        keys = [(p, i) for p in prompts for i in range(n)]
+        samples = [self.samples[key] for key in keys]
         table = np.array([v.passed for _, v in samples], dtype=float).reshape(-1, n)
         truncated = [s.finish_reason == "length" for s, _ in samples]
+        nats, tokens = np.sum([self.surprisals[key] for key in keys], axis=0)
         return {
             "pass_rate": float(table.mean(axis=1).mean()),
             "pass_rate_stderr": sampling_stderr(table),
@@ -104,6 +131,7 @@ class EvaluationRun:
             "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
             "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s, _ in samples])),
             "eval_truncated_fraction": float(np.mean(truncated)),
+            "eval_entropy": float(nats / tokens),
         }
 
 
@@ -127,67 +155,92 @@ class Evaluations:
     def __init__(
         self,
         config: RunConfig,
-        heldout: list[Prompt],
+        prompts: PromptSet,
         metrics: RunMetrics,
         first_step: int,
         only: EvaluateOnly | None = None,
     ) -> None:
-        self._config, self._heldout, self._metrics, self._only = config, heldout, metrics, only
-        planned = [0] if only else evaluation_steps(config.evaluation, config.schedule.steps)
-        self.steps = steps_left(planned, metrics.evaluated_steps, first_step)
+        self._config, self._metrics, self._only = config, metrics, only
+        evaluation, steps = config.evaluation, config.schedule.steps
+        self.prompts = prompts.evaluated
+        """All prompts by id."""
+        self._parts = {HELDOUT: prompts.heldout, **prompts.sets}
+        self._names = [name for name, part in self._parts.items() for _ in part]
+        self._samples = {HELDOUT: evaluation.samples_per_prompt}
+        planned = {HELDOUT: [0] if only else evaluation_steps(evaluation, steps)}
+        for name in prompts.sets:
+            self._samples[name] = evaluation.sets[name].samples_per_prompt
+            planned[name] = _every(evaluation.sets[name].every_steps, steps)
+        self._due = {
+            (name, step)
+            for name in self._parts
+            for step in steps_left(
+                planned[name], {s for n, s in metrics.evaluated if n == name}, first_step
+            )
+        }
+        self.running: dict[tuple[str, int], EvaluationRun] = {}
+        """Evaluations by name and step until they are complete."""
+
+    @property
+    def steps(self) -> set[int]:
         """Steps to evaluate at; generators skip none of these versions."""
-        self.running: dict[int, EvaluationRun] = {}
-        """Evaluations by step until they are complete."""
+        return {step for _, step in self._due}
 
     def reach(self, version: int) -> None:
-        """Open the evaluation of a version, if one is planned, when its steps are trained."""
-        if version in self.steps:
-            tasks, n = [p.task for p in self._heldout], self._config.evaluation.samples_per_prompt
-            self.running[version] = EvaluationRun(version, tasks, n, self._metrics.compute())
+        """Open the evaluations of a version that are planned, when its steps are trained."""
+        for name, part in self._parts.items():
+            if (name, version) in self._due:
+                tasks, n = {p.id: p.task for p in part}, self._samples[name]
+                compute = self._metrics.compute()
+                self.running[name, version] = EvaluationRun(version, tasks, n, compute, name)
 
     def start(self, generator: GeneratorState) -> list[m.Generate]:
         """Hold a generator at its version and return the requests for its share of the prompts."""
-        step = generator.version
-        if step not in self.running:
-            return []
-        g, n = self._config.generation, self._config.evaluation.samples_per_prompt
+        step, g = generator.version, self._config.generation
+        names = [name for name in self._parts if (name, step) in self.running]
+        due = [prompt for name in names for prompt in self._parts[name]]
         number = int(generator.name.rpartition("-")[2])
-        share = self._heldout[number :: self._config.roles.engines]
-        if share:
-            generator.evaluations_left = len(share) * n
-            generator.in_flight += len(share) * n
-            run = self.running[step]
+        requests = []
+        for prompt in due[number :: self._config.roles.engines]:
+            run = self.running[self._names[prompt.id], step]
             run.started = run.started or time.monotonic()
-            self._metrics.sink.note("evaluating")
-        return [
-            m.Generate(
-                group=prompt.id,
-                prompt_id=prompt.id,
-                prompt=prompt.token_ids,
-                thinking_budgets=[g.thinking_budget_tokens[1]] * n,
-                answer_budget=g.answer_budget_tokens,
-                temperature=self._only.temperature if self._only else g.temperature,
-                evaluation=step,
+            requests.append(
+                m.Generate(
+                    group=prompt.id,
+                    prompt_id=prompt.id,
+                    prompt=prompt.token_ids,
+                    thinking_budgets=[g.thinking_budget_tokens[1]] * run.samples_per_prompt,
+                    answer_budget=g.answer_budget_tokens,
+                    temperature=self._only.temperature if self._only else g.temperature,
+                    evaluation=step,
+                )
             )
-            for prompt in share
-        ]
+        if requests:
+            completions = sum(len(request.thinking_budgets) for request in requests)
+            generator.evaluations_left = completions
+            generator.in_flight += completions
+            self._metrics.sink.note("evaluating")
+        return requests
 
     def arrived(self, generator: GeneratorState, sample: m.Sample) -> None:
         """Count a completion; the generator's last one frees it for the next version."""
-        self.running[sample.evaluation].check_versions(sample)
+        self._run_of(sample).check_versions(sample)
         generator.evaluations_left -= 1
         self._metrics.evaluation_completion(len(sample.token_ids))
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
-        """Add a verdict; the last one writes the row."""
-        run = self.running[sample.evaluation]
-        sample = msgspec.structs.replace(sample, logprobs=[], routes=b"")  # their bulk is unused
+        """Add a verdict; the last one of an evaluation writes its row."""
+        run = self._run_of(sample)
         run.add(sample, verdict)
         if self._only:
             with open(self._only.samples_file, "ab") as file:
-                file.write(msgspec.json.encode((sample, verdict)) + b"\n")
+                kept = run.samples[sample.prompt_id, sample.index]
+                file.write(msgspec.json.encode(kept) + b"\n")
         if run.complete:
-            del self.running[run.step]
-            self.steps.discard(run.step)
+            del self.running[run.name, run.step]
+            self._due.discard((run.name, run.step))
             now = time.monotonic()
             self._metrics.evaluation(run.row(now - (run.started or now)))
+
+    def _run_of(self, sample: m.Sample) -> EvaluationRun:
+        return self.running[self._names[sample.prompt_id], sample.evaluation]

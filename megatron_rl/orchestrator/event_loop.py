@@ -84,7 +84,7 @@ class Orchestrator:
         if state is not None:
             self._restore(state)
         self._first_step = first_step = self.groups.trained_steps
-        self.evaluations = Evaluations(config, prompts.heldout, metrics, first_step, evaluate_only)
+        self.evaluations = Evaluations(config, prompts, metrics, first_step, evaluate_only)
 
     async def run(self) -> m.TrainerDone:
         """Serve until the trainer is done and every evaluation is complete.
@@ -136,7 +136,7 @@ class Orchestrator:
             return done is not None
         if time.monotonic() - self._done_at > limit:
             raise RunError(
-                f"the evaluation of step {min(self.evaluations.running)} did not end within"
+                f"the evaluation of step {min(self.evaluations.steps)} did not end within"
                 f" timeouts.evaluation_seconds = {limit:g}: raise it, or take fewer samples"
                 " (evaluation.samples_per_prompt)"
             )
@@ -277,7 +277,7 @@ class Orchestrator:
 
     def _verify(self, sample: m.Sample) -> None:
         """Record the verdict now, or as an event (which raises the verifier's error)."""
-        prompts = self.prompts.train if sample.evaluation < 0 else self.prompts.heldout
+        prompts = self.prompts.train if sample.evaluation < 0 else self.evaluations.prompts
         verdict = self.verification.start(prompts[sample.prompt_id], sample)
         if isinstance(verdict, Verdict):
             self._record_verdict(sample, verdict)
@@ -332,6 +332,7 @@ class Orchestrator:
         state = State(
             step=request.step,
             fingerprint=self.prompts.fingerprint,
+            sets=self.prompts.set_fingerprints,
             prompts_per_step=self.config.schedule.prompts_per_step,
             consumed=self.groups.consumed,
             groups=saved_groups(self.groups.waiting),

@@ -20,6 +20,7 @@ from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.child_process import Spec
+from megatron_rl.orchestrator.evaluation import evaluations_in
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import load_state
@@ -52,13 +53,13 @@ def run_orchestrator(spec: Spec) -> None:
     state, step = None, None
     if spec.checkpoint:
         checkpoint = Path(spec.checkpoint)
-        state = load_state(checkpoint, prompts.fingerprint, config.schedule.prompts_per_step)
+        per_step, sets = config.schedule.prompts_per_step, prompts.set_fingerprints
+        state = load_state(checkpoint, prompts.fingerprint, per_step, sets)
         step = state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
     rows = read_metrics(path)
-    evaluated = {row["step"] for row in rows if row["kind"] == "eval"}
-    metrics = RunMetrics(sink, config.roles, evaluated, rows)
+    metrics = RunMetrics(sink, config.roles, evaluations_in(rows), rows)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     verification = Verification(config.verifier, prompts.verifiers, decode)
 

@@ -18,7 +18,7 @@ from megatron_rl.orchestrator.verification import Verification
 class RunMetrics:
     """Collects a row's values from several messages and writes the row once.
 
-    `evaluated_steps` and `rows` are in metrics.jsonl already (a resumed run).
+    metrics.jsonl has the evaluations `evaluated`, (name, step), and `rows` already (a resumed run).
 
     `advance` is the only clock. All devices of the roles count from the first request of the RL
     stage on. Of an interval, an evaluation has its fraction of the completions that all generators
@@ -30,12 +30,12 @@ class RunMetrics:
         self,
         sink: RunSink,
         roles: Roles,
-        evaluated_steps: set[int] | None = None,
+        evaluated: set[tuple[str, int]] | None = None,
         rows: Sequence[Row] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink, self._rows, self._clock = sink, rows, clock
-        self.evaluated_steps = evaluated_steps or set()
+        self.evaluated = evaluated or set()
         self._devices = roles.devices
         self._trainer_devices = roles.trainer_ranks
         self.active_parameters = self.aborted = self._aborted_before = 0
@@ -200,5 +200,4 @@ class RunMetrics:
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write the row of a complete evaluation."""
-        self.evaluated_steps.add(row["step"])
         self.sink.eval(row)

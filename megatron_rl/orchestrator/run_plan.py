@@ -37,6 +37,11 @@ def print_plan(config: RunConfig) -> None:
         f" {config.sequence_tokens}",
         "evaluation": f"{heldout} held-out prompts x {config.evaluation.samples_per_prompt}, at"
         f" steps {', '.join(str(x) for x in evaluation_steps(config.evaluation, s.steps))}",
+        **{
+            f"evaluation.sets.{name}": f"{one.source} x {one.samples_per_prompt}, every"
+            f" {one.every_steps} steps"
+            for name, one in config.evaluation.sets.items()
+        },
         **{config.task_key(name): _task(config, name) for name in config.tasks},
         "output": str(config.output_dir),
     }

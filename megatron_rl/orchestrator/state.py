@@ -7,7 +7,7 @@ which is renamed into place as one, so both parts are always of the same step.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Steps trained."""
     fingerprint: str
     """Hash of the data set."""
+    sets: dict[str, str] = {}
+    """Hash of each evaluation set."""
     prompts_per_step: int
     consumed: int
     """Groups below this index were trained."""
@@ -84,8 +86,12 @@ def save_state(state: State, directory: Path) -> None:
     (directory / FILE).write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
-def load_state(directory: Path, fingerprint: str, prompts_per_step: int) -> State:
+def load_state(
+    directory: Path, fingerprint: str, prompts_per_step: int, sets: Mapping[str, str] = {}
+) -> State:
     """Read the state of a checkpoint.
+
+    Evaluation sets may be new; one that is not must have the same questions.
 
     Raises:
         ConfigError: no such file, torn file, another format, another data set or step size.
@@ -105,6 +111,11 @@ def load_state(directory: Path, fingerprint: str, prompts_per_step: int) -> Stat
             f"{path}: made with another data set ({state.fingerprint}, now {fingerprint}); resume"
             " with the same task and seed, or start a new output_dir"
         )
+    for name, now in sets.items():
+        if state.sets.get(name, now) != now:
+            raise ConfigError(
+                f"{path}: evaluation.sets.{name} had other questions; give it another name"
+            )
     if state.prompts_per_step != prompts_per_step:
         raise ConfigError(
             f"schedule.prompts_per_step is {prompts_per_step}: the run in {path} has"

@@ -9,7 +9,8 @@ On disk, below `output_dir/checkpoints`:
     latest.json         {"format": 1, "step": 20, "directory": "step_000020"}
 
 All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
-after the rename. Recovery: the newest directory with a `trainer.json` counts (`find_latest`); a
+after the rename. Recovery: the newest directory with a `trainer.json` counts (`find_latest`), or
+the one of a step that is chosen, which moves newer ones to `checkpoints.old-<n>`; a
 `.tmp` directory or one without it was torn by a crash and is skipped with a warning. Each rank
 writes and reads its own shards, one tensor at a time; the format reshards over tensor, pipeline,
 context and data parallelism.
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,38 +122,54 @@ def load_weights(policy: Policy, directory: str | Path) -> None:
 
 def find_latest(directory: str | Path) -> Path | None:
     """Return the newest complete checkpoint below a `checkpoints` folder, or None."""
-    for path in _steps(Path(directory)):
-        if _read_json(path / "trainer.json") is not None:
-            return path
-        _log.warning("%s is incomplete (no readable trainer.json): skipped", path)
-    return None
+    return next(iter(_complete(Path(directory))), None)
 
 
 def resume_from(config: RunConfig, rank: int) -> Path | None:
-    """Return the checkpoint to resume from; without `resume`, an older run's are moved aside.
+    """Return the checkpoint to resume from; collective over the trainer ranks.
 
-    Ranks that torchrun restarted (`--max-restarts`) resume from the newest one.
+    Without `resume`, an older run's are moved aside; with a step, those after it. Ranks that
+    torchrun restarted (`--max-restarts`) resume from the newest one.
 
     Raises:
-        ConfigError: `resume` is set and there is none.
+        ConfigError: `resume` is set and there is none, or not the one of this step.
     """
     root = folder(config)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if config.resume or restarted:
-        latest = find_latest(root)
-        if latest is not None:
-            return latest
+    if config.resume is not False or restarted:
+        complete = _complete(root)
+        chosen = complete[:1]
+        if not isinstance(config.resume, bool) and not restarted:
+            chosen = [p for p in complete if _step(p) == config.resume]
+        if chosen:
+            dist.barrier()  # all ranks have read the folder
+            path = chosen[0]
+            if rank == 0 and path != complete[0]:
+                _move_aside(root, complete[: complete.index(path)])
+                _write_json(root / "latest.json", {"step": _step(path), "directory": path.name})
+            dist.barrier()
+            return path
         if not restarted:
+            steps = ", ".join(str(_step(p)) for p in reversed(complete))
+            remedy = f"it has those of steps {steps}" if steps else "start without --resume"
+            which = "" if config.resume is True else f" of step {config.resume}"
             raise ConfigError(
-                f"resume is true: {root} holds no complete checkpoint; start without --resume"
+                f"resume is {config.resume}: {root} holds no complete checkpoint{which}; {remedy}"
             )
     if rank == 0 and root.exists():
-        n = 1
-        while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
-            n += 1
-        root.rename(aside)
+        _move_aside(root, root.iterdir())
     dist.barrier()
     return None
+
+
+def _move_aside(root: Path, paths: Iterable[Path]) -> None:
+    """Move checkpoints to `checkpoints.old-<n>`."""
+    n = 1
+    while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
+        n += 1
+    for path in list(paths):
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
 
 
 def _layout(config: RunConfig) -> dict[str, Any]:
@@ -221,20 +238,30 @@ def _load_modules(policy: Policy, state: dict[str, Any]) -> None:
         module.load_state_dict(state[key], strict=False)
 
 
-def _steps(directory: Path) -> list[Path]:
-    """Return the directories `step_*`, newest first, incomplete ones included."""
-    steps = []
+def _complete(directory: Path) -> list[Path]:
+    """Return the complete checkpoints below a `checkpoints` folder, newest first."""
+    complete = []
     for path in directory.glob("step_*"):
         if path.suffix == ".tmp":
             _log.warning("%s was left by a save that did not end: skipped", path)
-        elif path.is_dir() and path.name.removeprefix("step_").isdigit():
-            steps.append(path)
-    return sorted(steps, key=lambda p: int(p.name.removeprefix("step_")), reverse=True)
+        elif not path.is_dir() or not path.name.removeprefix("step_").isdigit():
+            continue
+        elif _read_json(path / "trainer.json") is None:
+            _log.warning("%s is incomplete (no readable trainer.json): skipped", path)
+        else:
+            complete.append(path)
+    return sorted(complete, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _remove_old(config: RunConfig) -> None:
-    complete = [p for p in _steps(folder(config)) if (p / "trainer.json").is_file()]
-    for path in complete[config.checkpoint.keep :]:
+    c = config.checkpoint
+    for path in _complete(folder(config))[c.keep :]:
+        if c.keep_every and _step(path) % c.keep_every == 0:
+            continue
         # First: a directory without it is incomplete, should the removal be interrupted.
         (path / "trainer.json").unlink()
         shutil.rmtree(path)

@@ -105,7 +105,7 @@ def test_benchmarks_are_found_by_name_and_read_from_a_local_copy(tmp_path: Path)
     row = {"problem": "p", "answer": "7", "unique_id": "u/1", "level": 5}
     path = write(tmp_path / "copy.jsonl", row)
     for name in ("MATH-500", "math500"):
-        (question,) = load_benchmark(name, local=path)
+        (question,) = load_benchmark(f"{name}={path}")
         assert (question.id, question.gold, question.difficulty) == ("u/1", "7", "5")
         assert "\\boxed{}" in question.prompt
     assert load_benchmark(str(path))[0].gold == "7"
@@ -120,7 +120,7 @@ def test_livecodebench_carries_the_tests_and_the_functions_name(tmp_path: Path) 
         "private_test_cases": '[{"input": "4", "output": "8", "testtype": "functional"}]',
         "metadata": '{"func_name": "double"}',
     }
-    (question,) = load_benchmark("LiveCodeBench", local=write(tmp_path / "lcb.jsonl", row))
+    (question,) = load_benchmark(f"LiveCodeBench={write(tmp_path / 'lcb.jsonl', row)}")
     assert (question.kind, question.difficulty) == ("code", "easy")
     assert question.meta == {"metadata": '{"func_name": "double"}'}
 
@@ -150,7 +150,7 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
             "metadata": "{}",
         },
     )
-    called, read = load_benchmark("livecodebench", path)
+    called, read = load_benchmark(f"livecodebench={path}")
     assert "```python\nclass Solution:\n    def count(self, nums):\n```" in called.prompt
     assert called.prompt.startswith("Count the even ones.")
     assert called.meta == {"metadata": '{"func_name": "count"}'}

@@ -48,7 +48,7 @@ def test_the_first_line_explains_the_file(path: Path) -> None:
 
 
 def test_every_metric_has_a_meaning_and_numbers_have_a_unit() -> None:
-    text = {"kind", "nonfinite", "event", "message", "phase", "file", "tasks"}
+    text = {"kind", "nonfinite", "event", "message", "phase", "file", "tasks", "sets"}
     for name, meaning in METRICS.items():
         assert len(meaning) > 5, name
         assert name in text or meaning.rstrip().endswith("]"), f"{name}: which unit?"

@@ -69,7 +69,14 @@ def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
             for i, name in enumerate(named)
         ]
 
-    return PromptSet(some("train_prompts", 100), some("heldout_prompts", 900), "fingerprint")
+    heldout, sets = some("heldout_prompts", 900), {}
+    for name in config.evaluation.sets:
+        first = len(heldout) + sum(map(len, sets.values()))
+        sets[name] = [
+            Prompt(first + i, f"{name}{i}", [1, 7, 3], str(i), name, kind) for i in range(3)
+        ]
+    fingerprints = {name: f"{len(one)} of {name}" for name, one in sets.items()}
+    return PromptSet(some("train_prompts", 100), heldout, "fingerprint", sets, fingerprints)
 
 
 def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
@@ -355,6 +362,7 @@ def run(
 ):
     """Run to the end and return the rows and the peers.
 
+    `evaluated` are steps of the held-out prompts, or (set, step), that the run has had already.
     `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
     A resumed run has the rows `written` in its file.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
@@ -373,11 +381,12 @@ def run(
         if resume:
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
         rows = Rows()
+        made = {one if isinstance(one, tuple) else ("", one) for one in evaluated or ()}
         orchestrator = Orchestrator(
             config,
             prompt_set(config, kind),
             verification,
-            RunMetrics(rows, config.roles, evaluated, written, clock),
+            RunMetrics(rows, config.roles, made, written, clock),
             socket,
             state,
             evaluate_only,

@@ -94,8 +94,7 @@ def load_sets(
 ) -> results.Sets:
     """Load at most `limit` questions of each set; the run's held-out prompts are a set per task.
 
-    A name is `run`, one of `data.published.BENCHMARKS`, `name=path` of a local copy, or a .jsonl
-    file, whose rows without a `kind` have the verifier `kind`.
+    A name is `run`, or an entry of `data.published.load_benchmark` with the verifier `kind`.
 
     Raises:
         DataError: no such set, one that cannot be read, or two of one name.
@@ -109,9 +108,9 @@ def load_sets(
             for p in heldout:
                 new.setdefault(f"run/{p.task}" if several else "run", []).append((str(p.id), p))
         else:
-            file, _, local = name.partition("=")
+            file = name.partition("=")[0]
             label = Path(file).stem if file.endswith(".jsonl") else file
-            numbered = enumerate(load_benchmark(file, local or None, kind=kind))
+            numbered = enumerate(load_benchmark(name, kind=kind))
             new[label] = [(q.id, make_prompt(q, i, label, tokenizer, form)) for i, q in numbered]
         if doubled := sets.keys() & new:
             raise DataError(f"evaluation sets: {', '.join(doubled)} is named twice")

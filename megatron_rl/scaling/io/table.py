@@ -77,8 +77,8 @@ def is_number(text: str) -> bool:
 
 
 def _task(column: str) -> str:
-    """Return the task of `tasks.<task>.<reward>` or `eval/tasks/<task>/<reward>`, else ""."""
-    match = re.search(r"(?:^|[./])tasks[./](.+)[./][^./]+$", column)
+    """Return the task (or set) of `tasks.<task>.<reward>` or `eval/sets/<set>/<reward>`, or ""."""
+    match = re.search(r"(?:^|[./])(?:tasks|sets)[./](.+)[./][^./]+$", column)
     return match[1] if match else ""
 
 
@@ -95,10 +95,15 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
         reward = _find_column(table, wanted, REWARD_NAMES, "reward")
         reward_name = re.split("[./]", reward)[-1]
         groups = _groups(table, options)
-        pattern = re.escape(reward.replace(reward_name, "")) + rf"tasks[./].+[./]{reward_name}"
+        above = re.escape(reward.replace(reward_name, ""))
+        pattern = rf"{above}(?:tasks|sets)[./].+[./]{reward_name}"
         tasks = {f":{_task(c)}": c for c in table.columns if re.fullmatch(pattern, c)}
         columns = {"": reward, **tasks}.items()
-        selection = [(n + end, column, r) for end, column in columns for n, r in groups.items()]
+        selection = [
+            (n + end, column, [row for row in r if _may_have(row[1], column)])
+            for end, column in columns
+            for n, r in groups.items()
+        ]
     series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
     names = [s.name for s in series]
     for name in options.series or ():
@@ -106,6 +111,11 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
             others = f"There are: {', '.join(names)}"
             raise PointsError(f"no series '{name}'", others, file=table.source)
     return [s for s in series if not options.series or s.name in options.series]
+
+
+def _may_have(cells: dict[str, Any], column: str) -> bool:
+    """Return False for a row of metrics.jsonl that evaluates other prompts than a column's."""
+    return cells.get("kind") not in ("eval", "sets") or column in cells
 
 
 def _find_column(table: Table, wanted: str | None, known: Sequence[str], purpose: str) -> str:
