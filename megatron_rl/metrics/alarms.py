@@ -12,6 +12,7 @@ from megatron_rl.metrics.metrics_file import Row
 
 ENOUGH_COMPLETIONS, MOST_STEPS = 100, 3
 TRUNCATED_FRACTION = 0.1
+_COUNTS = ("completions", "completions_truncated", "prompts_differing")
 CAUSES = {  # most frequent verdict -> likely cause and remedy
     "no_answer": "the answer is not where the verifier looks: compare generation.think_end,"
     " interruption_phrase and verifier.math.boxed with the model's completions (`megatron-rl"
@@ -37,51 +38,47 @@ class Alarms:
     def check(self, row: Row) -> dict[str, str]:
         """Return the messages of the alarms after one more step, by name."""
         self._rows.append(row)
-        newest, alarms = _newest(self._rows), {}
-        completions = sum(r["completions"] for r in newest)
-        truncated = sum(r["completions_truncated"] for r in newest)
-        if newest and truncated >= TRUNCATED_FRACTION * completions:
+        if (newest := _joined(self._rows)) is None:
+            return {}
+        completions, truncated, differing = (newest[name] for name in _COUNTS)
+        alarms = {}
+        if truncated >= TRUNCATED_FRACTION * completions:
             alarms["truncated"] = (
                 f"{truncated / completions:.0%} of {completions} completions were truncated; 10-15%"
                 " destabilize training, and under 5% is healthy: raise"
                 " generation.answer_budget_tokens, or interrupt thinking (generation.interruption)"
             )
-        if newest and not sum(r["prompts_differing"] for r in newest):
-            name = "no_answer" if _without_answer(newest) else "no_difference"
+        if not differing:
+            name = "no_answer" if newest["verdicts"].keys() == {"no_answer"} else "no_difference"
             alarms[name] = f"no prompt has two rewards, nothing is learned: {diagnosis(newest)}"
         for task in row.get("tasks", {}):
-            if _without_answer(part := _newest([r["tasks"][task] for r in self._rows])):
+            part = _joined([r["tasks"][task] for r in self._rows])
+            if part and part["verdicts"].keys() == {"no_answer"}:
                 alarms[f"no_answer/{task}"] = f"task {task} has no answers: {diagnosis(part)}"
         return alarms
 
 
-def diagnosis(rows: Sequence[Row]) -> str:
-    """Return verdicts, rewards and likely cause, where the rewards of no prompt differ."""
-    counts, row = _verdicts(rows), rows[0]
-    verdict = "mixed" if 0 < counts["correct"] < counts.total() else max(counts, key=counts.get)  # type: ignore[arg-type]
-    shown = [f"{n} {name}" for name, n in counts.items() if n]
-    each = "each" if len(shown) == 1 else "mean"
+def diagnosis(row: Row) -> str:
+    """Return verdicts, reward and likely cause, where the rewards of no prompt differ."""
+    counts: dict[str, int] = row["verdicts"]
+    mixed = 0 < counts.get("correct", 0) < sum(counts.values())
+    cause = CAUSES["mixed" if mixed else max(counts, key=counts.__getitem__)]
+    shown = [f"{n} {name}" for name, n in counts.items()]
+    each = "each" if len(counts) == 1 else "mean"
     shown.append(
         f"{each} reward {row['reward_mean']:+.3g}" if "reward_mean" in row else "no reward"
     )
     if reason := row.get("frequent_failure"):
         shown.append(f"most often: {reason}")
-    return f"{', '.join(shown)}. Likely cause: {CAUSES[verdict]}"
+    return f"{', '.join(shown)}. Likely cause: {cause}"
 
 
-def _newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the newest rows, the last one first; none while they are too few."""
-    chosen: list[Row] = []
-    for row in reversed(rows):
-        chosen.append(row)
-        if sum(r["completions"] for r in chosen) >= ENOUGH_COMPLETIONS:
-            return chosen
-    return chosen if len(chosen) == MOST_STEPS else []
-
-
-def _verdicts(rows: Sequence[Row]) -> Counter[str]:
-    return sum((Counter(row["verdicts"]) for row in rows), Counter())
-
-
-def _without_answer(rows: Sequence[Row]) -> bool:
-    return set(_verdicts(rows)) == {"no_answer"}
+def _joined(rows: Sequence[Row]) -> Row | None:
+    """Return the newest rows as one, with the last one's means; None while they are too few."""
+    counts, verdicts = Counter[str](), Counter[str]()
+    for number, row in enumerate(reversed(rows), 1):
+        counts.update({name: row.get(name, 0) for name in _COUNTS})
+        verdicts.update(row["verdicts"])
+        if counts["completions"] >= ENOUGH_COMPLETIONS or number == MOST_STEPS:
+            return {**rows[-1], **counts, "verdicts": verdicts}
+    return None

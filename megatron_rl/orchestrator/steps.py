@@ -81,5 +81,5 @@ class StepBuilder:
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"
                 " rewards; that is more than algorithm.refill_max_ratio ="
                 f" {a.refill_max_ratio:g} times schedule.prompts_per_step = {s.prompts_per_step}:"
-                f" {diagnosis([task_metrics(complete, [])])}; or set algorithm.refill false"
+                f" {diagnosis(task_metrics(complete, []))}; or set algorithm.refill false"
             )

@@ -114,7 +114,7 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "loss": total["loss"],
         "ratio_mean": mean,
         "ratio_max": ratio_max,
-        "ratio_min": -minus_ratio_min,
+        "ratio_min": abs(minus_ratio_min),
         "ratio_std": max(total["ratio_squared"] / n - mean**2, 0.0) ** 0.5,
         "clipped_fraction": total["clipped"] / n,
         "corrected_fraction": total["corrected"] / n,

@@ -37,7 +37,7 @@ def test_compute_flops_of_scout_count_17b_parameters_per_token() -> None:
     metrics = RunMetrics(sink, config.roles)
     metrics.active_parameters = active
     metrics.evaluation_completion(50)
-    metrics.batch(0, {"tokens": 1000, "completions": 10})
+    metrics.batch(0, {"tokens": 1000, "completions": 10, "verdicts": {}})
     metrics.step(
         messages.StepDone(
             step=0,
