@@ -12,10 +12,7 @@ All = Annotated[bool, typer.Option("--all", help="All keys, with those of machin
 RECIPE_SECTIONS = ("algorithm", "schedule", "generation", "optimizer", "precision")
 """The subjects of a recipe, with the rewards of `verifier`; the other sections depend on the
 machine, the task and the run."""
-REASONS = {
-    "inferred": "inferred from the source, which does not print them",
-    "choices": "choices on which the source says nothing",
-}
+REASONS = {"inferred": "inferred from the source", "choices": "on which the source says nothing"}
 
 
 @app.callback(invoke_without_command=True)

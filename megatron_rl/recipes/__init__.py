@@ -69,15 +69,13 @@ def load(name: str) -> Recipe:
         raise ConfigError(f"recipe is {name!r}: no such recipe; there are {', '.join(entries)}")
     entry = entries[name]
     base = load(entry["base"]) if entry.get("base") else Recipe("", "", "", "", "", {}, {}, {})
-    values = merge(base.values, entry.get("values") or {})
-    keys = dict(flatten(values))
+    own = entry.get("values") or {}
+    values = merge(base.values, own)
     inferred, choices = entry.get("inferred") or {}, entry.get("choices") or {}
-    if unknown := sorted({**inferred, **choices}.keys() - keys):
-        raise ConfigError(
-            f"recipe {name}: inferred or choices has {unknown}, no keys of its values"
-        )
-    own = {**dict(flatten(entry.get("values") or {})), **inferred, **choices}
-    above = keys.keys() - own
+    keys, given = dict(flatten(values)).keys(), {**inferred, **choices}.keys()
+    if unknown := sorted(given - keys):
+        raise ConfigError(f"recipe {name}: {unknown} of inferred or choices have no value in it")
+    above = keys - given - dict(flatten(own)).keys()
     return Recipe(
         name=name,
         summary=entry["summary"],
