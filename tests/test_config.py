@@ -15,6 +15,7 @@ from megatron_rl.config import (
     Section,
     describe,
     load_config,
+    save_config,
 )
 
 LEAVES = {key: (kind, default, text) for key, kind, default, text in describe()}
@@ -307,10 +308,36 @@ def test_a_type_is_written_as_in_yaml_with_its_bounds() -> None:
         (["--resume=false"], False),
         (["--resume", "False", "--seed", "3"], False),
         (["--no-resume"], False),
+        (["--resume", "1"], 1),
+        (["--resume=0", "--seed", "3"], 0),
+        (["--resume", "200"], 200),
     ],
 )
-def test_a_switch_may_have_a_value(overrides: list[str], value: bool) -> None:
-    assert load_config(None, overrides).resume is value
+def test_a_switch_may_have_a_value(overrides: list[str], value: bool | int) -> None:
+    resume = load_config(None, overrides).resume
+    assert (type(resume), resume) == (type(value), value)
+
+
+def test_evaluation_sets_are_given_by_name(tmp_path: Path) -> None:
+    one = "  {}: {{source: livecodebench@2025-01-01..2025-06-30, every_steps: 500}}\n"
+    path = tmp_path / "run.yaml"
+    path.write_text("evaluation:\n sets:\n" + one.format("lcb"))
+    config = load_config(path, ["--evaluation.sets.lcb.samples_per_prompt", "4"])
+    lcb = config.evaluation.sets["lcb"]
+    assert (lcb.every_steps, lcb.samples_per_prompt) == (500, 4)
+    assert load_config(save_config(config.model_copy(update={"output_dir": tmp_path}))) == (
+        config.model_copy(update={"output_dir": tmp_path})
+    )
+    assert "evaluation.sets.<name>.every_steps" in LEAVES
+    for name, message in (
+        ("arithmetic", "'arithmetic' is that of a task"),
+        ("a/b", "one of . / :"),
+    ):
+        path.write_text("evaluation:\n sets:\n" + one.format(name))
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+    with pytest.raises(ConfigError, match="evaluation.sets.lcb.source is missing"):
+        load_config(None, ["--evaluation.sets.lcb.every_steps", "4"])
 
 
 # ---------------------------------------------------------------- tasks

@@ -185,3 +185,36 @@ def test_the_format_is_the_models_own(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps(settings))
     assert read_format(tmp_path, "<think>")("1+1") == "<bos>(1+1)=<think>"
+
+
+def test_evaluation_sets_have_prompts_of_their_own_with_a_warning_of_overlaps(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i}+{i}=?", "answer": str(2 * i), "kind": "exact"} for i in (0, 7, 50)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = {name: {"source": str(path), "every_steps": 5} for name in ("first", "second")}
+    values = data_set(tmp_path, heldout_prompts=5).model_dump()
+    both = RunConfig.model_validate(values | {"evaluation": {"sets": sets}})
+    plain, prompts = load_prompts(data_set(tmp_path), tokenizer), load_prompts(both, tokenizer)
+    assert (prompts.train, prompts.heldout) == (plain.train, plain.heldout)
+    assert prompts.fingerprint == plain.fingerprint  # a set may be new in a resumed run
+    assert [p.id for p in prompts.evaluated] == list(range(5 + 3 + 3))
+    assert [p.text for p in prompts.sets["second"]] == [
+        f"<bos>{row['prompt']}<think>" for row in rows
+    ]
+    assert {p.task for p in prompts.sets["second"]} == {"second"}
+    assert prompts.verifiers == ["exact", "math"]
+    assert prompts.set_fingerprints["first"] == prompts.set_fingerprints["second"]
+    trained = {p.text for p in prompts.train} & {p.text for p in prompts.sets["first"]}
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2 and trained
+    assert f"evaluation.sets.first: {len(trained)} of 25 training prompts of task ov" in warnings[0]
+    assert f"--against {path}" in warnings[0]
+    # Without an overlap there is no warning; a prompt that is too long is an error of the set.
+    path.write_text(json.dumps({"prompt": "12345-6789=?", "answer": "1", "kind": "exact"}) + "\n")
+    load_prompts(both, tokenizer)
+    assert capsys.readouterr().err == ""
+    short = {"generation": {"max_prompt_tokens": 9}}
+    with pytest.raises(ConfigError, match=r"evaluation.sets.first has 14 tokens; raise it$"):
+        load_prompts(RunConfig.model_validate(both.model_dump() | short), tokenizer)

@@ -125,6 +125,29 @@ def test_livecodebench_carries_the_tests_and_the_functions_name(tmp_path: Path) 
     assert question.meta == {"metadata": '{"func_name": "double"}'}
 
 
+def test_a_range_of_dates_keeps_the_problems_of_its_contests(tmp_path: Path) -> None:
+    days = ("2024-12-31T23:00:00", "2025-01-01T00:00:00", "2025-06-30", "2025-07-01")
+    rows = [
+        {"question_content": f"Problem {i}.", "question_id": f"q{i}", "contest_date": day,
+         "private_test_cases": "[]", "metadata": "{}"}
+        for i, day in enumerate(days)
+    ]  # fmt: skip
+    lcb = f"livecodebench={write(tmp_path / 'lcb.jsonl', *rows)}"
+    for dates, kept in (
+        ("", "0123"), ("@2025-01-01..2025-06-30", "12"), ("@2025-01-01..", "123"),
+        ("@..2025-01-01", "01"), ("@2025-07-01..2025-07-01", "3"),
+    ):  # fmt: skip
+        assert [q.id for q in load_benchmark(lcb + dates)] == [f"q{i}" for i in kept]
+    undated = write(tmp_path / "x.jsonl", {"prompt": "p", "answer": "7"})
+    for entry, message in (
+        (f"{lcb}@2026-01-01..", "no questions with a contest_date from 2026-01-01 to 9999-12-31"),
+        (f"{lcb}@2025-02-30..", "day is out of range"),
+        (f"{undated}@2025-01-01..", r"x\.jsonl:1: contest_date is None: a range of dates needs"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_benchmark(entry)
+
+
 def test_an_unknown_benchmark_names_the_known_ones() -> None:
     with pytest.raises(DataError, match=r"'aime1999' is unknown: use one of aime2024"):
         load_benchmark("aime1999")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.model import Policy
 from tests.trainer.cases import run_config, world_of_one, write_model
@@ -52,6 +52,45 @@ def test_the_newest_are_kept_and_a_step_can_be_saved_again(run: tuple[RunConfig,
     for step in (2, 10, 30, 30):
         checkpoint.save(config, policy, step)
     assert names(config) == ["latest.json", "step_000010", "step_000030"]
+
+
+def test_steps_of_the_rule_stay_and_a_run_resumes_from_a_chosen_one(
+    run: tuple[RunConfig, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, policy = run
+    rule = config.checkpoint.model_copy(update={"keep": 1, "keep_every": 20})
+    config = config.model_copy(update={"checkpoint": rule})
+    for step in (10, 20, 30, 40, 50):
+        checkpoint.save(config, policy, step)
+    kept = ["step_000020", "step_000040", "step_000050"]
+    assert names(config) == ["latest.json", *kept]
+
+    def resume(value: bool | int) -> Path | None:
+        return checkpoint.resume_from(config.model_copy(update={"resume": value}), 0)
+
+    with pytest.raises(ConfigError, match="of step 30; it has those of steps 20, 40, 50"):
+        resume(30)
+    newest = resume(True)
+    assert newest is not None and newest.name == "step_000050"
+    assert names(config) == ["latest.json", *kept]
+    chosen = resume(20)
+    assert chosen is not None and checkpoint.load(config, policy, chosen) == 20
+    assert names(config) == ["latest.json", "step_000020"]
+    aside = config.output_dir / "checkpoints.old-1"
+    assert sorted(p.name for p in aside.iterdir()) == kept[1:]
+    latest = json.loads((checkpoint.folder(config) / "latest.json").read_text())
+    assert latest["directory"] == "step_000020"
+    # Ranks that torchrun restarts with the same command go on from the newest one.
+    checkpoint.save(config, policy, 30)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    newest = resume(20)
+    assert newest is not None and newest.name == "step_000030"
+    assert names(config) == ["latest.json", "step_000020", "step_000030"]
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert resume(False) is None  # a new run
+    assert names(config) == []
+    with pytest.raises(ConfigError, match="no complete checkpoint of step 0; start without"):
+        resume(0)
 
 
 def test_a_failed_state_writer_leaves_the_previous_checkpoint(

@@ -11,8 +11,9 @@ from typer import Argument, Option
 app = typer.Typer()
 
 PATH_HELP = "Hugging Face directory, checkpoint of a run, or a run's folder (its newest)."
-DATA_HELP = """aime2024, aime2025, math500, livecodebench, NAME=PATH of a local copy, a .jsonl, or
-`run`: the run's own held-out prompts (default). Can be repeated."""
+DATA_HELP = """aime2024, aime2025, math500, livecodebench, NAME=PATH of a local copy, a file, or
+`run`: the run's own held-out prompts (default); with @FIRST..LAST, of contests in this range of
+dates. Can be repeated."""
 Samples = Annotated[int | None, Option(min=1, help="Completions per prompt; default: the run's.")]
 Temperature = Annotated[float | None, Option(min=0.0, help="Temperature; default: the run's.")]
 Verifier = Annotated[str, Option(help="Verifier of a .jsonl whose rows name no `kind`.")]
