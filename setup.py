@@ -125,6 +125,7 @@ setup(
     package_data={
         "megatron_rl": [
             "py.typed",
+            "metrics/*.yaml",
             "recipes/*.yaml",
             "commands/*/*.yaml",
             "kernels/csrc/*",
