@@ -9,7 +9,7 @@ On disk, below `output_dir/checkpoints`:
     latest.json         {"format": 1, "step": 20, "directory": "step_000020"}
 
 All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
-after the rename. Recovery: the newest directory with a `trainer.json` counts (`find_latest`), or
+after the rename. Recovery: the newest directory with a `trainer.json` counts (`resume_from`), or
 the one of a step that is chosen, which moves newer ones to `checkpoints.old-<n>`; a
 `.tmp` directory or one without it was torn by a crash and is skipped with a warning. Each rank
 writes and reads its own shards, one tensor at a time; the format reshards over tensor, pipeline,
@@ -120,11 +120,6 @@ def load_weights(policy: Policy, directory: str | Path) -> None:
     policy.optimizer.reload_model_params()
 
 
-def find_latest(directory: str | Path) -> Path | None:
-    """Return the newest complete checkpoint below a `checkpoints` folder, or None."""
-    return next(iter(_complete(Path(directory))), None)
-
-
 def resume_from(config: RunConfig, rank: int) -> Path | None:
     """Return the checkpoint to resume from; collective over the trainer ranks.
 
@@ -137,13 +132,11 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     root = folder(config)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.resume is not False or restarted:
-        complete = _complete(root)
-        chosen = complete[:1]
-        if not isinstance(config.resume, bool) and not restarted:
-            chosen = [p for p in complete if _step(p) == config.resume]
-        if chosen:
+        complete = find_complete(root)
+        newest = restarted or config.resume is True
+        path = next((p for p in complete if newest or _step(p) == config.resume), None)
+        if path is not None:
             dist.barrier()  # all ranks have read the folder
-            path = chosen[0]
             if rank == 0 and path != complete[0]:
                 _move_aside(root, complete[: complete.index(path)])
                 _write_json(root / "latest.json", {"step": _step(path), "directory": path.name})
@@ -238,7 +231,7 @@ def _load_modules(policy: Policy, state: dict[str, Any]) -> None:
         module.load_state_dict(state[key], strict=False)
 
 
-def _complete(directory: Path) -> list[Path]:
+def find_complete(directory: Path) -> list[Path]:
     """Return the complete checkpoints below a `checkpoints` folder, newest first."""
     complete = []
     for path in directory.glob("step_*"):
@@ -259,7 +252,7 @@ def _step(path: Path) -> int:
 
 def _remove_old(config: RunConfig) -> None:
     c = config.checkpoint
-    for path in _complete(folder(config))[c.keep :]:
+    for path in find_complete(folder(config))[c.keep :]:
         if c.keep_every and _step(path) % c.keep_every == 0:
             continue
         # First: a directory without it is incomplete, should the removal be interrupted.

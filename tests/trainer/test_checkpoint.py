@@ -34,13 +34,13 @@ def test_state_is_written_into_the_same_directory_before_it_counts(
     config, policy = run
 
     def write_state(step: int, directory: str) -> None:
-        assert checkpoint.find_latest(checkpoint.folder(config)) is None
+        assert not checkpoint.find_complete(checkpoint.folder(config))
         assert not (Path(directory) / "trainer.json").exists()
         (Path(directory) / "orchestrator.json").write_text("{}")
 
     # A model that never stepped can be saved as well.
     path = checkpoint.save(config, policy, 0, write_state)
-    assert path == checkpoint.find_latest(checkpoint.folder(config))
+    assert [path] == checkpoint.find_complete(checkpoint.folder(config))
     assert sorted(p.name for p in path.iterdir()) == ["model", "orchestrator.json", "trainer.json"]
     latest = json.loads((checkpoint.folder(config) / "latest.json").read_text())
     assert latest == {"format": 1, "step": 0, "directory": "step_000000"}
@@ -104,7 +104,7 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
 
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(config, policy, 2, fails)
-    assert checkpoint.find_latest(checkpoint.folder(config)) == good
+    assert checkpoint.find_complete(checkpoint.folder(config)) == [good]
     assert "step_000002.tmp was left by a save that did not end" in caplog.text
     checkpoint.save(config, policy, 2)
     assert names(config) == ["latest.json", "step_000001", "step_000002"]
@@ -119,10 +119,10 @@ def test_torn_directories_are_passed_over_with_a_warning(
     shutil.copytree(good, torn)
     (torn / "trainer.json").write_text('{"format": 1, "st')
     good.with_name("step_000010").mkdir()
-    assert checkpoint.find_latest(checkpoint.folder(config)) == good
+    assert checkpoint.find_complete(checkpoint.folder(config)) == [good]
     assert "step_000009 is incomplete" in caplog.text
     assert "step_000010 is incomplete" in caplog.text
-    assert checkpoint.find_latest(config.output_dir / "nowhere") is None
+    assert checkpoint.find_complete(config.output_dir / "nowhere") == []
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         checkpoint.load(config, policy, torn)
 

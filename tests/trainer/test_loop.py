@@ -86,8 +86,8 @@ def trained(run: tuple[RunConfig, Path], client: Orchestrator, **options: Any) -
     config, directory = run
     policy = Policy(config, directory)
     start = 0
-    if found := checkpoint.find_latest(checkpoint.folder(config)):
-        start = checkpoint.load(config, policy, found)
+    if complete := checkpoint.find_complete(checkpoint.folder(config)):
+        start = checkpoint.load(config, policy, complete[0])
     train_loop(
         config,
         policy,
@@ -109,8 +109,7 @@ def test_events_come_in_order_and_the_end_is_saved_twice(run: tuple[RunConfig, P
     ]
     assert client.done_message == messages.TrainerDone(step=2, interrupted=False)
     config, directory = run
-    latest = checkpoint.find_latest(checkpoint.folder(config))
-    assert latest is not None
+    latest = checkpoint.find_complete(checkpoint.folder(config))[0]
     assert json.loads((latest / "orchestrator.json").read_text()) == {"step": 2}
     final = load_file(config.output_dir / "final" / "model.safetensors")
     assert all(torch.equal(final[n], client.weights[2][n]) for n in final)
