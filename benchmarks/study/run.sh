@@ -3,7 +3,7 @@
 #
 #   bash benchmarks/study/run.sh [FOLDER]        the same command continues a killed call
 #
-# Eight runs of at most 5 minutes of RL, about a minute of start-up each, and a supervised stage of
+# Eight runs of at most 4 minutes of RL, about a minute of start-up each, and a supervised stage of
 # two minutes. Table and picture go to benchmarks/results/study.{md,png}
 set -euo pipefail
 cd "$(dirname "$0")/../.."
