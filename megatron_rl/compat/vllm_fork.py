@@ -12,6 +12,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 from megatron_rl.compat.import_hook import Change, after_import
@@ -37,6 +38,8 @@ def _change(prepare: Callable[[], None]) -> Change:
         def run(self) -> None:
             gc.freeze()  # the parent's garbage: a Gloo group of it waits forever for its threads
             prepare()
+            if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch read it before the fork
+                torch.compiler.set_stance("force_eager")
             try:
                 super().run()
             finally:  # a fork ends without the C++ destructors that remove its group's memory
