@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +109,14 @@ PathFinder.find_spec = lambda name, *rest: None if name == "torchvision" else fi
 """`sitecustomize` of an interpreter in which torchvision is not installed."""
 
 
-def test_a_package_that_vllms_class_lacks_is_named(model_dir, tmp_path):
+def test_a_package_that_vllms_class_lacks_is_named(model_dir, tmp_path, monkeypatch):
+    from megatron_rl.generator.vllm_args import check_model_class
+
+    # vLLM imports the class in another process, and its cache folder has earlier results.
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
-    script = (
-        "import sys; from megatron_rl.generator.vllm_args import check_model_class as check;"
-        " check(sys.argv[1])"
-    )
-    # vLLM's cache folder has the results of earlier imports.
-    paths = {"PYTHONPATH": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(model_dir)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | paths,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    message = done.stderr.splitlines()[-1]
-    assert "vLLM cannot import its class Llama4ForConditionalGeneration" in message, done.stderr
-    assert "No module named 'torchvision'; install what is missing" in message
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="install what is missing") as error:
+        check_model_class(str(model_dir))
+    assert "vLLM cannot import its class Llama4ForConditionalGeneration" in str(error.value)
+    assert "No module named 'torchvision'; install what is missing" in str(error.value)
