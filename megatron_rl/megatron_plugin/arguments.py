@@ -18,27 +18,14 @@ Provider = Callable[[Parser], Parser]
 
 def add_arguments(parser: Parser) -> Parser:
     """Add `--rl-config`, `--rl-set` and `--dataloader-save`, which Megatron reads but lacks."""
-    group = parser.add_argument_group("megatron_rl")
-    group.add_argument(
-        "--rl-config",
-        type=Path,
-        metavar="FILE",
-        help="YAML file of the run; without it nothing here has an effect.",
-    )
-    group.add_argument(
-        "--rl-set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Keys of the run's configuration, over those of the file.",
-    )
+    add = parser.add_argument_group("megatron_rl").add_argument
+    text = "YAML file of the run; without it nothing here has an effect."
+    add("--rl-config", type=Path, metavar="FILE", help=text)
+    text = "Keys of the run's configuration, over those of the file."
+    add("--rl-set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
     if "--dataloader-save" not in parser._option_string_actions:
-        group.add_argument(
-            "--dataloader-save",
-            metavar="DIRECTORY",
-            help="Where the data iterator's state is saved; default: where --save saves.",
-        )
+        text = "Where the data iterator's state is saved; default: where --save saves."
+        add("--dataloader-save", metavar="DIRECTORY", help=text)
     return parser
 
 

@@ -20,8 +20,6 @@ from megatron_rl.trainer.reference import old_is_current
 from megatron_rl.trainer.step import next_batch
 from megatron_rl.trainer.step_metrics import report
 
-LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -170,7 +168,7 @@ class MicroBatchIterator(Iterator[HeadPass]):
         return self._steps.save_state(self._directory)
 
 
-def loss_function(count: int) -> LossFunction:
+def loss_function(count: int) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """Return Megatron's loss function of a micro-batch: its summed loss, divided by nothing.
 
     Args:

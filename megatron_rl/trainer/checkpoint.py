@@ -156,7 +156,6 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
 
 
 def _move_aside(root: Path, paths: Iterable[Path]) -> None:
-    """Move checkpoints to `checkpoints.old-<n>`."""
     n = 1
     while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
         n += 1
@@ -266,7 +265,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
-    return content

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 import zmq
@@ -12,8 +11,6 @@ from megatron_rl.config import Timeouts
 from megatron_rl.messages import PUBLISHER, TRAINER
 
 POLL_MILLISECONDS = 100
-
-Answer = TypeVar("Answer", bound=m.Message)
 
 
 class OrchestratorGone(RuntimeError):
@@ -92,7 +89,7 @@ class TrainerClient:
         socket.connect(endpoint)
         return socket
 
-    def _wait(
+    def _wait[Answer: m.Message](
         self, kind: type[Answer], timeout: str, step: int, *, interruptible: bool = False
     ) -> Answer | None:
         seconds: float = getattr(self._timeouts, timeout)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from megatron.core import parallel_state
@@ -67,7 +67,7 @@ class Objective:
         return "row kernel" if pure else "one pass"
 
     def terms(
-        self, micro: MicroBatch, logprobs_C: Tensor, entropy_C: Tensor | None, chunk: slice
+        self, micro: MicroBatch, logprobs_C: Tensor, chunk: slice, entropy_C: Tensor | None = None
     ) -> Tensor:
         """Return the weighted loss terms [C] of a chunk of T; their sum is trained."""
         tokens = micro.tokens(logprobs_C, entropy_C, chunk, self.old_is_current)
@@ -182,11 +182,8 @@ def _fused(
         micro.logprobs_T = logprobs_T.detach()
         if objective is None:
             return logprobs_T.sum()
-        return objective.terms(micro, logprobs_T, None, slice(None)).sum()
-
-    def terms(logprobs_C: Tensor, chunk: slice) -> Tensor:
-        return objective.terms(micro, logprobs_C, None, chunk)
-
+        return objective.terms(micro, logprobs_T, slice(None)).sum()
+    terms = partial(objective.terms, micro)
     loss = objective.cispo_inputs(micro) if method == "row kernel" else terms
     done = linear_loss(*operands, loss, loss_scale=1.0, **settings)
     micro.logprobs_T, micro.entropy_T = done.logprobs_T.detach(), done.entropy_T.detach()
@@ -208,4 +205,4 @@ def _plain(hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass) -> Tensor:
     if objective is None:
         return logprobs_T.sum()
     entropy = entropy_T if entropy_gradient else None
-    return objective.terms(micro, logprobs_T, entropy, slice(None)).sum()
+    return objective.terms(micro, logprobs_T, slice(None), entropy).sum()

@@ -1,7 +1,7 @@
 """A Hugging Face model on Megatron-Core: this rank's shard, its gradients and its optimizer."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ class Policy(ModelShards):
         self.chunks = [megatron_build.wrap(run, self.config, module) for module in self.modules]
         self.optimizer = megatron_build.make_optimizer(run, self.config, self.chunks)
         if run.parallel.overlap_grad_reduce:
-            self.config.no_sync_func = self._no_sync
+            # As Megatron's own training loop: a list only for the interleaved schedule.
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         self._forward_backward = get_forward_backward_func()
 
     @property
@@ -76,13 +78,6 @@ class Policy(ModelShards):
                 if group.param_gather_handle is not None:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
         return self._parameters
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())
-            yield
 
     def load_huggingface(self, directory: str | Path) -> None:
         """Copy this rank's shards from a Hugging Face directory into the parameters.

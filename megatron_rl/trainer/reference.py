@@ -150,8 +150,7 @@ class FixedPolicies:
 
 def newest_before(folder: Path, step: int) -> Path | None:
     """Return the saved reference of the latest reset up to a step; None if there was none."""
-    kept = (p for p in folder.glob("step_??????") if p <= _at(folder, step))
-    return max(kept, default=None)
+    return max((p for p in folder.glob("step_??????") if p <= _at(folder, step)), default=None)
 
 
 def _at(folder: Path, step: int) -> Path:

@@ -4,7 +4,9 @@ Means are over the trained tokens (loss weight > 0: sampled completion tokens of
 Shape legend: T completion tokens of this rank.
 """
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import messages
+from megatron_rl.files import replace_file
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch, completion_positions
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.router_replay import COUNTS
 from megatron_rl.trainer.shards import ModelShards
-from megatron_rl.trainer.token_dump import clear_tokens, write_tokens
 
 TOKEN_SUMS = (
     *("loss", "tokens", "ratio", "ratio_squared", "clipped", "outside", "kl", "entropy"),
@@ -26,6 +28,11 @@ TOKEN_SUMS = (
 SUMS = (*TOKEN_SUMS, *COUNTS)
 NEAR_ONE = (0.9, 1.1)
 """Ratios outside of this are counted as `ratio_outside_0.9_1.1`."""
+_WHOLE = ("step", "prompt_id", "completion", "position", "token", "staleness")
+_REAL = ("advantage", "generator_logprob", "trainer_logprob", "ratio")
+COLUMNS = np.dtype([*((name, "<i4") for name in _WHOLE), *((name, "<f4") for name in _REAL)])
+"""Columns of the trained tokens of a step in `metrics.token_dump_steps`, 40 bytes per token;
+`position` counts from the start of the completion, forced tokens included."""
 
 
 def report(
@@ -37,11 +44,13 @@ def report(
     """Return metrics of the whole batch and the probe's log-probs, the same on every rank.
 
     Collective over the trainer ranks, after the forward pass of all micro-batches. In steps of
-    `metrics.token_dump_steps` it writes the tokens (`token_dump`).
+    `metrics.token_dump_steps` each rank that reports writes its tokens.
     """
     folder, dumped = shards.run.output_dir, batch.step in shards.run.metrics.token_dump_steps
     if dumped and dist.get_rank() == 0:
-        clear_tokens(folder, batch.step)  # before the others write: they wait in the sums
+        # Of an interrupted run; before the others write: they wait in the sums.
+        for path in folder.glob(f"tokens/{batch.step}-*.npy"):
+            path.unlink()
     positions = [completion_positions(batch, i) for i in batch.probe]
     probe_positions = np.concatenate([np.zeros(0, dtype=np.int64), *positions])
     probe = torch.zeros(len(probe_positions), dtype=torch.float64)
@@ -60,8 +69,7 @@ def report(
     dist.all_reduce(flat, group=group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
     if dumped and shards.reports:
-        source, logprobs = (_joined(micro_batches, x).numpy() for x in ("source_T", "logprobs_T"))
-        write_tokens(folder, batch, source, logprobs)
+        _write_tokens(folder, batch, micro_batches)
     sums, probe = flat.tensor_split([len(sums)])
     metrics = _named(sums, maxima)
     if shards.routing is None:
@@ -129,3 +137,25 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "routes_differing_fraction": total["routes_differing"] / routes,
         "routes_differing_live_fraction": total["routes_differing_live"] / routes,
     }
+
+
+def _write_tokens(folder: Path, batch: messages.Batch, micros: Sequence[MicroBatch]) -> None:
+    """Write the trained ones of this rank's completion tokens: `tokens/<step>-<rank>.npy`."""
+    trained = _joined(micros, "loss_weights_T") > 0
+    source, logprobs = (_joined(micros, x)[trained].numpy() for x in ("source_T", "logprobs_T"))
+    sequence = np.searchsorted(messages.ints(batch.bounds), source, side="right") - 1
+    starts = messages.ints(batch.bounds)[:-1] + messages.ints(batch.prompt_lengths)
+    rows = np.empty(len(source), COLUMNS)
+    rows["step"] = batch.step
+    rows["prompt_id"] = messages.ints(batch.prompt_ids)[sequence]
+    rows["completion"] = messages.ints(batch.completion_indices)[sequence]
+    rows["position"] = source - starts[sequence]
+    rows["token"] = messages.ints(batch.token_ids)[source]
+    rows["staleness"] = batch.step - messages.ints(batch.versions)[source]
+    rows["advantage"] = messages.floats(batch.advantages)[source]
+    rows["generator_logprob"] = messages.floats(batch.generator_logprobs)[source]
+    rows["trainer_logprob"] = logprobs
+    rows["ratio"] = np.exp((logprobs - rows["generator_logprob"]).astype(np.float64))
+    np.save(content := io.BytesIO(), rows)
+    (folder / "tokens").mkdir(parents=True, exist_ok=True)
+    replace_file(folder / f"tokens/{batch.step}-{dist.get_rank()}.npy", content.getvalue())

@@ -82,7 +82,7 @@ def test_a_loss_that_wrongly_says_per_token_is_stopped(monkeypatch: pytest.Monke
     objective = Objective(Algorithm.model_validate({"loss": "gspo"}))
     assert objective.method("fused") == "one pass"
     with pytest.raises(RuntimeError, match="per_token = False"):
-        objective.terms(one_micro_batch(), torch.zeros(2), None, slice(0, 2))
+        objective.terms(one_micro_batch(), torch.zeros(2), slice(0, 2))
 
 
 def test_tokens_are_independent_where_the_algorithm_says_so() -> None:
