@@ -12,7 +12,6 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from packaging.specifiers import SpecifierSet
 
 from megatron_rl.compat.import_hook import Change, after_import
@@ -39,6 +38,8 @@ def _change(prepare: Callable[[], None]) -> Change:
             gc.freeze()  # the parent's garbage: a Gloo group of it waits forever for its threads
             prepare()
             if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # torch read it before the fork
+                import torch
+
                 torch.compiler.set_stance("force_eager")
             try:
                 super().run()
