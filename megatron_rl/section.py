@@ -38,9 +38,7 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 def entries_of(annotation: Any) -> tuple[type[Section], ...]:
     """Return the alternatives for the entries of a mapping, or () for any other field."""
-    if get_origin(annotation) is dict:
-        return sections_of(get_args(annotation)[1])
-    return ()
+    return sections_of(get_args(annotation)[1]) if get_origin(annotation) is dict else ()
 
 
 def with_kind(value: Any, default: str) -> Any:

@@ -63,13 +63,12 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
         sys.stdout.flush()
     if rank >= roles.trainer_ranks:
         launch.enter_generator_python(config, arguments)
-    store = launch.connect_store(config)
-    if rank >= roles.trainer_ranks:
+        store = launch.connect_store(config)
         from megatron_rl.generator.role import run_generator_rank
 
         run_generator_rank(config, rank, store)
     else:
-        run_trainer_rank(config, rank, store, reinforce=command == "train")
+        run_trainer_rank(config, rank, launch.connect_store(config), reinforce=command == "train")
 
 
 def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: bool) -> None:
@@ -157,8 +156,7 @@ def _reinforce(
                 stop_requested=interrupted,
             )
             stack.callback(client.close)
-        announce = None if client is None else client.announce
-        publisher = Publisher(config, policy, node_name(), announce)
+        publisher = Publisher(config, policy, node_name(), client.announce if client else None)
         stack.callback(publisher.close)
         if client is not None:
             client.raise_if_failed = publisher.raise_if_failed

@@ -30,7 +30,8 @@ class Curriculum:
         at_least: int,
     ) -> None:
         self._prompts, self._seed = prompts, seed
-        self._threshold, self._statistic, self._at_least = threshold, statistic, at_least
+        self._threshold = float("inf") if threshold is None else threshold
+        self._statistic, self._at_least = statistic, at_least
         self.epoch = 0
         """Passes over the pool, the current one included."""
         self._order: list[int] = []
@@ -42,9 +43,10 @@ class Curriculum:
     def next(self) -> int:
         """Consume and return the next prompt id."""
         if not self._order:
-            order = [p for p in range(self._prompts) if not self._solved(p)]
+            pool, rates = range(self._prompts), self._passed
+            order = [p for p in pool if rates.get(p, 0.0) < self._threshold]
             if len(order) < self._at_least:
-                order = list(range(self._prompts))
+                order = list(pool)
             self.excluded = self._prompts - len(order)
             random.Random(f"epoch {self.epoch} {self._seed}").shuffle(order)
             self._order = order[::-1]
@@ -57,9 +59,6 @@ class Curriculum:
         self._passed[prompt] = (self._passed.get(prompt, 0.0) * n + pass_rate) / (n + 1)
         if self._statistic == "mean":  # n stays 0 for `last`
             self._visits[prompt] = n + 1
-
-    def _solved(self, prompt: int) -> bool:
-        return self._threshold is not None and self._passed.get(prompt, 0.0) >= self._threshold
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -52,11 +52,10 @@ def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
     Raises:
         ValueError: the KL term without reference log-probs, or the entropy term without entropies.
     """
-    weights_T = tokens.loss_weights_T
     terms = algorithm.loss.terms(tokens)
     correction = algorithm.correction.factor(tokens)
     total_T = correction.factor_T * terms.loss_T
-    reference_kl_T = weights_T.new_zeros(())
+    reference_kl_T = tokens.loss_weights_T.new_zeros(())
     if algorithm.kl_coefficient:
         if tokens.reference_logprobs_T is None:
             key = f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}"
@@ -70,7 +69,7 @@ def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
             key = f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}"
             raise ValueError(f"{key}: the entropy term needs entropies")
         total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
-    loss_T = weights_T * total_T
+    loss_T = tokens.loss_weights_T * total_T
     return ObjectiveTerms(loss_T, terms.clipped_T, correction.corrected_T, reference_kl_T)
 
 

@@ -7,26 +7,17 @@ truncation is ScaleRL's (arXiv 2510.13786, appendix A.15).
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from importlib import resources
+
+import yaml
 
 from megatron_rl.metrics.metrics_file import Row
 
 ENOUGH_COMPLETIONS, MOST_STEPS = 100, 3
 TRUNCATED_FRACTION = 0.1
 _COUNTS = ("completions", "completions_truncated", "prompts_differing")
-CAUSES = {  # most frequent verdict -> likely cause and remedy
-    "no_answer": "the answer is not where the verifier looks: compare generation.think_end,"
-    " interruption_phrase and verifier.math.boxed with the model's completions (`megatron-rl"
-    " evaluate`); if many are truncated or interrupted, raise generation.thinking_budget_tokens and"
-    " answer_budget_tokens",
-    "wrong": "the verifier or the gold answers are wrong (`megatron-rl rewards try` on completions"
-    " that you have judged), or the start checkpoint is too weak for these prompts",
-    "correct": "the prompts are too easy: take harder ones, or algorithm.no_positive_resampling",
-    "unparsable": "the verifier cannot read the form of the answers or gold answers: try some with"
-    " `megatron-rl verify`",
-    "timed_out": "the verifier exceeds verifier.cpu_seconds or wall_seconds: raise them",
-    "mixed": "the completions of each prompt are all right or all wrong: take prompts of medium"
-    " difficulty, or raise schedule.completions_per_prompt",
-}
+CAUSES: dict[str, str] = yaml.safe_load((resources.files(__package__) / "causes.yaml").read_text())
+"""Most frequent verdict -> likely cause and remedy, where the rewards of no prompt differ."""
 
 
 class Alarms:
@@ -63,11 +54,9 @@ def diagnosis(row: Row) -> str:
     counts: dict[str, int] = row["verdicts"]
     mixed = 0 < counts.get("correct", 0) < sum(counts.values())
     cause = CAUSES["mixed" if mixed else max(counts, key=counts.__getitem__)]
-    shown = [f"{n} {name}" for name, n in counts.items()]
     each = "each" if len(counts) == 1 else "mean"
-    shown.append(
-        f"{each} reward {row['reward_mean']:+.3g}" if "reward_mean" in row else "no reward"
-    )
+    reward = f"{each} reward {row['reward_mean']:+.3g}" if "reward_mean" in row else "no reward"
+    shown = [*(f"{n} {name}" for name, n in counts.items()), reward]
     if reason := row.get("frequent_failure"):
         shown.append(f"most often: {reason}")
     return f"{', '.join(shown)}. Likely cause: {cause}"

@@ -184,9 +184,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
         )
     kept, dropped, spent = [_line(schema_row())], list[bytes](), dict[str, float]()
     # A kept row has a step below this; events are always kept.
-    end = {}
-    if resume_step is not None:
-        end = {kind: resume_step + (kind != "step") for kind in NUMBERED}
+    end = {k: resume_step + (k != "step") for k in NUMBERED} if resume_step is not None else {}
     for line, row in parsed:
         if row is not None and row["kind"] == "schema":
             continue

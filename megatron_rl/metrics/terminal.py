@@ -43,8 +43,7 @@ class ProgressLog:
         stream: TextIO | None = None,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._total, self._interval = total_steps, interval_seconds
-        self._done = first_step
+        self._total, self._done, self._interval = total_steps, first_step, interval_seconds
         # (time, updates made) of the last updates: a slow start is not part of the rate.
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW_STEPS + 1)
         self._last: Row = {}

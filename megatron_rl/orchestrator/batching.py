@@ -66,14 +66,13 @@ def build_batch(
         return np.concatenate(parts).astype(dtype).tobytes()
 
     lengths = [len(t.prompt) + len(t.sample.token_ids) for t in trained]
-    ids = [id_ for t in trained for id_ in (*t.prompt, *t.sample.token_ids)]
     batch = Batch(
         step=step,
         bounds=np.cumsum([0, *lengths]).astype("<i4").tobytes(),
         prompt_lengths=_int32(len(t.prompt) for t in trained),
         prompt_ids=_int32(t.sample.prompt_id for t in trained),
         completion_indices=_int32(t.sample.index for t in trained),
-        token_ids=_int32(ids),
+        token_ids=_int32(id_ for t in trained for id_ in (*t.prompt, *t.sample.token_ids)),
         advantages=column(lambda t: np.full(len(t.sample.token_ids), t.advantage), 0.0, "<f4"),
         generator_logprobs=column(lambda t: t.sample.logprobs, 0.0, "<f4"),
         loss_weights=column(lambda t: t.loss_weight * _sampled_mask(t.sample), 0.0, "<f4"),

@@ -171,13 +171,10 @@ class Evaluations:
         for name in prompts.sets:
             self._samples[name] = evaluation.sets[name].samples_per_prompt
             planned[name] = _every(evaluation.sets[name].every_steps, steps)
-        self._due = {
-            (name, step)
-            for name in self._parts
-            for step in steps_left(
-                planned[name], {s for n, s in metrics.evaluated if n == name}, first_step
-            )
-        }
+        self._due, done = set[tuple[str, int]](), evaluations_in(metrics.rows)
+        for name, due in planned.items():
+            left = steps_left(due, {step for n, step in done if n == name}, first_step)
+            self._due |= {(name, step) for step in left}
         self.running: dict[tuple[str, int], EvaluationRun] = {}
         """Evaluations by name and step until they are complete."""
 
@@ -197,8 +194,7 @@ class Evaluations:
     def start(self, generator: GeneratorState) -> list[m.Generate]:
         """Hold a generator at its version and return the requests for its share of the prompts."""
         step, g = generator.version, self._config.generation
-        names = [name for name in self._parts if (name, step) in self.running]
-        due = [prompt for name in names for prompt in self._parts[name]]
+        due = [p for n, part in self._parts.items() if (n, step) in self.running for p in part]
         number = int(generator.name.rpartition("-")[2])
         requests = []
         for prompt in due[number :: self._config.roles.engines]:
@@ -234,13 +230,12 @@ class Evaluations:
         run.add(sample, verdict)
         if self._only:
             with open(self._only.samples_file, "ab") as file:
-                kept = run.samples[sample.prompt_id, sample.index]
-                file.write(msgspec.json.encode(kept) + b"\n")
+                file.write(msgspec.json.encode(run.samples[sample.prompt_id, sample.index]) + b"\n")
         if run.complete:
             del self.running[run.name, run.step]
             self._due.discard((run.name, run.step))
             now = time.monotonic()
-            self._metrics.evaluation(run.row(now - (run.started or now)))
+            self._metrics.sink.eval(run.row(now - (run.started or now)))
 
     def _run_of(self, sample: m.Sample) -> EvaluationRun:
         return self.running[self._names[sample.prompt_id], sample.evaluation]

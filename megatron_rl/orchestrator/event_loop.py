@@ -192,14 +192,13 @@ class Orchestrator:
             )
         if hello.role == m.TRAINER:
             self.metrics.active_parameters = hello.active_parameters
-            return
-        if hello.role in ("store", "trainer-store"):
+        elif hello.role in ("store", "trainer-store"):
             self.stores.add(sender, hello)
-            return
-        generator = self.generators.add(sender, hello.node, hello.capacity)
-        if self._evaluate_only:
-            generator.version = hello.version
-            self._start_evaluation(generator)
+        else:
+            generator = self.generators.add(sender, hello.node, hello.capacity)
+            if self._evaluate_only:
+                generator.version = hello.version
+                self._start_evaluation(generator)
 
     def _publish_version(self, published: m.Published) -> None:
         manifest = published.manifest
@@ -245,8 +244,7 @@ class Orchestrator:
             step = self.groups.next_step
             if step >= s.steps or self.trainer_done is not None:
                 return
-            generator = self.generators.free(s.oldest_version(step))
-            if generator is None:
+            if (generator := self.generators.free(s.oldest_version(step))) is None:
                 return
             group = self.groups.dispatch(self.steps.stream.next, self._new_group)
             generator.in_flight += group.size
@@ -294,8 +292,7 @@ class Orchestrator:
             self.evaluations.verified(sample, verdict)
 
     def _answer_batch(self) -> None:
-        step = self.requested_step
-        if step is None:
+        if (step := self.requested_step) is None:
             return
         if step >= self.config.schedule.steps:
             batch = m.Batch(step=step, stop=True)
@@ -313,8 +310,7 @@ class Orchestrator:
         for group in self.groups.consume(done.step):
             if (pass_rate := group.pass_rate) is not None:
                 self.steps.stream.record(group.prompt_id, pass_rate)
-        self.metrics.verifiers(self.verification)
-        self.metrics.step(done)
+        self.metrics.step(done, self.verification.metrics)
         request = self._score_requests.pop(done.step)
         holders = [g.name for g in self.generators if g.version == done.step and g.updating is None]
         if request.prompts and holders:

@@ -20,7 +20,6 @@ from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.child_process import Spec
-from megatron_rl.orchestrator.evaluation import evaluations_in
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import load_state
@@ -58,8 +57,7 @@ def run_orchestrator(spec: Spec) -> None:
         step = state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
-    rows = read_metrics(path)
-    metrics = RunMetrics(sink, config.roles, evaluations_in(rows), rows)
+    metrics = RunMetrics(sink, config.roles, read_metrics(path))
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     verification = Verification(config.verifier, prompts.verifiers, decode)
 

@@ -1,7 +1,7 @@
 """Measurements of a run: compute, waiting, transfers; one row per step and per evaluation."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,12 @@ from megatron_rl.metrics.alarms import Alarms
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
-from megatron_rl.orchestrator.verification import Verification
 
 
 class RunMetrics:
     """Collects a row's values from several messages and writes the row once.
 
-    metrics.jsonl has the evaluations `evaluated`, (name, step), and `rows` already (a resumed run).
+    metrics.jsonl has `rows` already (a resumed run).
 
     `advance` is the only clock. All devices of the roles count from the first request of the RL
     stage on. Of an interval, an evaluation has its fraction of the completions that all generators
@@ -30,14 +29,11 @@ class RunMetrics:
         self,
         sink: RunSink,
         roles: Roles,
-        evaluated: set[tuple[str, int]] | None = None,
         rows: Sequence[Row] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sink, self._rows, self._clock = sink, rows, clock
-        self.evaluated = evaluated or set()
-        self._devices = roles.devices
-        self._trainer_devices = roles.trainer_ranks
+        self.sink, self.rows, self._clock = sink, rows, clock
+        self._devices, self._trainer_devices = roles.devices, roles.trainer_ranks
         self.active_parameters = self.aborted = self._aborted_before = 0
         self.publish_seconds = 0.0
         """Seconds of the trainer's last export of weights."""
@@ -53,7 +49,6 @@ class RunMetrics:
         self._stats: list[m.GeneratorStats] = []
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
-        self._verifiers: dict[str, int] = {}
         self._alarms = Alarms()
 
     def start_clock(self) -> None:
@@ -92,7 +87,7 @@ class RunMetrics:
         """Restore the counters of a checkpoint; lost work that metrics.jsonl names stays spent."""
         self._compute = dict(compute)
         for name in SPENT:
-            self._compute[name] = max(row.get(name, 0.0) for row in [compute, *self._rows])
+            self._compute[name] = max(row.get(name, 0.0) for row in [compute, *self.rows])
         self.aborted = self._aborted_before = aborted
 
     def phases(self) -> dict[str, float]:
@@ -115,15 +110,6 @@ class RunMetrics:
         self._aborted_by[name] = stats.aborted
         self.aborted = self._aborted_before + sum(self._aborted_by.values())
 
-    def verifiers(self, verification: Verification) -> None:
-        """Record the backlog and the failures of the verifiers."""
-        if (pool := verification.pool) is not None:
-            self._verifiers = {
-                "verifier_waiting": verification.waiting,
-                "verifier_deaths": pool.stats.deaths,
-                "verifier_bugs": pool.stats.bugs,
-            }
-
     def score_requested(self, done: m.StepDone) -> None:
         """Keep the trainer's log-probs until the generator's come."""
         self._trainer_logprobs[done.step] = done.probe_logprobs
@@ -140,10 +126,9 @@ class RunMetrics:
         self._spend("tokens", 0.0, tokens)
         self._spend("flops", 0.0, 2 * tokens * self.active_parameters)
 
-    def step(self, done: m.StepDone) -> None:
-        """Write the row of a trained step."""
-        rollouts = self._batches.pop(done.step)
-        trainer = dict(done.metrics)
+    def step(self, done: m.StepDone, verifiers: Mapping[str, int] = {}) -> None:
+        """Write the row of a trained step, with `Verification.metrics`."""
+        rollouts, trainer = self._batches.pop(done.step), dict(done.metrics)
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
         flops = 2 * tokens + 6 * trainer["tokens_trained"]
@@ -167,7 +152,7 @@ class RunMetrics:
         }
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
-        self.sink.step({**row, **self._verifiers, **self._generators()})
+        self.sink.step({**row, **verifiers, **self._generators()})
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""
@@ -197,7 +182,3 @@ class RunMetrics:
             row["generator_tokens_per_second"] = tokens / seconds * len(self._aborted_by)
             self._stats.clear()
         return row
-
-    def evaluation(self, row: dict[str, Any]) -> None:
-        """Write the row of a complete evaluation."""
-        self.sink.eval(row)

@@ -54,8 +54,7 @@ class StepBuilder:
         probed = comparable and step % c.metrics.logprob_check_every_steps == 0
         probe = PROBE_SEQUENCES if probed else 0
         save = step % c.checkpoint.every_steps == 0 and step > self.first_step
-        prompts, a = self._prompt_ids, c.algorithm
-        built = build_batch(step, ready, prompts, a, probe=probe, save=save)
+        built = build_batch(step, ready, self._prompt_ids, c.algorithm, probe=probe, save=save)
         stream, metrics = self.stream, built.metrics
         lag, limit = metrics["lag_max"], s.max_lag_steps
         if lag > limit:
@@ -64,7 +63,7 @@ class StepBuilder:
             )
         groups.take(step, ready)
         metrics |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
-        if a.refill:
+        if c.algorithm.refill:
             metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
         if len(stream.curricula) > 1:
             tasks = metrics["tasks"] = by_task(stream.curricula, ready, built.kept)

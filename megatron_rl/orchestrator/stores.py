@@ -63,8 +63,7 @@ class Stores:
         self._readable_from = 0
 
     def __iter__(self) -> Iterator[StoreState]:
-        yield from self._trainer.values()
-        yield from self._stores.values()
+        return iter((*self._trainer.values(), *self._stores.values()))
 
     @property
     def newest(self) -> int:

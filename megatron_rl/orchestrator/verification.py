@@ -50,9 +50,13 @@ class Verification:
         return self.pool is not None and self.pool.full
 
     @property
-    def waiting(self) -> int:
-        """Completions without a verdict."""
-        return len(self._running)
+    def metrics(self) -> dict[str, int]:
+        """Backlog and failures of the verifier pool, by the names of metrics.jsonl."""
+        if self.pool is None:
+            return {}
+        stats = self.pool.stats
+        failures = {"verifier_deaths": stats.deaths, "verifier_bugs": stats.bugs}
+        return {"verifier_waiting": len(self._running), **failures}
 
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
         """Return the verdict on a completion, or its task, which may raise VerifierDown."""

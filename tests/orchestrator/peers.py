@@ -88,7 +88,7 @@ def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
 class AtOnce:
     """A verifier with immediate verdicts."""
 
-    pool, full, waiting = None, False, 0
+    full, metrics = False, {}
 
     def __init__(self, verify):
         self.start = verify
@@ -381,12 +381,14 @@ def run(
         if resume:
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
         rows = Rows()
-        made = {one if isinstance(one, tuple) else ("", one) for one in evaluated or ()}
+        sets = [one for one in evaluated or () if isinstance(one, tuple)]
+        made = [{"kind": "sets", "step": step, "sets": {name: {}}} for name, step in sets]
+        made += [{"kind": "eval", "step": s} for s in {*(evaluated or ())} - {*sets}]
         orchestrator = Orchestrator(
             config,
             prompt_set(config, kind),
             verification,
-            RunMetrics(rows, config.roles, made, written, clock),
+            RunMetrics(rows, config.roles, [*written, *made], clock),
             socket,
             state,
             evaluate_only,
