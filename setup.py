@@ -125,6 +125,8 @@ setup(
     package_data={
         "megatron_rl": [
             "py.typed",
+            "data/*.yaml",
+            "data/*.json",
             "metrics/*.yaml",
             "recipes/*.yaml",
             "commands/*/*.yaml",

@@ -136,7 +136,6 @@ TaskChoice = Annotated[
     ArithmeticTask | ReasoningTask | JsonlTask | HuggingFaceTask, Field(discriminator="kind")
 ]
 TASK_KINDS = ("arithmetic", "reasoning", "jsonl", "huggingface")
-DEFAULT_KIND = "arithmetic"
 
 
 def named_tasks(task: Any, tasks: Any) -> Any:
@@ -153,7 +152,7 @@ def named_tasks(task: Any, tasks: Any) -> Any:
     if not isinstance(shared, dict) or not isinstance(tasks or {}, dict):
         return tasks or {"task": task}  # not a mapping: validation reports it
     if not tasks:
-        kind = shared.get("kind", DEFAULT_KIND)
+        kind = shared.get("kind", "arithmetic")
         return {str(kind): {"kind": kind, **shared}}
     merged: dict[str, Any] = {}
     for name, entry in tasks.items():

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,5 @@ def save_tiny_tokenizer(directory: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken("\\boxed{", normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "unk_token": PAD,
-        "additional_special_tokens": ["<think>", "</think>"],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 256,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    settings = resources.files(__package__) / "tiny_tokenizer_config.json"
+    (directory / "tokenizer_config.json").write_text(settings.read_text())

@@ -3,6 +3,9 @@
 import re
 from dataclasses import dataclass, field
 from datetime import date
+from importlib import resources
+
+import msgspec
 
 from megatron_rl.data.question import DataError, Question
 from megatron_rl.data.tables import SUFFIXES, Fields, Source, read_questions
@@ -21,34 +24,10 @@ class DataSet:
     """Configurations that are read one after the other."""
 
 
-BENCHMARKS = {
-    "aime2024": DataSet("HuggingFaceH4/aime_2024"),
-    "aime2025": DataSet("math-ai/aime25", split="test"),
-    "math500": DataSet("HuggingFaceH4/MATH-500", split="test"),
-    "livecodebench": DataSet(
-        "hf://datasets/livecodebench/code_generation_lite/test*.jsonl",
-        "code",
-        Fields(gold="private_test_cases", meta=("metadata",)),
-    ),
-}
-"""Evaluation sets."""
-
-TRAINING_SETS = {
-    # `difficulty` is "3/8": 3 of 8 tries passed.
-    "polaris": DataSet(
-        "POLARIS-Project/Polaris-Dataset-53K",
-        fields=Fields(prompt="problem", gold="answer", difficulty="difficulty"),
-    ),
-    # Only lcbv5 has `starter_code` and `metadata`.
-    "deepcoder": DataSet(
-        "agentica-org/DeepCoder-Preview-Dataset",
-        "code",
-        Fields(prompt="problem", gold="tests", starter="starter_code", meta=("metadata",)),
-        subsets=("primeintellect", "taco", "lcbv5"),
-    ),
-}
-"""Data sets that `megatron-rl data prepare` knows by name."""
-
+_FILE = resources.files(__package__) / "published.yaml"
+_SETS = msgspec.yaml.decode(_FILE.read_bytes(), type=dict[str, dict[str, DataSet]])
+BENCHMARKS, TRAINING_SETS = _SETS["benchmarks"], _SETS["training_sets"]
+"""Evaluation sets, and the data sets that `megatron-rl data prepare` knows by name."""
 
 _DAY = r"(\d{4}-\d\d-\d\d)?"
 _WITH_DATES = re.compile(rf"(.+)@{_DAY}\.\.{_DAY}")
@@ -82,10 +61,8 @@ def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> li
     if "/" in name or name.endswith(SUFFIXES):
         benchmark = DataSet(name, kind)
     elif benchmark is None:
-        names = ", ".join(BENCHMARKS)
-        raise DataError(
-            f"evaluation set {entry!r} is unknown: use one of {names}, a file, or owner/name"
-        )
+        remedy = f"use one of {', '.join(BENCHMARKS)}, a file, or owner/name"
+        raise DataError(f"evaluation set {entry!r} is unknown: {remedy}")
     return read_questions(
         Source(local or benchmark.source, split=benchmark.split),
         kind=benchmark.kind,

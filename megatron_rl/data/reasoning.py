@@ -56,7 +56,6 @@ def make_reasoning(
 
 
 def _level(factory: Any, task: str, level: int) -> dict[str, Any]:
-    """Return the task's settings at a level of its curriculum."""
     if not factory.has_curriculum(task):
         if level:
             raise DataError(f"reasoning task {task!r} has no levels: use level 0 and options")

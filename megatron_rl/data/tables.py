@@ -207,7 +207,6 @@ def _turns(value: Any, role: str) -> list[Turn]:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """Return the text of a prompt: a string, or a conversation with one user's turn."""
     if isinstance(prompt, list):
         turns = [t for t in prompt if isinstance(t, dict) and t.get("role") == "user"]
         prompt = turns[0].get("content") if len(turns) == 1 else None

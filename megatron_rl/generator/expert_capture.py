@@ -91,7 +91,6 @@ class _Recorder:
             self._on_pass(torch.stack(self._pass, dim=1))
 
     def _on_pass(self, rows_NLK: Tensor) -> None:
-        """Store the rows of a forward pass of the requests in the runner's batch."""
         batch, runner = self._runner.input_batch, self._runner
         starts = runner.query_start_loc.np
         blocks = batch.block_table[self._group].block_table.np

@@ -54,8 +54,7 @@ def run_generator(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     prepare_environment(config, model_dir)
-    generator = Generator(config, engine_index, rank, endpoint, node, store)
-    asyncio.run(generator.run(model_dir))
+    asyncio.run(Generator(config, engine_index, rank, endpoint, node, store).run(model_dir))
 
 
 class OrchestratorGoneError(ConnectionError):

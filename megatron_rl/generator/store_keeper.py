@@ -78,24 +78,22 @@ class StoreKeeper:
         elif not (status := self._process.poll()):  # runs, or was stopped by the orchestrator
             return
         else:
-            self._count_end(status)
-        self._process = start(self._spec)
-
-    def _count_end(self, status: int) -> None:
-        now = time.monotonic()
-        self._ends = [end for end in self._ends if now - end < RESTARTS_WITHIN] + [now]
-        if status > 0 or len(self._ends) > RESTARTS:
-            raise WeightsError(
-                f"the store process {self._spec.name} ended with exit status {status}, {RESTARTS}"
-                f" restarts within {RESTARTS_WITHIN:g} s at most: the log of this node has the"
-                " cause (a signal's number, negative, if it was killed: memory of the node?)"
+            now = time.monotonic()
+            self._ends = [end for end in self._ends if now - end < RESTARTS_WITHIN] + [now]
+            if status > 0 or len(self._ends) > RESTARTS:
+                raise WeightsError(
+                    f"the store process {self._spec.name} ended with exit status {status},"
+                    f" {RESTARTS} restarts within {RESTARTS_WITHIN:g} s at most: the log of this"
+                    " node has the cause (a signal's number, negative, if it was killed: memory of"
+                    " the node?)"
+                )
+            print(
+                f"megatron_rl: {self._spec.name} was killed by signal {-status}; it is started"
+                f" again ({len(self._ends)} of {RESTARTS})",
+                file=sys.stderr,
+                flush=True,
             )
-        print(
-            f"megatron_rl: {self._spec.name} was killed by signal {-status}; it is started again"
-            f" ({len(self._ends)} of {RESTARTS})",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._process = start(self._spec)
 
     def close(self) -> None:
         """End the process, if it is this generator's; the last generator removes the folder."""

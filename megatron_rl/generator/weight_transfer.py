@@ -26,11 +26,6 @@ from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError
 
 
-def _is_relevant(record: logging.LogRecord) -> bool:
-    # Rotary tables are computed, not loaded; vLLM warns about them on every update.
-    return not record.getMessage().endswith("RotaryEmbedding: Failed to load weights")
-
-
 @dataclass
 class UpdateInfo(transfer.WeightTransferUpdateInfo):
     """The version that was mapped last."""
@@ -59,8 +54,10 @@ class StoredWeights(transfer.WeightTransferEngine):
         """The version of the last `map` and its folder, or WeightsError."""
 
     def init_transfer_engine(self, init_info: transfer.WeightTransferInitInfo) -> None:
-        """Silence a warning of every update."""
-        logging.getLogger(reload.initialize_layerwise_reload.__module__).addFilter(_is_relevant)
+        """Silence a warning of every update: rotary tables are computed, not loaded."""
+        text = "RotaryEmbedding: Failed to load weights"
+        logger = logging.getLogger(reload.initialize_layerwise_reload.__module__)
+        logger.addFilter(lambda record: not record.getMessage().endswith(text))
 
     def map(self, manifest: str, folder: str) -> None:
         """Start to map the version of this manifest (JSON)."""

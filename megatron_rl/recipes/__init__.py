@@ -94,9 +94,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     A choice (a mapping with `kind`) of another kind replaces the one in `base`, because parameters
     belong to their kind.
 
-    Example: `{loss: {kind: cispo, max_ratio: 4}}` under `{loss: {kind: gspo}}` is
-    `{loss: {kind: gspo}}`, and under `{loss: {max_ratio: 8}}` is `{loss: {kind: cispo,
-    max_ratio: 8}}`.
+    Example: `{loss: {kind: cispo, max_ratio: 4}}` under `{loss: {kind: gspo}}` is `{loss: {kind:
+    gspo}}`, and under `{loss: {max_ratio: 8}}` is `{loss: {kind: cispo, max_ratio: 8}}`.
     """
     merged = dict(base)
     for key, value in over.items():

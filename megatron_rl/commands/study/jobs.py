@@ -88,9 +88,8 @@ def _kubernetes(name: str, run: Run, template: Path, folder: Path) -> Path:
                 if variable["name"] in values:
                     variable["value"] = values[variable["name"]]
             per_node = f"--nproc-per-node={roles.gpus_per_node}"
-            container["args"] = [
-                re.sub(r"--nproc-per-node=\d+", per_node, text) for text in container["args"]
-            ]
+            arguments = container["args"]
+            container["args"] = [re.sub(r"--nproc-per-node=\d+", per_node, a) for a in arguments]
             container["resources"]["limits"]["nvidia.com/gpu"] = str(roles.gpus_per_node)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))

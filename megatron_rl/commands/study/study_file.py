@@ -46,12 +46,8 @@ class Study:
         """
         shared = {key: self.values[key] for key in OF_ENTRIES if key in self.values}
         shared |= self.values.get("values") or {}
-        runs = [
-            run
-            for entry in self.values["runs"]
-            for name, point in _expand(shared | entry)
-            for run in self._of_seeds(name, point)
-        ]
+        points = [point for entry in self.values["runs"] for point in _expand(shared | entry)]
+        runs = [run for name, entry in points for run in self._of_seeds(name, entry)]
         names = [run.name for run in runs]
         if doubled := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"study {self.name}: several runs are {sorted(doubled)}: name them")
@@ -149,11 +145,8 @@ def load(study: str, changes: dict[str, Any], output: Path | None = None, *rest:
 
 def _expand(entry: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, entry with one value per key) for every point of an entry's grid."""
-    grid = {
-        key: value if isinstance(value, list) else [value]
-        for key, value in entry.items()
-        if key not in NOT_OF_RUNS
-    }
+    values = {key: value for key, value in entry.items() if key not in NOT_OF_RUNS}
+    grid = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
     for point in product(*grid.values()):
         chosen = dict(zip(grid, point, strict=True))
         parts = [entry["name"]] if "name" in entry else []
