@@ -64,7 +64,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """
     output = tmp_path_factory.mktemp("scout")
     log = output / "log.txt"
+    questions = [{"prompt": f"{a}+{b}=?", "gold": f"{a + b}"} for a in (2, 7) for b in (3, 9)]
+    (output / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
+    further = f"{{source: {output}/questions.jsonl, every_steps: 20, verifier: exact}}"
     arguments = ["examples/scalerl_tiny.sh", "--output_dir", str(output), *SETTINGS]
+    arguments += ["--evaluation.sets", f"{{easy: {further}}}"]
     torchrun = [*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1"]
     process = start([*torchrun, *arguments, "--algorithm.routing_replay", "compare"], log)
     deadline = time.monotonic() + 600
@@ -148,6 +152,14 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run):
         assert task["fit"]["points"] == len(evaluated)
     assert (output / "final" / "model.safetensors").stat().st_size > 0
     assert (output / "final" / "tokenizer.json").exists()
+
+
+def test_an_evaluation_set_has_a_curve_of_its_own(run):
+    output, _ = run
+    curve = [(row["step"], row["sets"]["easy"]) for row in rows(output, "sets")]
+    assert [step for step, _ in curve] == [0, 20, STEPS]
+    assert all((s["num_prompts"], s["samples_per_prompt"]) == (4, 16) for _, s in curve)
+    assert json.loads((output / "summary.json").read_text())["sets"].keys() == {"easy"}
 
 
 def test_every_metric_has_a_documented_meaning(run):
