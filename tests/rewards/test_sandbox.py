@@ -28,7 +28,7 @@ LIMITS = {
     "output_kib": 256,
     "processes": 16,
 }
-START_SECONDS = 3.0
+START_SECONDS = 10.0
 """Time for the start of the sandbox on a loaded machine."""
 
 

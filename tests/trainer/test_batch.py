@@ -8,7 +8,7 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl import messages
@@ -100,6 +100,7 @@ def test_a_predictor_may_be_on_another_context_parallel_rank_than_its_token() ->
     st.integers(1, 3),
     st.booleans(),
 )
+@example([([0], []), ([0], []), ([0], [0, 0])], 2, 2, 1, 1, True)
 def test_every_completion_token_is_once_on_one_rank(
     examples: list[tuple[list[int], list[int]]],
     ranks: int,
@@ -116,15 +117,18 @@ def test_every_completion_token_is_once_on_one_rank(
     shapes = [[m.tokens_BS.shape for m in own] for own in by_rank]
     assert all(own == shapes[0] for own in shapes)
     assert shapes[0]
+    # One sequence, and what it is padded with, is always allowed; other ranks have its shape.
+    alone = [
+        any(len(m.bounds) <= 3 if packed else m.tokens_BS.shape[0] == 1 for m in micros)
+        for micros in zip(*by_rank, strict=True)
+    ]
     found: list[int] = []
     for own in by_rank:
-        for micro in own:
+        for micro, exempt in zip(own, alone, strict=True):
             rows, positions = micro.tokens_BS.shape
             assert positions % multiple == 0
             assert micro.bounds[-1] == positions * context
-            # One sequence, and what it is padded with, is always allowed.
-            alone = len(micro.bounds) <= 3 if packed else rows == 1
-            assert alone or rows * positions * context <= max_tokens
+            assert exempt or rows * positions * context <= max_tokens
             found += micro.source_T.tolist()
             origin_R, tokens_R = micro.origin_BS.t().flatten(), micro.tokens_BS.t().flatten()
             assert (origin_R[micro.rows_T] + 1 == micro.source_T).all()
