@@ -12,7 +12,16 @@ export OMP_NUM_THREADS=1
 started=$(date +%s)
 megatron-rl study benchmarks/study/four_recipes.yaml --output "$folder"
 seconds=$(($(date +%s) - started))
-for ending in md png; do
-  cp "$folder/comparison.$ending" "benchmarks/results/study.$ending"
-done
-echo "took $((seconds / 60)) min $((seconds % 60)) s (this call)"
+took="$((seconds / 60)) min $((seconds % 60)) s"
+cp "$folder/comparison.png" benchmarks/results/study.png
+{
+  echo "# Four recipes with two seeds each on the tiny task"
+  echo
+  echo "\`bash benchmarks/study/run.sh\`, $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores," \
+    "$(date +%F); the last call took $took."
+  echo
+  echo "![Pass rate against training tokens](study.png)"
+  echo
+  cat "$folder/comparison.md"
+} > benchmarks/results/study.md
+echo "took $took (this call)"

@@ -137,13 +137,13 @@ def _compare_pair(f: Fit, g: Fit, margin: float) -> Pair:
     d = np.random.default_rng(3).permuted(one.a) - two.a
     low, high = np.quantile(d, [(1 - level) / 2, 1 - (1 - level) / 2])
     if low > margin:
-        verdict = f"A is higher by more than the margin {margin:g}"
+        verdict = f"A is higher by more than the margin {margin:.3g}"
     elif high < -margin:
-        verdict = f"A is lower by more than the margin {margin:g}"
+        verdict = f"A is lower by more than the margin {margin:.3g}"
     elif max(abs(low), abs(high)) <= margin:
-        verdict = f"A agrees within the margin {margin:g}"
+        verdict = f"A agrees within the margin {margin:.3g}"
     else:
-        verdict = f"undecided: the data allow differences on both sides of the margin {margin:g}"
+        verdict = f"undecided: the data allow differences on both sides of the margin {margin:.3g}"
     positive = [s.compute[s.compute > 0] for s in (f.series, g.series)]
     first, last = min(c[0] for c in positive), max(c[-1] for c in positive)
     c = np.geomspace(first, last * 100, 800)

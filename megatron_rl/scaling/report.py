@@ -104,7 +104,7 @@ def print_fits(console: Any, fits: Sequence[Fit]) -> None:
         table.add_row(wrap(f.name), *cells, verdict)
     console.print(table)
     rules = f"{o.form}, {o.method} method, compute in {unit}, intervals {o.level:.0%}"
-    margin = f", run-to-run margin {o.run_margin:g} on A" if o.run_margin else ""
+    margin = f", run-to-run margin {o.run_margin:.3g} on A" if o.run_margin else ""
     console.print(f"[dim]{rules}{margin}[/]")
     for f in fits:
         r0 = "" if f.R0 is None else f"R0 {f.R0:.3f}, "
@@ -144,12 +144,12 @@ def print_comparison(console: Any, c: Comparison) -> None:
         cells = (_cell(f.A), _cell(f.B, b_spec(f)), *at, _cell(f.Cmid, "amount"))
         table.add_row(wrap(f"{e.rank}. {f.name}") + ill, *cells)
     console.print(table)
-    by_a = f"by A; runs whose A agree within {c.margin:g} by B at their mean A"
+    by_a = f"by A; runs whose A agree within {c.margin:.3g} by B at their mean A"
     rule = by_a if c.shared_a is None else f"by B at A = {c.shared_a:.4g}"
     console.print(f"[dim]ranked {rule}; compute in {c.entries[0].fit.unit}[/]")
     for p in c.pairs:
         line = f"[bold]{p.better}[/] over [bold]{p.other}[/]: A {p.difference:+.3f}, "
-        line += f"P(more than {c.margin:g}) = {p.beyond_margin:.2f}; {p.verdict}"
+        line += f"P(more than {c.margin:.3g}) = {p.beyond_margin:.2f}; {p.verdict}"
         if p.overtakes is not None:
             line += f"; overtakes at {p.overtakes:amount} (P {p.overtake_probability:.2f})"
         console.print(line)
