@@ -32,10 +32,9 @@ LAYERS = {
     "generator": "config messages compat models weights",
     "trainer": "files config messages compat algorithm data kernels models weights",
     "launch": "config generator",
+    "generator_rank": "config launch generator",
     "train": "config messages compat launch models weights orchestrator generator trainer",
-    "megatron_plugin": (
-        "config messages compat launch models weights orchestrator generator trainer"
-    ),
+    "megatron_plugin": "config messages compat launch models weights orchestrator trainer",
     "commands": (
         "files config messages recipes rewards scaling compat kernels models data metrics weights"
         " orchestrator generator launch"
@@ -48,7 +47,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 LIGHT = """
 files section config messages algorithm recipes rewards scaling data metrics orchestrator launch
 train cli commands.doctor commands.plan commands.recipes commands.study commands.verify
-weights.store_process generator.store_keeper
+weights.store_process generator.store_keeper generator_rank
 """
 
 

@@ -76,7 +76,7 @@ def _serve(store: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # A new process: the engine must not inherit the script's imports.
-    command = [python, "-m", "megatron_rl.megatron_plugin.generator_rank", f.name]
+    command = [python, "-m", "megatron_rl.generator_rank", f.name]
     os.execve(python, command, dict(os.environ))
 
 

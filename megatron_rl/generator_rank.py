@@ -1,8 +1,9 @@
-"""A generator rank of a pretraining script, in a process that has imported nothing of Megatron's.
+"""A generator rank of a pretraining script, in a process without Megatron.
 
-    python -m megatron_rl.megatron_plugin.generator_rank CONFIG.json
+    python -m megatron_rl.generator_rank CONFIG.json
 
-The configuration is a JSON file, which is removed; torchrun's variables say the rest.
+The configuration is a JSON file, which is removed; torchrun's variables say the rest. It is no
+part of the plug-in's package, whose import is Megatron's: generators' environments may lack it.
 """
 
 import os
