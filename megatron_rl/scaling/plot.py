@@ -222,6 +222,8 @@ def _tidy(axis: Any) -> None:
         subs = (1.0,) if np.log10(high / low) > 2 else (1.0, 2.0, 5.0)
         axis.xaxis.set_major_locator(ticker.LogLocator(subs=subs))
         axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(5))  # labels of millions need their width
     axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: amount(v)))
 
 
