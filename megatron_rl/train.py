@@ -63,10 +63,9 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
         sys.stdout.flush()
     if rank >= roles.trainer_ranks:
         launch.enter_generator_python(config, arguments)
-        store = launch.connect_store(config)
         from megatron_rl.generator.role import run_generator_rank
 
-        run_generator_rank(config, rank, store)
+        run_generator_rank(config, rank, launch.connect_store(config))
     else:
         run_trainer_rank(config, rank, launch.connect_store(config), reinforce=command == "train")
 

@@ -60,10 +60,8 @@ class SafetensorsDirectory:
             CheckpointError: other names or shapes than those of config.json, or a second copy of
                 tied embeddings that is another matrix.
         """
-        expected, actual = (
-            architecture.shapes(),
-            {n: tuple(t.shape) for n, t in self.tensors.items()},
-        )
+        expected = architecture.shapes()
+        actual = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         leftovers = architecture.leftovers(actual.keys() - expected)
         unknown = actual.keys() - expected - {*architecture.passthrough(actual), *leftovers}
         problems = [f"{name} is missing" for name in sorted(expected.keys() - actual)]
