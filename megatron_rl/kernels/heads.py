@@ -8,17 +8,17 @@ H hidden, V vocabulary of this rank.
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Literal, get_args, override
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_rl.kernels import transformer_engine
-from megatron_rl.kernels.library import CPU_KERNELS, cpu_kernel, load
+from megatron_rl.kernels.library import CPU_KERNELS, GEMMS, cpu_kernel, load
 
 log = logging.getLogger(__name__)
 
@@ -37,96 +37,79 @@ UPCAST_ROWS = 8192
 """Most rows of a bf16 weight that are upcast at a time."""
 
 
-class HeadProducts(ABC):
+Product = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProducts:
     """The products. Results are fp32 and are written into `out`; operands are used as stored."""
 
     name: str
     """Description for the log."""
-    narrow_hidden_grad = False
+    logits: Product
+    """(hidden [C, H], weight [V, H], out [C, V]): write hidden weight^T into `out`."""
+    hidden_grad: Product
+    """(grads [C, V], weight [V, H], out [C, H]): write grads weight into `out`."""
+    weight_grad: Callable[[Tensor, Tensor, Tensor, bool], None]
+    """(grads [C, V], hidden [C, H], out [V, H], add): write grads^T hidden into `out`, or add."""
+    upcasts: bool = False
+    """bf16 operands are copied to fp32, which takes memory."""
+    narrow_hidden_grad: bool = False
     """`hidden_grad` also accepts `out` of the operands' type: fp32 sums, rounded once."""
 
-    @abstractmethod
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        """Write hidden weight^T into `out`."""
 
-    @abstractmethod
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        """Write grads weight into `out`."""
-
-    @abstractmethod
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        """Write grads^T hidden into `out`, or add it to it if `add`."""
+def _cpu_bf16(kind: str) -> HeadProducts:
+    """Return the GEMMs of `csrc/gemm_bf16.cpp`; `kind` is not the `generic` one."""
+    number = CPU_KERNELS.index(kind)
+    a, b, c = (partial(getattr(torch.ops.megatron_rl, name), kind=number) for name in GEMMS)
+    return HeadProducts(f"bf16 x bf16 -> fp32 on CPU ({kind})", a, b, c)
 
 
-class CpuBf16(HeadProducts):
-    """GEMMs of `csrc/gemm_bf16.cpp`; `kind` is one of `library.CPU_KERNELS`, not `generic`."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = CPU_KERNELS.index(kind)
-        self.name = f"bf16 x bf16 -> fp32 on CPU ({kind})"
-
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        torch.ops.megatron_rl.bf16_logits_(hidden_CH, weight_VH, out_CV, self.kind)
-
-    @override
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        torch.ops.megatron_rl.bf16_hidden_grad_(grads_CV, weight_VH, out_CH, self.kind)
-
-    @override
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        torch.ops.megatron_rl.bf16_weight_grad_(grads_CV, hidden_CH, out_VH, add, self.kind)
-
-
-class Upcast(HeadProducts):
-    """fp32 products of fp32 operands or of exact upcasts, a block of the weight at a time."""
-
-    def __init__(self, tf32: bool, device: str) -> None:
-        self.tf32 = tf32 and device == "cuda"
-        self.name = f"{'TF32' if self.tf32 else 'fp32'} products of exact upcasts"
+def _upcast(tf32: bool) -> HeadProducts:
+    """Return fp32 products of fp32 operands or exact upcasts, a block of the weight at a time."""
 
     @contextmanager
-    def _mode(self) -> Iterator[None]:
+    def mode() -> Iterator[None]:
         before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
-    @staticmethod
-    def _blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        if weight_VH.dtype == torch.float32:
-            yield slice(None), weight_VH
-            return
-        step = _upcast_rows(len(weight_VH))
-        scratch_BH = torch.empty_like(weight_VH[:step], dtype=torch.float32)
-        for v in range(0, len(weight_VH), step):
-            part_BH = weight_VH[v : v + step]
-            yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
-
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+    def logits(hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
         hidden_CH = hidden_CH.float()
-        with self._mode():
-            for block, w_BH in self._blocks(weight_VH):
+        with mode():
+            for block, w_BH in _blocks(weight_VH):
                 torch.mm(hidden_CH, w_BH.t(), out=out_CV[:, block])
 
-    @override
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        with self._mode():
-            for block, w_BH in self._blocks(weight_VH):
+    def hidden_grad(grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+        with mode():
+            for block, w_BH in _blocks(weight_VH):
                 first = block.start in (None, 0)
                 out_CH.addmm_(grads_CV[:, block].float(), w_BH, beta=0.0 if first else 1.0)
 
-    @override
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+    def weight_grad(grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
         hidden_CH, beta, V = hidden_CH.float(), 1.0 if add else 0.0, len(out_VH)
         step = V if grads_CV.dtype == torch.float32 else _upcast_rows(V)
-        with self._mode():
+        with mode():
             for v in range(0, V, max(step, 1)):
                 block = slice(v, v + step)
                 out_VH[block].addmm_(grads_CV[:, block].float().t(), hidden_CH, beta=beta)
+
+    name = f"{'TF32' if tf32 else 'fp32'} products of exact upcasts"
+    return HeadProducts(name, logits, hidden_grad, weight_grad, upcasts=True)
+
+
+def _blocks(weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    if weight_VH.dtype == torch.float32:
+        yield slice(None), weight_VH
+        return
+    step = _upcast_rows(len(weight_VH))
+    scratch_BH = torch.empty_like(weight_VH[:step], dtype=torch.float32)
+    for v in range(0, len(weight_VH), step):
+        part_BH = weight_VH[v : v + step]
+        yield slice(v, v + len(part_BH)), scratch_BH[: len(part_BH)].copy_(part_BH)
 
 
 def _upcast_rows(V: int) -> int:
@@ -147,99 +130,79 @@ def _addmm_takes_fp32() -> bool:
     return True
 
 
-class CudaTorch(HeadProducts):
-    """cuBLAS through torch: bf16 operands and fp32 results without upcasts."""
-
-    name = "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)"
-    narrow_hidden_grad = True
-
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
-
-    @override
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
-
-    @override
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        grads_VC = grads_CV.t()
-        if not add:
-            torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
-        elif _addmm_takes_fp32():
-            torch.addmm(out_VH, grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
-        else:
-            for v in range(0, len(out_VH), UPCAST_ROWS):
-                part_BC = grads_VC[v : v + UPCAST_ROWS]
-                out_VH[v : v + UPCAST_ROWS] += torch.mm(part_BC, hidden_CH, out_dtype=torch.float32)
+def _cuda_logits(hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+    torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
 
 
-class TransformerEngine(CudaTorch):
-    """Transformer Engine's `general_gemm(out_dtype=torch.float32)` for contiguous operands.
+def _cuda_hidden_grad(grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
+    torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
+
+
+def _cuda_weight_grad(grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
+    grads_VC = grads_CV.t()
+    if not add:
+        torch.mm(grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+    elif _addmm_takes_fp32():
+        torch.addmm(out_VH, grads_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
+    else:
+        for v in range(0, len(out_VH), UPCAST_ROWS):
+            part_BC = grads_VC[v : v + UPCAST_ROWS]
+            out_VH[v : v + UPCAST_ROWS] += torch.mm(part_BC, hidden_CH, out_dtype=torch.float32)
+
+
+CUDA_TORCH = HeadProducts(
+    "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)",
+    _cuda_logits,
+    _cuda_hidden_grad,
+    _cuda_weight_grad,
+    narrow_hidden_grad=True,
+)
+"""bf16 operands and fp32 results without upcasts."""
+
+
+def with_transformer_engine(gemm: Callable[..., object]) -> HeadProducts:
+    """Return Transformer Engine's `general_gemm(out_dtype=torch.float32)` for contiguous operands.
 
     It ignores strides, so strided operands (bf16 gradients in the memory of fp32 logits) go through
     torch.
     """
 
-    name = "bf16 x bf16 -> fp32 by Transformer Engine's general_gemm (cuBLASLt)"
+    def product(layout: str, by_torch: Callable[..., None]) -> Callable[..., None]:
+        def multiply(a: Tensor, b: Tensor, out: Tensor, *add: bool) -> None:
+            # cuBLASLt needs rows of a multiple of 16 bytes.
+            if all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in (a, b, out)):
+                gemm(b, a, out_dtype=out.dtype, layout=layout, out=out, accumulate=any(add))
+            else:
+                by_torch(a, b, out, *add)
 
-    def __init__(self, gemm: Callable[..., object]) -> None:
-        self.gemm = gemm
+        return multiply
 
-    def _multiply(self, layout: str, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> bool:
-        # cuBLASLt needs rows of a multiple of 16 bytes.
-        takes = all(t.is_contiguous() and t.shape[1] % 8 == 0 for t in (a, b, out))
-        if takes:
-            self.gemm(a, b, out_dtype=out.dtype, layout=layout, out=out, accumulate=add)
-        return takes
-
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        if not self._multiply("TN", weight_VH, hidden_CH, out_CV):
-            super().logits(hidden_CH, weight_VH, out_CV)
-
-    @override
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        if not self._multiply("NN", weight_VH, grads_CV, out_CH):
-            super().hidden_grad(grads_CV, weight_VH, out_CH)
-
-    @override
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        if not self._multiply("NT", hidden_CH, grads_CV, out_VH, add):
-            super().weight_grad(grads_CV, hidden_CH, out_VH, add)
+    return replace(
+        CUDA_TORCH,
+        name="bf16 x bf16 -> fp32 by Transformer Engine's general_gemm (cuBLASLt)",
+        logits=product("TN", CUDA_TORCH.logits),
+        hidden_grad=product("NN", CUDA_TORCH.hidden_grad),
+        weight_grad=product("NT", CUDA_TORCH.weight_grad),
+    )
 
 
-class Combined(HeadProducts):
-    """Logits of one kind, rounded to bf16 on request, and gradients of another."""
+def _rounded(products: HeadProducts) -> HeadProducts:
+    """Return the products with logits that are rounded to bf16."""
 
-    def __init__(self, forward: HeadProducts, backward: HeadProducts, rounded: bool) -> None:
-        self.forward, self.backward, self.rounded = forward, backward, rounded
-        self.narrow_hidden_grad = backward.narrow_hidden_grad
-        backward_name = "" if backward is forward else f"; backward: {backward.name}"
-        self.name = f"{forward.name}{' rounded to bf16' if rounded else ''}{backward_name}"
+    def logits(hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
+        products.logits(hidden_CH, weight_VH, out_CV)
+        for rows_V in out_CV.split(64):  # no second [C, V]
+            rows_V.copy_(rows_V.bfloat16())
 
-    @override
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-        self.forward.logits(hidden_CH, weight_VH, out_CV)
-        if self.rounded:
-            for rows_V in out_CV.split(64):  # no second [C, V]
-                rows_V.copy_(rows_V.bfloat16())
-
-    @override
-    def hidden_grad(self, grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-        self.backward.hidden_grad(grads_CV, weight_VH, out_CH)
-
-    @override
-    def weight_grad(self, grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
-        self.backward.weight_grad(grads_CV, hidden_CH, out_VH, add)
+    return replace(products, name=f"{products.name} rounded to bf16", logits=logits)
 
 
 def _bf16_products(device: str, tf32: bool) -> HeadProducts:
     if device == "cuda":
         gemm = transformer_engine.general_gemm()
-        return CudaTorch() if gemm is None else TransformerEngine(gemm)
+        return CUDA_TORCH if gemm is None else with_transformer_engine(gemm)
     kind = cpu_kernel(load())
-    return Upcast(tf32, device) if kind == "generic" else CpuBf16(kind)
+    return _upcast(tf32) if kind == "generic" else _cpu_bf16(kind)
 
 
 @cache
@@ -261,14 +224,14 @@ def select(
     if operands not in (torch.bfloat16, torch.float32):
         raise ValueError(f"hidden states and head are {operands}: bf16 or fp32 are supported")
     load()
-    tf32, rounded = precision == "tf32", precision == "bf16"
+    tf32 = precision == "tf32" and device == "cuda"
     grads = {"auto": operands, "bf16": torch.bfloat16, "fp32": torch.float32}[logit_grads]
-    upcast = Upcast(tf32, device)
-    forward = _bf16_products(device, tf32) if operands == torch.bfloat16 else upcast
-    backward = forward if grads == operands == torch.bfloat16 else upcast
-    products = forward
-    if rounded or backward is not forward:
-        products = Combined(forward, backward, rounded)
+    forward = _bf16_products(device, tf32) if operands == torch.bfloat16 else _upcast(tf32)
+    products = _rounded(forward) if precision == "bf16" else forward
+    if grads != operands and not forward.upcasts:
+        backward = _upcast(tf32)
+        name = f"{products.name}; backward: {backward.name}"
+        products = replace(backward, name=name, logits=products.logits, upcasts=False)
     log.info(
         f"LM head: precision {precision}, {operands} operands, {grads} logit gradients on {device}:"
         f" {products.name}"

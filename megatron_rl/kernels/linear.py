@@ -130,7 +130,7 @@ class _Chunks:
         self.products, grad_dtype = heads.select(precision, logit_grads, dtype, device)
         self.bf16 = grad_dtype == torch.bfloat16
         stride = row_stride(V, device)
-        upcasts = isinstance(self.products, heads.Upcast) and dtype == torch.bfloat16
+        upcasts = self.products.upcasts and dtype == torch.bfloat16
         self.rows = max(1, min(chunk_rows(stride, device, chunk_bytes, upcasts), T))
         self.T, self.V = T, V
         self.logits_CV = hidden_TH.new_empty(self.rows, stride, dtype=torch.float32)
