@@ -195,9 +195,10 @@ def train_loop(
     """
     from megatron_rl.trainer import checkpoint
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
+    from megatron_rl.trainer.start_comparison import StartComparison
     from megatron_rl.trainer.step import Trainer, next_batch
 
-    trainer, step = Trainer(config, policy), start_step
+    trainer, step = Trainer(config, policy, StartComparison(policy)), start_step
     publisher.publish(step)
     while True:
         started = time.perf_counter()

@@ -295,6 +295,9 @@ class Metrics(Section):
     """Progress on the terminal: a line every ten seconds, or none."""
     logprob_check_every_steps: PositiveInt = 10
     """Steps between comparisons of trainer and generator log-probs at the same weights."""
+    start_logprob_bound: PositiveFloat | None = None
+    """Mean difference in nats of these log-probs above which a run stops before its first update;
+    default: 0.001 for fp32 on CPU, else 0.1."""
     token_dump_steps: tuple[NonNegativeInt, ...] = ()
     """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
     40 bytes per token."""

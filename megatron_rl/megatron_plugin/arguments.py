@@ -1,7 +1,6 @@
 """Megatron's arguments and the run's configuration: each setting is in one of them only."""
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import yaml
 
 from megatron_rl.config import ConfigError, RunConfig, load_config
-from megatron_rl.models.base import Architecture
 from megatron_rl.trainer.reference import recomputes_old
 
 Parser = argparse.ArgumentParser
@@ -119,33 +117,4 @@ def check(args: Any, config: RunConfig) -> None:
         raise ConfigError(
             "schedule.packing is true with --transformer-impl local: Megatron's own attention takes"
             " no packed rows; set it to false, or use Transformer Engine"
-        )
-
-
-def check_model(model: Any, architecture: Architecture, directory: Path) -> None:
-    """Refuse a model that differs from the Hugging Face directory's.
-
-    Raises:
-        ConfigError: names every field that differs.
-    """
-    wrong = []
-    for name, wanted in architecture.config_fields().items():
-        value = getattr(model.config, name)
-        same = math.isclose(value, wanted) if isinstance(wanted, float) else value == wanted
-        if isinstance(wanted, bool | int | float | str) and not same:
-            wrong.append(f"{name} is {value!r} and should be {wanted!r}")
-    if model.share_embeddings_and_output_weights != architecture.tied:
-        wrong.append(f"tied embeddings should be {architecture.tied}")
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if rotary is None:
-        wrong.append("position_embedding_type should be 'rope'")
-    else:
-        wanted_frequencies = architecture.inverse_frequencies().to(rotary.inv_freq.device)
-        if not rotary.inv_freq.float().allclose(wanted_frequencies, rtol=1e-5):
-            wrong.append("rotary frequencies differ (--rotary-base, --use-rope-scaling)")
-    if wrong:
-        raise ConfigError(
-            f"Megatron's arguments and {directory}/config.json describe two models: "
-            + "; ".join(wrong)
-            + ". Change the arguments, or give the directory of this model as `model`"
         )

@@ -1,9 +1,10 @@
-"""The data iterator of `pretrain`: a step's first micro-batch publishes weights, gets a batch."""
+"""The steps of a run in `pretrain`: what comes before a schedule, and the data iterator in it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,11 +18,12 @@ from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.reference import old_is_current
+from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step import next_batch
 from megatron_rl.trainer.step_metrics import report
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     batch: messages.Batch
     micro_batches: list[MicroBatch]
@@ -29,6 +31,7 @@ class _Step:
     head: LmHead
     started: float
     wait_seconds: float
+    reported: bool = False
 
 
 class PluginSteps:
@@ -40,7 +43,6 @@ class PluginSteps:
         client: connection to the orchestrator, on rank 0; None elsewhere.
         publisher: of weights.
         start_step: optimizer steps that Megatron has made.
-        complete_parameters: called before an export.
     """
 
     def __init__(
@@ -50,11 +52,10 @@ class PluginSteps:
         client: TrainerClient | None,
         publisher: Publisher,
         start_step: int,
-        complete_parameters: Callable[[], None],
     ) -> None:
         self._config, self._model = config, model
         self._client, self._publisher = client, publisher
-        self._complete_parameters = complete_parameters
+        self._comparison = StartComparison(model)
         self._step, self._published = start_step - 1, -1
         self._current: _Step | None = None
 
@@ -63,21 +64,24 @@ class PluginSteps:
         """Optimizer steps that Megatron has made, or is about to finish."""
         return self._step + 1
 
-    def micro_batch(self, step: int, index: int) -> HeadPass:
-        """Return the pass of micro-batch `index` of `step`; the first call of a step is collective.
+    def begin(self, step: int, chunks: Sequence[Any]) -> None:
+        """Publish the weights and fetch the batch of a step; collective, before its schedule.
+
+        Within the schedule, pipeline stages reach their data iterators at different times. A second
+        schedule of the same step (Megatron's rerun of a step with a NaN) keeps the batch.
+
+        Args:
+            step: optimizer steps that Megatron has made.
+            chunks: the model as Megatron wrapped it.
 
         Raises:
-            ConfigError: more micro-batches than Megatron makes of a step.
+            ConfigError: no more batches, or more micro-batches than Megatron makes of a step.
             OrchestratorGone: no batch in time.
         """
-        if step != self._step:
-            self._advance(step)
-        current = self._current
-        assert current is not None
-        return HeadPass(current.head, current.micro_batches[index], current.objective)
-
-    def _advance(self, step: int) -> None:
+        if step == self._step:
+            return
         config, model = self._config, self._model
+        model.complete(chunks)
         self.publish(step)
         began = time.perf_counter()
         batch, _ = next_batch(self._client, step, lambda: False)
@@ -90,31 +94,43 @@ class PluginSteps:
         check_routed_experts(batch, model)
         micro_batches = micro_batches_of(batch, model)
         model.check_count(len(micro_batches), step)
+        model.divide_router_losses(len(batch.token_ids) // 4)
         objective = Objective(config.algorithm, old_is_current(config, step))
         head = LmHead.of(config, model.architecture.vocabulary)
         self._step = step
         self._current = _Step(batch, micro_batches, objective, head, started, started - began)
 
+    def micro_batch(self, step: int, index: int) -> HeadPass:
+        """Return the pass of micro-batch `index` of the step that began."""
+        current = self._current
+        assert current is not None and step == self._step
+        return HeadPass(current.head, current.micro_batches[index], current.objective)
+
     def publish(self, version: int) -> None:
         """Offer the weights to the generators, once per version; collective."""
         if version == self._published:
             return
-        self._complete_parameters()
         self._publisher.publish(version)
         self._published = version
 
-    def finish(self) -> None:
+    def finish(self, chunks: Sequence[Any]) -> None:
         """Publish the last weights, and wait until they are complete; collective."""
+        self._model.complete(chunks)
         self.publish(self.steps)
         self._publisher.wait()
 
     def trained(self) -> None:
-        """Report the step whose gradients are complete; collective."""
+        """Report the step whose gradients are complete, before the update; collective.
+
+        Raises:
+            ConfigError: the generators have another model (`StartComparison`).
+        """
         current = self._current
-        if current is None:
+        if current is None or current.reported:
             return
-        self._current, batch = None, current.batch
+        current.reported, batch = True, current.batch
         metrics, probe = report(batch, current.micro_batches, current.objective, self._model)
+        self._comparison.check(metrics, self._step)
         if self._client is not None:
             done = messages.StepDone(
                 step=self._step,

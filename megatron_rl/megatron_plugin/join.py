@@ -6,15 +6,17 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.compat.megatron_schedule import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.launch import connect_store, generator_python
 from megatron_rl.megatron_plugin import arguments
@@ -24,13 +26,12 @@ from megatron_rl.megatron_plugin.data_iterator import (
     loss_function,
     state_folder,
 )
-from megatron_rl.megatron_plugin.plugin_model import PluginModel
+from megatron_rl.megatron_plugin.plugin_model import PluginModel, adopt
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
 from megatron_rl.trainer import world
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.megatron_build import finalize_gradients
-from megatron_rl.trainer.model import forward
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.weights.store import node_name
 
@@ -94,7 +95,7 @@ class PretrainingPlugin:
         self._client: TrainerClient | None = None
         self._stack = contextlib.ExitStack()
         self._modules: list[Any] = []
-        self._wrapped: list[Any] = []
+        self._chunks: Sequence[Any] = ()
         self._steps: PluginSteps | None = None
         self._config: RunConfig | None = None
         self._model: PluginModel | None = None
@@ -116,19 +117,38 @@ class PretrainingPlugin:
 
         return both
 
-    def model(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `model_provider`, whose model then divides its gradients by nothing."""
-        if not self.active:
-            return provider
+    def model(self, source: Any) -> Any:
+        """Return the model provider or the model configuration (`pre_wrap_hooks`), for RL.
 
-        @functools.wraps(provider)
+        Args:
+            source: what `pretrain` builds the model from: a provider function, or a configuration
+                for `pretrain_cfg_container_from_args` (Megatron-Core 0.19).
+
+        Raises:
+            ConfigError: neither of the two.
+        """
+        if not self.active:
+            return source
+        if hasattr(source, "pre_wrap_hooks"):
+            source.pre_wrap_hooks.append(self._adopt)
+            return source
+        if not callable(source):
+            raise ConfigError(
+                f"rl.model({source!r}): neither a model provider nor a model configuration with"
+                " pre_wrap_hooks; pass what the script gives to Megatron's pretrain"
+            )
+
+        @functools.wraps(source)
         def build(*args: Any, **kwargs: Any) -> Any:
-            module = provider(*args, **kwargs)
-            module.config.finalize_model_grads_func = self._finalize
-            self._modules.append(module)
-            return module
+            return self._adopt([source(*args, **kwargs)])[0]
 
         return build
+
+    def _adopt(self, modules: list[Any]) -> list[Any]:
+        for module in modules:
+            adopt(module.config, self._finalize)
+        self._modules += modules
+        return modules
 
     def step(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `forward_step_func` with the run's loss in place of the script's."""
@@ -160,6 +180,7 @@ class PretrainingPlugin:
             self._store.set(CONFIG, config.model_dump_json())
 
         def iterators(_: Any, vp_stage: int | None = None) -> tuple[MicroBatchIterator, None, None]:
+            args.eval_iters = 0  # the generators evaluate, at --eval-interval
             if self._steps is None:
                 self._steps = self._start(config, args)
             count, save = _micro_batches(args), args.dataloader_save
@@ -169,6 +190,9 @@ class PretrainingPlugin:
         if args.dataloader_save is None:
             args.dataloader_save = args.save
         iterators.is_distributed = True  # type: ignore[attr-defined]
+        before_training_schedules(self._begin)
+        # Megatron saves and leaves at this one.
+        signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(args.exit_signal))
         return iterators
 
     def finish(self) -> None:
@@ -180,12 +204,18 @@ class PretrainingPlugin:
         if self._steps is None or self._ended:
             return
         assert self._config is not None
-        self._steps.finish()
+        self._steps.finish(self._chunks)
         self._leave(self._config.timeouts.evaluation_seconds, together=True)
 
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
         """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
         world.join_world(config)
+        if not self._modules:
+            raise ConfigError(
+                "no model came through rl.model(...): wrap the model provider, or the model"
+                " configuration that pretrain_cfg_container_from_args gets (Megatron ignores the"
+                " provider then); `megatron-rl doctor --script` shows the lines"
+            )
         use_te, count = args.transformer_impl == "transformer_engine", _micro_batches(args)
         model = PluginModel(config, self._modules, use_te=use_te, micro_batches=count)
         self._model = model
@@ -209,9 +239,7 @@ class PretrainingPlugin:
         if client is not None:
             client.raise_if_failed = publisher.raise_if_failed
         publisher.serve_other_nodes(lambda: str(self._store.get("orchestrator").decode()))
-        return PluginSteps(
-            config, model, client, publisher, args.iteration, self._complete_parameters
-        )
+        return PluginSteps(config, model, client, publisher, args.iteration)
 
     def _leave(self, seconds: float, *, together: bool = False) -> None:
         """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
@@ -231,23 +259,17 @@ class PretrainingPlugin:
         if not self._ended and self._config is not None and self._steps is not None:
             self._leave(self._config.timeouts.shutdown_seconds)
 
-    def _complete_parameters(self) -> None:
-        """Run the all-gather of parameters that Megatron has deferred."""
-        for chunk in self._wrapped:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+    def _begin(self, step: int, chunks: Sequence[Any]) -> None:
+        assert self._steps is not None
+        self._chunks = chunks
+        self._steps.begin(step, chunks)
 
     def _forward_step(
         self, data_iterator: Any, model: Any, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        if return_schedule_plan:
-            raise ConfigError("--overlap-moe-expert-parallel-comm has no output hook; leave it out")
-        if all(chunk is not model for chunk in self._wrapped):
-            self._wrapped.append(model)
-        context, own = next(data_iterator), self._model
-        assert own is not None
-        output = forward(model, context, routing=own.routing, stock_attention=True)
-        return output, loss_function(own.micro_batch_multiple)
+        own = self._model
+        assert own is not None and not return_schedule_plan
+        return own.forward(model, next(data_iterator)), loss_function(own.micro_batch_multiple)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         finalize_gradients(*args, **kwargs)

@@ -49,6 +49,8 @@ class Architecture(ABC):
     def __init__(self, hf: Mapping[str, Any]) -> None:
         self.hf = hf
         self.vocabulary = int(hf["vocab_size"])
+        self.padded_vocabulary: int | None = None
+        """Rows of embedding and LM head where a script chose them (`VocabularyRows.padded`)."""
         self.hidden = int(hf["hidden_size"])
         self.layers = int(hf["num_hidden_layers"])
         self.heads = int(hf["num_attention_heads"])
@@ -126,7 +128,8 @@ class Architecture(ABC):
 
     def weights(self) -> list[Weight]:
         """Return every parameter, in the order of the forward pass."""
-        rows, table = VocabularyRows(self.vocabulary), (self.vocabulary, self.hidden)
+        rows = VocabularyRows(self.vocabulary, self.padded_vocabulary)
+        table = (self.vocabulary, self.hidden)
         embedding, head = f"{self.prefix}model.embed_tokens.weight", f"{self.prefix}lm_head.weight"
         out = [Weight("embedding.word_embeddings.weight", (embedding,), table, split=rows)]
         for layer in range(self.layers):

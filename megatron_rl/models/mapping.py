@@ -121,14 +121,16 @@ class Along(Split):
 
 @dataclass(frozen=True, slots=True)
 class VocabularyRows(Split):
-    """Rows of the vocabulary, padded with zeros to a multiple of the tensor-parallel size."""
+    """Rows of the vocabulary, padded with zeros."""
 
     vocabulary: int
+    padded: int | None = None
+    """Rows with the padding; None: the next multiple of the tensor-parallel size."""
     sharded: ClassVar[bool] = True
 
     @override
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        missing = padded_vocabulary(self.vocabulary, size) - self.vocabulary
+        missing = (self.padded or padded_vocabulary(self.vocabulary, size)) - self.vocabulary
         return torch.nn.functional.pad(full, (0, 0, 0, missing)).chunk(size)[rank]
 
     @override

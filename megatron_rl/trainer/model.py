@@ -142,7 +142,12 @@ class Policy(ModelShards):
 
 
 def forward(
-    model: Any, context: HeadPass, *, routing: Routing | None = None, stock_attention: bool = False
+    model: Any,
+    context: HeadPass,
+    *,
+    routing: Routing | None = None,
+    stock_attention: bool = False,
+    padding_BS: Tensor | None = None,
 ) -> Tensor:
     """Run a chunk of a model over a micro-batch, up to its summed loss.
 
@@ -152,6 +157,7 @@ def forward(
         routing: the model's routers, where they follow the generator's or are compared with them.
         stock_attention: the model has Megatron's own attention, not that of `models.attention`:
             packed rows are then in Megatron's "thd" format, and padded ones need nothing.
+        padding_BS: True where the routers' own losses leave a token out.
 
     Returns the activations of the chunk; on the last stage, the summed loss.
     """
@@ -162,8 +168,10 @@ def forward(
     packing: Any = rows
     if stock_attention:
         packing = rows.thd(None, len(micro.tokens_BS)) if len(micro.bounds) > 2 else None
-    following = nullcontext() if routing is None else routing.following(model, micro.experts_RLK)
     options: dict[str, Any] = {"output_processor": head_loss, "output_processor_context": context}
+    if padding_BS is not None:
+        options["padding_mask"] = padding_BS
+    following = nullcontext() if routing is None else routing.following(model, micro.experts_RLK)
     with following:
         positions_BS = rows.positions_s.expand_as(micro.tokens_BS)
         output: Tensor = model(

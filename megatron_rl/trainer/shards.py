@@ -23,6 +23,8 @@ class ModelShards:
         architecture: of the model.
     """
 
+    modules: Sequence[torch.nn.Module]
+    """This rank's model chunks, unwrapped."""
     parameters: dict[str, torch.nn.Parameter]
     """This rank's parameters by `Weight.megatron`."""
     routing: Routing | None = None

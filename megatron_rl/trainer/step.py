@@ -25,6 +25,7 @@ from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_ba
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import FixedPolicies, old_is_current
+from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step_metrics import report
 
 
@@ -59,10 +60,14 @@ class Trainer:
     Args:
         config: `algorithm`, `optimizer` and `schedule.micro_batch_tokens` count.
         policy: the model; its weights change.
+        comparison: with the generators' model, before the first update; None: the log-probs of the
+            batches come from elsewhere.
     """
 
-    def __init__(self, config: RunConfig, policy: Policy) -> None:
-        self.config, self.policy = config, policy
+    def __init__(
+        self, config: RunConfig, policy: Policy, comparison: StartComparison | None = None
+    ) -> None:
+        self.config, self.policy, self._comparison = config, policy, comparison
         self._fixed = FixedPolicies(config, policy)
 
     def train_step(self, batch: messages.Batch, step: int) -> messages.StepDone:
@@ -73,15 +78,18 @@ class Trainer:
 
         Raises:
             ValueError: arrays that don't fit together, or ids beyond the vocabulary.
+            ConfigError: the generators have another model.
             FloatingPointError: loss or gradient norm is not finite. The weights are spoiled then;
                 the last checkpoint and the last published version are not.
         """
         started = time.perf_counter()
         micro_batches, objective = self.prepare(batch, step)
         self.policy.forward_backward(micro_batches, objective)
+        metrics, probe = report(batch, micro_batches, objective, self.policy)
+        if self._comparison is not None:
+            self._comparison.check(metrics, step)
         rate = learning_rate(self.config, step)
         norm = self.policy.apply(rate)
-        metrics, probe = report(batch, micro_batches, objective, self.policy)
         metrics |= {"grad_norm": norm, "learning_rate": rate}
         if not np.isfinite([metrics["loss"], norm]).all():
             raise FloatingPointError(

@@ -116,7 +116,7 @@ def test_the_orchestrators_state_is_saved_beside_megatrons(tmp_path: Path) -> No
         def save_state(self, step: int, directory: str) -> None:
             said.append((step, directory))
 
-    steps = PluginSteps(None, None, Client(), None, 7, lambda: None)  # type: ignore[arg-type]
+    steps = PluginSteps(None, None, Client(), None, 7)  # type: ignore[arg-type]
     assert steps.save_state(tmp_path) == {"step": 7}
     assert said == [(7, str(tmp_path / "iter_0000007" / "megatron_rl"))]
     assert Path(said[0][1]).is_dir()

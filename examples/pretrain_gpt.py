@@ -1,7 +1,7 @@
 """Pretraining, supervised fine-tuning and reinforcement learning of a GPT with Megatron-LM.
 
-    torchrun --nproc-per-node 8 examples/extend_pretraining.py --examples train.jsonl ...
-    torchrun --nproc-per-node 8 examples/extend_pretraining.py --rl-config rl.yaml ...
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --examples train.jsonl ...
+    torchrun --nproc-per-node 8 examples/pretrain_gpt.py --rl-config rl.yaml ...
 
 `--examples` is a JSONL file of {"prompt": ..., "completion": ...}. The loss is over completions, so
 plain text is a completion without a prompt. `--rl-config` starts RL; docs/pretraining.md shows the
@@ -11,6 +11,8 @@ lines that a plain script lacks.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +24,42 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.core.transformer.spec_utils import import_module
+from megatron.training import argument_utils, get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_rl import megatron_plugin
+
+# Megatron-Core 0.18 has no model configurations.
+gpt_config_from_args = getattr(argument_utils, "gpt_config_from_args", None)
 
 
 def extra_args(parser: Any) -> Any:
     """Add the script's own arguments."""
     group = parser.add_argument_group("examples")
     group.add_argument("--examples", type=Path, help="JSONL of prompts and completions.")
+    ways = ["config", "provider"] if gpt_config_from_args else ["provider"]
+    text = "What Megatron builds the model from: a configuration with hooks (0.19), or a function."
+    group.add_argument("--model-from", choices=ways, default=ways[0], help=text)
     return parser
 
 
-def model_provider(
-    pre_process: bool = True,
-    post_process: bool = True,
+def gpt_builder(
+    args: Any,
+    pre_process: bool,
+    post_process: bool,
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """Build the model from Megatron's arguments."""
-    args = get_args()
+    """Build a chunk of the model from Megatron's arguments."""
     config = config or core_transformer_config_from_args(args)
     use_te = args.transformer_impl == "transformer_engine"
-    if args.num_experts:
-        spec: Any = get_gpt_decoder_block_spec(
+    if args.spec is not None:
+        spec: Any = import_module(args.spec)
+    elif args.num_experts:
+        spec = get_gpt_decoder_block_spec(
             config, use_te, normalization=args.normalization, vp_stage=vp_stage
         )
     elif use_te:
@@ -64,12 +75,27 @@ def model_provider(
         args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
+
+
+def model_provider(
+    model_builder: Callable[..., GPTModel],
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Build a chunk of the model with a builder."""
+    options = {"config": config, "pg_collection": pg_collection}
+    return model_builder(get_args(), pre_process, post_process, vp_stage, **options)
 
 
 class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -94,12 +120,14 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": learned}
 
 
-def datasets_provider(sizes: list[int], vp_stage: int | None = None) -> list[Examples]:
+def train_valid_test_datasets_provider(
+    sizes: list[int], vp_stage: int | None = None
+) -> list[Examples]:
     """Return the datasets for training, validation and test."""
     return [Examples(get_args().examples, size) for size in sizes]
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -119,11 +147,18 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 if __name__ == "__main__":
     rl = megatron_plugin.join()
     args = parse_and_validate_args(extra_args_provider=rl.arguments(extra_args))
+    source = {}
+    if args.model_from == "config":
+        model_cfg = gpt_config_from_args(args)
+        full_config = pretrain_cfg_container_from_args(args, rl.model(model_cfg))
+    else:
+        full_config = pretrain_cfg_container_from_args(args)
+        source = {"model_provider": rl.model(partial(model_provider, gpt_builder))}
     pretrain(
-        pretrain_cfg_container_from_args(args),
-        rl.data(datasets_provider),
-        ModelType.encoder_or_decoder,
-        rl.step(forward_step),
-        model_provider=rl.model(model_provider),
+        full_config,
+        train_valid_test_dataset_provider=rl.data(train_valid_test_datasets_provider),
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=rl.step(forward_step),
+        **source,
     )
     rl.finish()
