@@ -30,7 +30,9 @@ from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
 from megatron_rl.messages import Manifest, WeightsUpdated
+from megatron_rl.models import architecture
 from megatron_rl.models.routed_experts import RoutedExperts, check_experts
+from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError, check_tensors
 from megatron_rl.weights.number_format import WireFormat
@@ -60,7 +62,7 @@ class Engine:
         """
         self.version, self.aborted, self.in_flight = version, 0, 0
         self._config = config
-        self.architecture = vllm_args.read_architecture(model_dir)
+        self.architecture = architecture(read_config(model_dir))
         replay = config.algorithm.routing_replay
         check_experts(self.architecture, replay)
         vllm_args.check_model_class(model_dir)

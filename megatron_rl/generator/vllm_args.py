@@ -1,6 +1,5 @@
 """vLLM's arguments for a run's configuration and checkpoint."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megatron_rl.generator.expert_capture import returned_by_vllm
 from megatron_rl.generator.interruption import EndMarker, Interruption
 from megatron_rl.generator.vllm_plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_rl.models import architecture
-from megatron_rl.models.base import Architecture
+from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.weights.number_format import BLOCK, is_quantized
 
 WORKER_EXTENSION = "megatron_rl.generator.weight_transfer.WorkerExtension"
@@ -48,7 +47,7 @@ def engine_args(config: RunConfig, engine_index: int, model_dir: str) -> AsyncEn
     }
     if config.algorithm.routing_replay != "none" and returned_by_vllm():
         arguments["enable_return_routed_experts"] = True
-    checkpoint = _read_config(model_dir)
+    checkpoint = read_config(model_dir)
     text_config = checkpoint.get("text_config", checkpoint)
     if overrides := _overrides(config, checkpoint, arguments["max_model_len"]):
         arguments["hf_overrides"] = overrides
@@ -134,18 +133,13 @@ def head_dtype(config: RunConfig) -> str:
     return _DTYPES[config.precision.generator_head]
 
 
-def read_architecture(model_dir: str) -> Architecture:
-    """Return the architecture of a Hugging Face directory; ValueError if not implemented."""
-    return architecture(_read_config(model_dir))
-
-
 def check_model_class(model_dir: str) -> None:
     """Have vLLM import its class of a directory's model; ValueError names a missing package.
 
     It does so in another process, keeps the result, and does the same itself when it starts, but
     leaves the cause of a failure to its log.
     """
-    for name in _read_config(model_dir).get("architectures") or ():
+    for name in read_config(model_dir).get("architectures") or ():
         try:
             if name in ModelRegistry.models:
                 ModelRegistry.models[name].inspect_model_cls()
@@ -154,10 +148,6 @@ def check_model_class(model_dir: str) -> None:
                 f"{model_dir}: vLLM cannot import its class {name}: {str(e).splitlines()[-1]};"
                 f" install what is missing in the generators' environment ({sys.executable})"
             ) from e
-
-
-def _read_config(model_dir: str) -> dict[str, Any]:
-    return dict(json.loads((Path(model_dir) / "config.json").read_text()))
 
 
 def interruption(config: RunConfig, tokenizer: Any) -> Interruption:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import compat
+from megatron_rl.config import NAMED_MODELS, TINY_MODELS
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
@@ -36,22 +37,17 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read; names the file or tensor, and the remedy."""
 
 
-def named_configs() -> list[str]:
-    """Return the names of published models."""
-    names = (path.stem for path in CONFIG_FOLDER.glob("*.json"))
-    return sorted(name for name in names if not name.startswith("tiny_"))
-
-
 def named_config(name: str) -> dict[str, Any]:
-    """Return the `config.json` of a published model, without a download.
+    """Return the `config.json` of a published or a tiny model, without a download.
 
     Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248.
 
     Raises:
-        ValueError: a name that is not in `named_configs()`.
+        ValueError: neither one of `config.NAMED_MODELS` nor of `config.TINY_MODELS`.
     """
-    if name not in named_configs():
-        raise ValueError(f"no model {name!r}: known are {', '.join(named_configs())}")
+    known = (*NAMED_MODELS, *TINY_MODELS)
+    if name not in known:
+        raise ValueError(f"no model {name!r}: known are {', '.join(known)}")
     config: dict[str, Any] = json.loads((CONFIG_FOLDER / f"{name}.json").read_text())
     return config
 

@@ -16,19 +16,17 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.models import CONFIG_FOLDER, architecture
+from megatron_rl.config import TINY_MODELS
+from megatron_rl.models import architecture, named_config
 
 VOCABULARY = 32
 PAD, BOS, EOS = 0, 1, 2
-CONFIGS: dict[str, dict[str, Any]] = {
-    path.stem: json.loads(path.read_text()) for path in sorted(CONFIG_FOLDER.glob("tiny_*.json"))
-}
+CONFIGS = {name: named_config(name) for name in TINY_MODELS}
 """The `config.json` by name. vLLM on CPU needs heads of 32 or more, and MoE sizes of 32 n."""
 
 

@@ -15,8 +15,9 @@ from megatron_rl.generator.vllm_args import (
     BLOCK_TOKENS,
     engine_args,
     interruption,
-    read_architecture,
 )
+from megatron_rl.models import architecture
+from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.number_format import WireFormat
 from tests.generator import tiny_models
@@ -133,7 +134,7 @@ def test_what_a_version_must_hold_is_known_without_the_weights(model_dir, tmp_pa
         if path.suffix != ".safetensors":
             (tmp_path / path.name).symlink_to(path)
     config = run_config(tmp_path)
-    infos = WireFormat.of(config).expected(read_architecture(str(tmp_path)).shapes())
+    infos = WireFormat.of(config).expected(architecture(read_config(tmp_path)).shapes())
     assert {name: tuple(info.shape) for name, info in infos.items()} == expected
     assert engine_args(config, 0, str(tmp_path)).load_format == "dummy"
     assert engine_args(run_config(model_dir), 0, str(model_dir)).load_format != "dummy"
@@ -169,4 +170,4 @@ def test_fp8_is_refused_where_the_engine_cannot_take_it(model_dir, tmp_path, mon
     with pytest.raises(ValueError, match=r"weights.quantization is 'fp8': .* CPUs with AMX"):
         engine_args(with_fp8(directory), 0, str(directory))
     with pytest.raises(WeightsError, match=r"q_proj.weight is 64 x 64: FP8 with block scales"):
-        WireFormat.of(with_fp8(directory)).expected(read_architecture(str(directory)).shapes())
+        WireFormat.of(with_fp8(directory)).expected(architecture(read_config(directory)).shapes())

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models import architecture, named_config, named_configs
+from megatron_rl.config import NAMED_MODELS
+from megatron_rl.models import architecture, named_config
 
 PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
@@ -79,7 +80,7 @@ def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None
 
 
 def test_counts_need_no_module() -> None:
-    assert named_configs() == sorted(PARAMETERS)
+    assert [*NAMED_MODELS] == sorted(PARAMETERS)
     for name, count in PARAMETERS.items():
         found = architecture(named_config(name))
         assert found.parameters() == count

@@ -84,20 +84,11 @@ def read_architecture(run: RunConfig) -> Architecture:
         ConfigError: no config.json, an unsupported one, or no torch.
     """
     try:
-        from megatron_rl.models import architecture, named_config, named_configs
-        from megatron_rl.models.tiny import CONFIGS
+        from megatron_rl.models import architecture
     except ModuleNotFoundError as e:
         text = f"counting the parameters of a model needs {e.name}: pip install 'megatron_rl[cpu]'"
         raise ConfigError(text) from None
-    path = Path(run.start_checkpoint or run.model) / "config.json"
-    if path.is_file() and (run.start_checkpoint is not None or run.model not in named_configs()):
-        config = json.loads(path.read_text())
-    elif run.model in named_configs():
-        config = named_config(run.model)
-    elif run.model in CONFIGS:
-        config = CONFIGS[run.model]
-    else:
-        raise ConfigError(f"model: {path} does not exist: give a Hugging Face directory")
+    config = run.model_config_json()
     try:
         return architecture(config)
     except ValueError as e:
