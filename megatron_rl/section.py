@@ -1,9 +1,14 @@
-"""Base class of the sections of the configuration; imports nothing of this package."""
+"""Base class of the sections of the configuration, and its files; imports no other module here."""
 
+import json
+import os
 import types
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from yaml.composer import ComposerError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -22,6 +27,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, values: Any) -> Any:
+        """Leave out sections without a key, and put the home directory for `~/`."""
+        if not isinstance(values, dict):
+            return values
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        sections = {name for name, kind in kinds.items() if sections_of(kind) or entries_of(kind)}
+        return {
+            k: os.path.expanduser(v) if isinstance(v, str) and v.startswith("~/") else v
+            for k, v in values.items()
+            if v is not None or k not in sections
+        }
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
@@ -53,3 +72,56 @@ def with_kind(value: Any, default: str) -> Any:
 def kind_of(section: type[Section]) -> Any:
     """Return the kind of a section that is one of several alternatives."""
     return section.model_fields["kind"].default
+
+
+class TextLoader(yaml.SafeLoader):
+    """YAML in which a plain scalar is text or null, and no key occurs twice.
+
+    The field decides on the type, as on the command line: `off`, `2024-01-01` and `0123` stay text.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping; `ComposerError`, with the line, for a key that it has already."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys: list[Any] = []
+        for key, _ in node.value:
+            if key.value in keys:
+                problem = f"the key {key.value!r} occurs twice"
+                raise ComposerError(None, None, problem, key.start_mark)
+            keys.append(key.value)
+        return node
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Read a file of the configuration, in UTF-8 or UTF-16 with its mark; scalars stay text.
+
+    Raises:
+        ConfigError: no such file, or not valid YAML.
+    """
+    try:
+        return yaml.load(Path(path).read_bytes(), TextLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path}: not valid YAML: {e}") from None
+
+
+def typed(value: Any) -> Any:
+    """Read numbers, true, false and null in texts without a declared type, at any depth."""
+    if isinstance(value, dict):
+        return {key: typed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [typed(each) for each in value]
+    word = {"True": "true", "False": "false", "None": "null"}.get(str(value), value)
+    try:
+        return json.loads(word, parse_constant=str) if isinstance(word, str) else value
+    except ValueError:
+        return value

@@ -94,7 +94,7 @@ def test_round_trip_through_json_is_the_same_configuration() -> None:
         (["--no-seed"], ("--seed needs a value",)),
         (
             ["--schedule", "[1]", "--schedule.steps", "3"],
-            ("--schedule.steps: schedule is [1] alr",),
+            ("--schedule.steps: schedule is ['1'] alr",),
         ),
     ],
 )

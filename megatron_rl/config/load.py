@@ -16,7 +16,15 @@ from megatron_rl.algorithm.settings import DEFAULT_KINDS
 from megatron_rl.config.describe import describe
 from megatron_rl.config.run import RunConfig
 from megatron_rl.files import replace_file
-from megatron_rl.section import ConfigError, Section, entries_of, kind_of, sections_of
+from megatron_rl.section import (
+    ConfigError,
+    Section,
+    TextLoader,
+    entries_of,
+    kind_of,
+    read_yaml,
+    sections_of,
+)
 
 CONFIG_FILE = "config.yaml"
 Location = tuple[int | str, ...]
@@ -32,12 +40,14 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         ConfigError: unknown key, bad value, or values that do not fit together; the message names
             the key, the value and the remedy.
     """
-    file = {} if path is None else _read_yaml(path)
+    file = ({} if path is None else read_yaml(path)) or {}
+    if not isinstance(file, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, found {type(file).__name__}")
     command_line = parse_overrides(overrides or [])
     recipe = command_line.get("recipe", file.get("recipe"))
     values: dict[str, Any] = {"algorithm": {k: {"kind": v} for k, v in DEFAULT_KINDS.items()}}
     if recipe is not None:
-        values = recipes.merge(values, recipes.load(recipe).values)
+        values = recipes.merge(values, recipes.load(str(recipe)).values)
     for layer in (file, command_line):
         values = recipes.merge(values, layer)
     try:
@@ -69,15 +79,19 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     """
     types = {key: kind for key, kind, *_ in describe()}
     values: dict[str, Any] = {}
-    pending = list(arguments)
+    pending, name, kind, value = list(arguments), "", "", None
     while pending:
-        name, equals, text = pending.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ConfigError(f"command line: {name} is not an option; use --KEY VALUE")
+        word = pending.pop(0)
+        if not word.startswith("--"):
+            remedy = "use --KEY VALUE"
+            if kind.startswith("tuple") and isinstance(value, list):
+                remedy = f"write the values as one: --{name} {','.join([*value, word])}"
+            raise ConfigError(f"command line: {word} is not an option; {remedy}")
+        name, equals, text = word.partition("=")
         negated = name.startswith("--no-")
         name = name.removeprefix("--no-" if negated else "--")
         kind = types.get(re.sub(r"^(task|tasks\.[^.]*)\.", "tasks.<name>.", name), "")
-        value: Any = not negated
+        value = not negated
         if not negated and (equals or (pending and not pending[0].startswith("--"))):
             value = _parse_value(text if equals else pending.pop(0), kind)
         elif not kind.startswith("bool"):
@@ -100,26 +114,17 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
 
 def _parse_value(text: str, kind: str) -> Any:
     """Parse null, lists and mappings; any other text is converted by the type of the field."""
-    if text == "null":
+    if text in ("null", "None") and (not kind or "None" in kind):
         return None
+    if kind.startswith("tuple"):
+        items = text.strip(" ()[]")
+        return [item.strip(" '\"") for item in items.split(",")] if items else []
     if kind.startswith("str") or text[:1] not in ("[", "{"):
         return text
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, TextLoader)
     except yaml.YAMLError:
         return text  # validation reports it
-
-
-def _read_yaml(path: str | Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file") from None
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{path}: not valid YAML: {e}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
-    return values
 
 
 def _message(error: ValidationError, one_task: bool) -> str:

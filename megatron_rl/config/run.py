@@ -1,5 +1,6 @@
 """The whole tree of one run, and the checks of values that depend on each other."""
 
+import json
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,11 +11,11 @@ from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import sections
 from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named_tasks
 from megatron_rl.rewards.verifier_settings import VerifierSettings
-from megatron_rl.section import Section
+from megatron_rl.section import ConfigError, Section
 
 TINY_MODELS = ("tiny_scout", "tiny_dense", "tiny_qwen3", "tiny_qwen3_moe")
-_CONFIGS = Path(__file__).parents[1].joinpath("models", "configs").glob("*.json")
-NAMED_MODELS = tuple(sorted({path.stem for path in _CONFIGS} - {*TINY_MODELS}))
+_CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+NAMED_MODELS = tuple(sorted({path.stem for path in _CONFIGS.glob("*.json")} - {*TINY_MODELS}))
 """Published models whose config.json is in the package (`megatron_rl.models.named_config`)."""
 
 
@@ -83,6 +84,32 @@ class RunConfig(Section):
         g = self.generation
         # A token is at least one character, so the phrase's length bounds its tokens.
         return g.max_prompt_tokens + g.completion_tokens + len(g.interruption_phrase)
+
+    def model_config_json(self) -> dict[str, Any]:
+        """Return the `config.json` of the model; `ConfigError` if its directory has none."""
+        own = Path(self.start_checkpoint or self.model) / "config.json"
+        named = _CONFIGS / f"{self.model}.json"
+        file = own if own.is_file() or not named.is_file() else named
+        try:
+            content: dict[str, Any] = json.loads(file.read_bytes())
+        except (OSError, ValueError) as e:
+            problem = f"{file}: {e}: give a Hugging Face directory"
+            raise ConfigError(f"model: {problem}") from None
+        return content
+
+    def check_length(self) -> None:
+        """Raise `ConfigError` for sequences that are longer than the model's positions."""
+        content, g = self.model_config_json(), self.generation
+        limit = content.get("text_config", content).get("max_position_embeddings")
+        # The engine needs one more than the longest sequence.
+        if limit is not None and self.sequence_tokens >= limit:
+            raise ConfigError(
+                f"a sequence may have {self.sequence_tokens} tokens, and model = {self.model!r} has"
+                f" {limit} positions: lower generation.max_prompt_tokens = {g.max_prompt_tokens},"
+                f" generation.thinking_budget_tokens = {list(g.thinking_budget_tokens)},"
+                f" generation.answer_budget_tokens = {g.answer_budget_tokens} or the length of"
+                f" generation.interruption_phrase ({len(g.interruption_phrase)} characters)"
+            )
 
     @field_validator("resume", mode="before")
     @classmethod

@@ -11,12 +11,11 @@ A single task is given as `task`, several as `tasks` by name; `task` then has th
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.rewards.task_verifiers import KINDS as VERIFIERS
-from megatron_rl.section import ConfigError, Section
+from megatron_rl.section import ConfigError, Section, typed
 
 
 class Task(Section):
@@ -66,8 +65,8 @@ class ReasoningTask(Task):
     @field_validator("options")
     @classmethod
     def _typed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Convert text of the command line to the types of YAML."""
-        return {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in options.items()}
+        """Convert text to the types of JSON."""
+        return {name: typed(value) for name, value in options.items()}
 
 
 class DataSetTask(Task):

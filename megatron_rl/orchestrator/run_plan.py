@@ -6,7 +6,8 @@ from megatron_rl.orchestrator.evaluation import evaluation_steps
 
 
 def print_plan(config: RunConfig) -> None:
-    """Print the plan as a table of names and texts with units."""
+    """Print the plan as a table; `ConfigError` for sequences longer than the model allows."""
+    config.check_length()
     r, p, s, g = config.roles, config.parallel, config.schedule, config.generation
     first, last = r.trainer_ranks, r.world_size - 1
     completions = s.prompts_per_step * s.completions_per_prompt

@@ -23,9 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron_rl.section import ConfigError
+from megatron_rl.section import ConfigError, read_yaml
 
 FOLDER = Path(__file__).parent
 VARIANT_KEYS = {"summary", "values", "notes", "source", "inferred", "choices"}
@@ -102,6 +100,8 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(value, str) and isinstance(old, dict) and "kind" in old:
             value = {"kind": value}
+        if value is None and isinstance(old, dict):
+            continue  # a section without a key
         if isinstance(value, dict) and isinstance(old, dict):
             same_kind = value.get("kind", old.get("kind")) == old.get("kind", value.get("kind"))
             merged[key] = merge(old, value) if same_kind else value
@@ -131,7 +131,7 @@ def _entries() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path, allowed: set[str]) -> dict[str, Any]:
-    entry: dict[str, Any] = yaml.safe_load(path.read_text())
+    entry: dict[str, Any] = read_yaml(path)
     _check(path.name, entry, allowed, {"summary", "source", "values"})
     return entry
 
