@@ -40,6 +40,21 @@ def _with_expert_groups(init: Any) -> Any:
     return wrapper
 
 
+def _share_token_counts(module: Any) -> None:
+    count = module.get_tokens_per_expert_and_token_count
+
+    @functools.wraps(count)
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(count).bind(*args, **kwargs).arguments
+        per_expert, local, total = count(*args, **kwargs)
+        if given.get("with_padding_mask"):
+            # The auxiliary losses of the ranks add up to the micro-batch's: one weight for all.
+            local, total = total / given["reduce_group"].size(), total.clamp(min=1)
+        return per_expert, local, total
+
+    module.get_tokens_per_expert_and_token_count = shared
+
+
 def _uses_torch_adam(megatron_optimizer: Any) -> bool:
     import torch
 
@@ -157,5 +172,13 @@ FIXES = (
             ),
         },
         fixed_in="0.19.0",
+    ),
+    UpstreamFix(
+        "megatron-core-padded-router-losses", _PACKAGE, _BOTH,
+        "with a padding mask, the routers' auxiliary loss is NaN for a micro-batch of padding, and"
+        " ranks that share a micro-batch weight their parts by their own tokens",
+        {"megatron.core.transformer.moe.moe_utils": (
+            "local_num_tokens = local_tokens_per_expert.sum() / topk", _share_token_counts
+        )},
     ),
 )  # fmt: skip

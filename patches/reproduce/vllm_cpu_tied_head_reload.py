@@ -1,6 +1,6 @@
 """vLLM on CPU: a tied LM head multiplies with the old embedding after a weight update.
 
-    python vllm_cpu_tied_head_reload.py   # exit status 1 where the fault is, 0 where it is not
+python vllm_cpu_tied_head_reload.py   # exit status 1 where the fault is, 0 where it is not
 """
 
 import os

@@ -22,7 +22,7 @@ from tests.workers import TORCH
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
 ALL = (*megatron_fixes.FIXES, *vllm_fixes.FIXES)
-COMPILE, ADAM, EXPERTS = megatron_fixes.FIXES
+COMPILE, ADAM, EXPERTS, ROUTERS = megatron_fixes.FIXES
 MOE, TIED = vllm_fixes.FIXES
 
 
@@ -78,7 +78,7 @@ def megatron(tmp_path_factory):
 
     # CUDA bears no fork after its start.
     preloaded = "os" if torch.cuda.is_available() else ",".join(TORCH)
-    return reproduce(tmp_path_factory.mktemp("megatron"), preloaded, ADAM, EXPERTS)
+    return reproduce(tmp_path_factory.mktemp("megatron"), preloaded, ADAM, EXPERTS, ROUTERS)
 
 
 def test_torch_adam_counts_right_after_a_load(megatron):
@@ -120,6 +120,11 @@ def test_gradients_of_replicated_experts_are_summed(megatron):
     if not EXPERTS.state()[0]:
         pytest.skip(f"{EXPERTS.state()[1]} (make test-other-megatron)")
     assert statuses[EXPERTS.name, False] == 1, text[-4000:]
+
+
+def test_padding_has_no_part_in_the_routers_losses(megatron):
+    statuses, text = megatron
+    assert [statuses[ROUTERS.name, fixed] for fixed in (False, True)] == [1, 0], text[-4000:]
 
 
 @pytest.fixture(scope="module")

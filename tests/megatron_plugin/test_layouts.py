@@ -8,7 +8,9 @@ second one holds padding only).
 from __future__ import annotations
 
 import json
+import re
 import socket
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,12 +22,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl import messages
+from megatron_rl.models import architecture
+from megatron_rl.models.packing import RowLayout
+from megatron_rl.models.safetensors_directory import read_config
+from megatron_rl.trainer.batch import divide
 from tests.megatron_plugin.pretrain_worker import STEPS
 from tests.trainer.cases import ODD_VOCABULARY, batch, write_model
 from tests.workers import PRELOADED, run_ranks
 
 RATE, EPS = 1e-3, 1e-3
 CAP = 1.2
+Z, AUXILIARY, TOPK = 1e-2, 1e-1, 2
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("tiny_dense", {"num_hidden_layers": 4}),
     "moe": ("tiny_qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0]}),
@@ -45,6 +52,8 @@ EXPERTS = [
     *("--moe-router-dtype", "fp32", "--moe-token-dispatcher-type", "alltoall"),
     *("--qk-layernorm", "--moe-layer-freq", "[0,1,1,1]"),
 ]
+OWN_LOSSES = ["--moe-z-loss-coeff", str(Z), "--moe-aux-loss-coeff", str(AUXILIARY)]
+OWN_LOSSES += ["--moe-router-load-balancing-type", "aux_loss"]
 BALANCED = ["--moe-router-load-balancing-type", "none"]
 TP = ["--tensor-model-parallel-size", "2"]
 TPSP = [*TP, "--sequence-parallel"]
@@ -94,7 +103,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run(folder: Path, model: Path, ranks: int, arguments: list[str], **case: Any) -> Run:
+def run(
+    folder: Path,
+    model: Path,
+    ranks: int,
+    arguments: list[str],
+    bound: float | None = 1e6,
+    **case: Any,
+) -> Run:
     """Run the script over these ranks; a step has four micro-batches."""
     folder.mkdir()
     replicas = 2 if "dp2" in folder.name or folder.name.partition("-")[2] == "ep2" else 1
@@ -106,7 +122,7 @@ def run(folder: Path, model: Path, ranks: int, arguments: list[str], **case: Any
         "schedule: {micro_batch_tokens: 64, prompts_per_step: 4, completions_per_prompt: 2}\n"
         "roles: {generator_ranks: 1}\n"
         f"algorithm: {{loss: {{kind: cispo, max_ratio: {CAP}}}}}\n"
-        f"metrics: {{start_logprob_bound: {case.pop('bound', 1e6)}}}\n"
+        f"metrics: {{start_logprob_bound: {json.dumps(bound)}}}\n"
     )
     run_ranks(
         "tests.megatron_plugin.pretrain_worker", ranks, folder, 240,
@@ -149,19 +165,64 @@ def cispo(model: Any, message: messages.Batch) -> Tensor:
     return -(weights * ratio * advantages * logprobs_T).sum()
 
 
-def by_hand(model: Path, folder: Path, router_loss: Any = None) -> Run:
-    """Return what `STEPS` steps give without Megatron."""
+def micro_batches(model: Path, message: messages.Batch, replicas: int) -> list[list[int]]:
+    """Return the numbers of the sequences of each micro-batch."""
+    layout = RowLayout(ranks=replicas, max_tokens=64, packed=False, count_multiple=4)
+    bounds, out = messages.ints(message.bounds), []
+    for rank in range(replicas):
+        for micro in divide(message, architecture(read_config(model)), layout, rank):
+            first = [int(row.max()) for row in micro.origin_BS if row.max() >= 0]
+            out.append([int(i) for i in bounds.searchsorted(first, side="right") - 1])
+    return out
+
+
+def router_losses(network: Any, inputs: dict[str, list[Tensor]], groups: list[list[int]]) -> Tensor:
+    """Return z and auxiliary losses: means over tokens, the latter of micro-batches (GShard)."""
+    total, loss = sum(len(x) for x in next(iter(inputs.values()))), torch.zeros(())
+    for name, hidden in inputs.items():
+        weight = network.get_parameter(f"{name}.weight")
+        logits = [x @ weight.T for x in hidden]
+        loss = loss + Z * torch.cat(logits).logsumexp(-1).square().sum() / total
+        for group in filter(None, groups):
+            logits_TE = torch.cat([logits[i] for i in group])
+            tokens, experts = logits_TE.shape
+            routed = torch.zeros(experts).index_add_(
+                0, logits_TE.topk(TOPK).indices.flatten(), torch.ones(tokens * TOPK)
+            )
+            shares = routed / (tokens * TOPK) * logits_TE.softmax(-1).mean(0)
+            loss = loss + AUXILIARY * experts * shares.sum() * tokens / total
+    return loss
+
+
+def by_hand(model: Path, folder: Path, replicas: int = 0) -> Run:
+    """Return what `STEPS` steps give without Megatron.
+
+    Args:
+        model: a Hugging Face directory.
+        folder: for results.
+        replicas: data-parallel size, with the routers' own losses; 0: without them.
+    """
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     network.get_input_embeddings().padding_idx = None  # token 0 is a word like the others
     adam = torch.optim.Adam(network.parameters(), lr=RATE, betas=(0.9, 0.999), eps=EPS)
+    inputs: dict[str, list[Tensor]] = defaultdict(list)
+    for name, module in network.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: inputs[name].append(given[0].flatten(0, -2))
+            )
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         adam.zero_grad()
+        inputs.clear()
         message = batch(step, seed=step)
-        loss = cispo(network, message)
-        (loss + (router_loss(network, message) if router_loss else 0.0)).backward()
+        loss = whole = cispo(network, message)
+        if replicas:
+            groups = micro_batches(model, message, replicas)
+            whole = loss + router_losses(network, inputs, groups)
+        whole.backward()
         if step == 0:
             weights = [(p, p.data) for p in network.parameters()]
             for p, _ in weights:
@@ -218,3 +279,44 @@ def test_every_layout_equals_the_computation_by_hand(
     more = [*EXPERTS, *BALANCED] if model == "moe" else []
     result = run(tmp_path / f"{model}-{layout}", models[model], ranks, [*arguments, *more])
     assert_equal(result, hand[model])
+
+
+@pytest.mark.parametrize("layout", ["one", *(name for name in LAYOUTS if name != "pp2_vpp2")])
+def test_router_losses_equal_the_computation_by_hand(
+    models: dict[str, Path], hand: dict[str, Run], tmp_path: Path, layout: str
+) -> None:
+    ranks, arguments = LAYOUTS.get(layout, (1, []))
+    expected = by_hand(models["moe"], tmp_path / "hand", 2 if layout in ("dp2", "ep2") else 1)
+    gate = "model.layers.1.mlp.gate.weight"
+    without = (hand["moe"].gradients[gate] - expected.gradients[gate]).abs().max()
+    assert without > 0.01 * expected.gradients[gate].abs().max()
+    arguments = [*arguments, *EXPERTS, *OWN_LOSSES]
+    # A distributed optimizer leaves parts of the gradients on the ranks.
+    whole = layout != "dp2"
+    result = run(tmp_path / f"moe-{layout}", models["moe"], ranks, arguments, gradients=whole)
+    assert bool(result.gradients) == whole
+    assert_equal(result, expected)
+
+
+def test_another_model_than_the_generators_is_stopped_before_the_first_update(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    message = batch()
+    with torch.no_grad():
+        network = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+        logprobs_T, at = sequence_logprobs(network, message)
+    by_generator = torch.from_numpy(messages.floats(message.generator_logprobs).copy())
+    by_generator[at] = logprobs_T
+    case = {"fields": {"generator_logprobs": by_generator.numpy().tobytes().hex()}, "bound": None}
+    once = ["--train-iters", "1"]
+    assert run(tmp_path / "dense-same", models["dense"], 1, once, **case).announced == [0, 1]
+    other = [*once, "--spec", "tests.megatron_plugin.specs", "half_scale"]
+    with pytest.raises(AssertionError) as failure:
+        run(tmp_path / "dense-other", models["dense"], 1, other, **case)
+    last = str(failure.value).splitlines()[-1]
+    mean = re.search(r"step 0: .* differ by ([\d.e-]+) nats", last)
+    assert mean and float(mean[1]) > 0.001
+    assert "core_attention is a tests.megatron_plugin.specs.HalfScale" in last
+    assert "metrics.start_logprob_bound" in last
