@@ -125,19 +125,20 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, settings: HeadSettings
     ) -> tuple[Tensor, Tensor]:
-        rows_4T = linear.log_probs(hidden_TH, weight_VH, targets_T, **settings)
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, rows_4T)
+        operands = (hidden_TH, weight_VH, targets_T)
+        rows_5T, *_ = linear.one_pass(*operands, None, grads=(False, False), **settings)
+        ctx.save_for_backward(*operands)
         ctx.settings = settings
-        logprobs_T, entropy_T = rows_4T[0].clone(), rows_4T[1].clone()
+        logprobs_T, entropy_T = rows_5T[0].clone(), rows_5T[1].clone()
         ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, targets_T, rows_4T = ctx.saved_tensors
+        (hidden_TH, weight_VH, targets_T), coefficients_T = ctx.saved_tensors, grads[0].float()
         main_grad, needed = _main_grad(weight_VH), ctx.needs_input_grad[:2]
-        inputs = (hidden_TH, weight_VH, targets_T, rows_4T, grads[0])
-        hidden_grad_TH, weight_grad_VH = linear.log_probs_backward(
+        inputs = (hidden_TH, weight_VH, targets_T, lambda x_C, c: (x_C, coefficients_T[c]))
+        _, hidden_grad_TH, weight_grad_VH = linear.one_pass(
             *inputs, grads=needed, weight_grad_VH=main_grad, **ctx.settings
         )
         if weight_grad_VH is not None and main_grad is not None:

@@ -3,8 +3,8 @@
     one pass    logits -> row kernel (log-prob, entropy, coefficient, gradient in place) -> hidden
                 and weight gradient: three products. For losses whose derivative by a log-prob
                 follows from that log-prob alone.
-    two passes  log-probs of all tokens; the coefficients arrive with the backward pass, which
-                computes the logits again: four products. For all other losses.
+    two passes  log-probs of all tokens; the coefficients arrive with the backward pass, which is
+                one pass with them as its loss: four products. For all other losses.
 
 Under tensor parallelism each rank holds V columns of the vocabulary; the ranks exchange 16 bytes
 per token, and the hidden gradient is summed over them once, in fp32. Shape legend: T tokens, C
@@ -216,7 +216,7 @@ def one_pass(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     targets_T: Tensor,
-    loss: CispoInputs | Coefficients,
+    loss: CispoInputs | Coefficients | None,
     *,
     grads: tuple[bool, bool],
     weight_grad_VH: Tensor | None = None,
@@ -229,7 +229,7 @@ def one_pass(
         hidden_TH: bf16 or fp32, the same on all tensor-parallel ranks.
         weight_VH: this rank's rows of the head, of the same type.
         targets_T: token ids in the whole vocabulary; an id outside it has log-prob -inf.
-        loss: CISPO's inputs, or a function of a chunk's log-probs.
+        loss: CISPO's inputs, a function of a chunk's log-probs, or None for log-probs alone.
         grads: request the gradients by hidden states and by the head.
         weight_grad_VH: fp32 tensor that the head's gradient is added to (Megatron's main grad).
         loss_scale: factor of the gradients (not of the loss terms).
@@ -255,42 +255,9 @@ def one_pass(
         rows_5T[0, chunk], rows_5T[1, chunk] = logprobs_C, entropy_C
         if isinstance(loss, CispoInputs):
             rows_5T[2:, chunk] = ops.cispo_terms(logprobs_C.contiguous(), *loss.of(chunk))
-        else:
+        elif loss is not None:
             rows_5T[4, chunk], rows_5T[3, chunk] = loss(logprobs_C, chunk)
         if any(grads):
             chunks.to_gradients(chunk, logits_CV, top_C, mass_C, rows_5T[3, chunk] * loss_scale)
             sums.add(chunk, grads_CV)
     return rows_5T, *sums.finish()
-
-
-def log_probs(
-    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, **settings: Unpack[HeadSettings]
-) -> Tensor:
-    """Return [4, T]: log-prob, entropy, largest logit, sum of e^d; the first of two passes."""
-    chunks = _Chunks(hidden_TH, weight_VH, targets_T, **settings)
-    rows_4T = hidden_TH.new_zeros(4, chunks.T, dtype=torch.float32)
-    for chunk, logits_CV, _ in chunks:
-        rows_4T[:, chunk] = chunks.statistics(chunk, logits_CV)
-    return rows_4T
-
-
-def log_probs_backward(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    targets_T: Tensor,
-    rows_4T: Tensor,
-    coefficients_T: Tensor,
-    *,
-    grads: tuple[bool, bool],
-    weight_grad_VH: Tensor | None = None,
-    **settings: Unpack[HeadSettings],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients by hidden states and head, given those by log-probs; the second pass."""
-    chunks = _Chunks(hidden_TH, weight_VH, targets_T, **settings)
-    sums = _Gradients(chunks, *grads, weight_grad_VH)
-    coefficients_T = coefficients_T.to(torch.float32)
-    for chunk, logits_CV, grads_CV in chunks:
-        _, _, top_C, mass_C = rows_4T[:, chunk]
-        chunks.to_gradients(chunk, logits_CV, top_C, mass_C, coefficients_T[chunk])
-        sums.add(chunk, grads_CV)
-    return sums.finish()
