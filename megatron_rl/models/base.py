@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_rl.models.mapping import Along, GateUp, QueryKeyValue, VocabularyRows, Weight
+from megatron_rl.models.mapping import GATE_UP, Along, VocabularyRows, Weight, query_key_value
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -180,7 +180,7 @@ class Architecture(ABC):
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
         fused, output = (queries + 2 * keys, self.hidden), (self.hidden, queries)
         qkv = tuple(f"{h}self_attn.{x}_proj.weight" for x in "qkv")
-        proj, pack = (h + "self_attn.o_proj.weight",), QueryKeyValue(self.groups, self.head_dim)
+        proj, pack = (h + "self_attn.o_proj.weight",), query_key_value(self.groups, self.head_dim)
         return [
             Weight(m + "input_layernorm.weight", (h + "input_layernorm.weight",), (self.hidden,)),
             Weight(m + "self_attention.linear_qkv.weight", qkv, fused, pack, COLUMN),
@@ -217,7 +217,7 @@ class Architecture(ABC):
         gate_up = tuple(f"{hf}.{x}_proj.weight" for x in ("gate", "up"))
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
         return [
-            Weight(fc1, gate_up, (2 * size, self.hidden), GateUp(), GATED, expert=expert),
+            Weight(fc1, gate_up, (2 * size, self.hidden), GATE_UP, GATED, expert=expert),
             Weight(fc2, (f"{hf}.down_proj.weight",), (self.hidden, size), split=ROW, expert=expert),
         ]
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, override
 
 from megatron_rl.models.base import GATED, ROW, Architecture
-from megatron_rl.models.mapping import Transposed, Weight
+from megatron_rl.models.mapping import TRANSPOSED, Weight
 
 
 class Llama4(Architecture):
@@ -87,7 +87,7 @@ class Llama4(Architecture):
             hf = (f"{ff}experts.{name}",)
             for e in range(self.experts):
                 megatron = f"{mlp}experts.local_experts.{e}.{linear}.weight"
-                out.append(Weight(megatron, hf, shape, Transposed(), split, expert=e, index=e))
+                out.append(Weight(megatron, hf, shape, TRANSPOSED, split, expert=e, index=e))
         return out + self.gated_weights(mlp + "shared_experts", ff + "shared_expert", size)
 
 

@@ -13,7 +13,7 @@ Shape legend: H hidden, F feed-forward, V vocabulary, N query heads, G key-value
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, override
 
@@ -23,61 +23,35 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Hugging Face tensors <-> the full Megatron tensor; here one tensor, unchanged."""
+    """Hugging Face tensors <-> the full Megatron tensor; by default one tensor, unchanged."""
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the full Megatron tensor."""
-        return tensors[0]
-
-    def to_huggingface(self, full: Tensor) -> list[Tensor]:
-        """Return the Hugging Face tensors."""
-        return [full]
+    to_megatron: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    """Return the full Megatron tensor."""
+    to_huggingface: Callable[[Tensor], Sequence[Tensor]] = lambda full: [full]
+    """Return the Hugging Face tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transposed(Pack):
-    """One matrix, stored as input x output in Hugging Face."""
-
-    @override
-    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].t()
-
-    @override
-    def to_huggingface(self, full: Tensor) -> list[Tensor]:
-        return [full.t()]
+UNCHANGED = Pack()
+TRANSPOSED = Pack(lambda tensors: tensors[0].t(), lambda full: [full.t()])
+"""One matrix, stored as input x output in Hugging Face."""
+GATE_UP = Pack(lambda tensors: torch.cat(list(tensors)), lambda full: full.chunk(2))
+"""gate [F, H] and up [F, H] in one matrix [2F, H]."""
 
 
-@dataclass(frozen=True, slots=True)
-class GateUp(Pack):
-    """gate [F, H] and up [F, H] in one matrix [2F, H]."""
+def query_key_value(groups: int, head_dim: int) -> Pack:
+    """Return q [N*D, H], k [G*D, H], v [G*D, H] <-> [G, (N/G + 2) * D, H], flattened."""
 
-    @override
-    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors))
-
-    @override
-    def to_huggingface(self, full: Tensor) -> list[Tensor]:
-        return list(full.chunk(2))
-
-
-@dataclass(frozen=True, slots=True)
-class QueryKeyValue(Pack):
-    """q [N*D, H], k [G*D, H], v [G*D, H] interleaved by group: [G, (N/G + 2) * D, H] flattened."""
-
-    groups: int
-    head_dim: int
-
-    @override
-    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        parts = [t.reshape(self.groups, -1, t.shape[-1]) for t in tensors]
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [t.reshape(groups, -1, t.shape[-1]) for t in tensors]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
-    @override
-    def to_huggingface(self, full: Tensor) -> list[Tensor]:
-        grouped = full.view(self.groups, -1, full.shape[-1])
-        queries = grouped.shape[1] - 2 * self.head_dim
-        parts = grouped.split([queries, self.head_dim, self.head_dim], dim=1)
+    def divide(full: Tensor) -> list[Tensor]:
+        grouped = full.view(groups, -1, full.shape[-1])
+        queries = grouped.shape[1] - 2 * head_dim
+        parts = grouped.split([queries, head_dim, head_dim], dim=1)
         return [p.reshape(-1, full.shape[-1]) for p in parts]
+
+    return Pack(join, divide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +123,7 @@ class Weight:
 
     Example: expert 3 of layer 0 of Llama 4 (H = 5120, F = 8192), whose checkpoint has one tensor
     for all experts: `Weight("decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
-    ("model.layers.0.feed_forward.experts.down_proj",), (5120, 8192), Transposed(), Along(1),
+    ("model.layers.0.feed_forward.experts.down_proj",), (5120, 8192), TRANSPOSED, Along(1),
     expert=3, index=3)`.
     """
 
@@ -158,7 +132,7 @@ class Weight:
     hf: tuple[str, ...]
     shape: tuple[int, ...]
     """Of the full Megatron tensor, without padding of the vocabulary."""
-    pack: Pack = Pack()
+    pack: Pack = UNCHANGED
     split: Split = Split()
     expert: int | None = None
     """Global number of its expert; None for dense parameters."""

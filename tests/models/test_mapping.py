@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megatron_rl.models import architecture, tiny
 from megatron_rl.models.mapping import (
+    GATE_UP,
+    TRANSPOSED,
+    UNCHANGED,
     Along,
-    GateUp,
-    Pack,
-    QueryKeyValue,
     Split,
-    Transposed,
     VocabularyRows,
     Weight,
     local_name,
     padded_vocabulary,
+    query_key_value,
     transformer_engine_name,
 )
 
@@ -30,7 +30,7 @@ def numbered(*shape: int) -> Tensor:
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([2, 3]))
 def test_query_key_value_round_trip(groups: int, queries: int, head: int) -> None:
-    pack = QueryKeyValue(groups, head)
+    pack = query_key_value(groups, head)
     rows = [groups * queries * head, groups * head, groups * head]
     tensors = [numbered(n, 5) + 1000 * i for i, n in enumerate(rows)]
     full = pack.to_megatron(tensors)
@@ -44,7 +44,7 @@ def test_query_key_value_round_trip(groups: int, queries: int, head: int) -> Non
 
 def test_gate_and_up_are_split_separately() -> None:
     gate, up = numbered(4, 3), numbered(4, 3) + 100
-    full = GateUp().to_megatron([gate, up])
+    full = GATE_UP.to_megatron([gate, up])
     shard = Along(0, parts=2).shard(full, 1, 2)
     assert torch.equal(shard, torch.cat([gate[2:], up[2:]]))
 
@@ -62,9 +62,9 @@ def test_shards_round_trip(split: Split, size: int) -> None:
 
 def test_the_other_packs_round_trip() -> None:
     matrix = numbered(2, 3)
-    assert torch.equal(Pack().to_huggingface(Pack().to_megatron([matrix]))[0], matrix)
-    assert torch.equal(Transposed().to_megatron([matrix]), matrix.t())
-    assert torch.equal(Transposed().to_huggingface(Transposed().to_megatron([matrix]))[0], matrix)
+    assert torch.equal(UNCHANGED.to_huggingface(UNCHANGED.to_megatron([matrix]))[0], matrix)
+    assert torch.equal(TRANSPOSED.to_megatron([matrix]), matrix.t())
+    assert torch.equal(TRANSPOSED.to_huggingface(TRANSPOSED.to_megatron([matrix]))[0], matrix)
     assert [padded_vocabulary(7, n) for n in (1, 2, 4)] == [7, 8, 8]
 
 
@@ -103,7 +103,7 @@ EXPERT = Weight(
     "decoder.layers.13.mlp.experts.local_experts.5.linear_fc1.weight",
     ("gate", "up"),
     (12, 4),
-    GateUp(),
+    GATE_UP,
     Along(0, parts=2),
     expert=5,
 )
@@ -126,9 +126,9 @@ def test_shapes_of_parts_and_shards_follow_from_the_whole() -> None:
     assert EXPERT.elements == 48
     assert EXPERT.hf_shapes() == [(6, 4), (6, 4)]
     assert EXPERT.shard_shape(2) == (6, 4)
-    qkv = Weight("qkv", ("q", "k", "v"), (32, 5), QueryKeyValue(2, 4), Along(0))
+    qkv = Weight("qkv", ("q", "k", "v"), (32, 5), query_key_value(2, 4), Along(0))
     assert qkv.hf_shapes() == [(16, 5), (8, 5), (8, 5)]
-    down = Weight("down", ("down",), (6, 4), Transposed(), Along(1))
+    down = Weight("down", ("down",), (6, 4), TRANSPOSED, Along(1))
     assert down.hf_shapes() == [(4, 6)]
     assert down.shard_shape(4) == (6, 1)
     table = Weight("table", ("table",), (7, 3), split=VocabularyRows(7))

@@ -27,7 +27,7 @@ from megatron_rl.commands.convert import distributed
 from megatron_rl.commands.convert.resumable import ConvertError, Output, Writers, copy_other_files
 from megatron_rl.models import architecture
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.mapping import Pack, Weight
+from megatron_rl.models.mapping import UNCHANGED, Weight
 from megatron_rl.models.safetensors_directory import SafetensorsDirectory, read_config
 
 CHUNK_BYTES = 32 * 2**20  # of a parameter that is one Hugging Face tensor; others are one chunk
@@ -102,7 +102,7 @@ class CheckpointPlan(DefaultSavePlanner):
             self.contents.setdefault(name, tensor)
         rows, *rest = weight.shape
         row_bytes = weight.elements * dtype.itemsize // rows
-        step = max(1, CHUNK_BYTES // row_bytes) if type(weight.pack) is Pack else rows
+        step = max(1, CHUNK_BYTES // row_bytes) if weight.pack is UNCHANGED else rows
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
             offsets = torch.Size((*stored.index, begin, *(0 for _ in rest)))
