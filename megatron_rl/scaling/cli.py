@@ -48,7 +48,7 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
         def command(
             *, files: Files, json_path: Json = None, strict: Strict = False, **given: Any
         ) -> None:
-            from .report import open_console
+            from rich.console import Console
 
             reading = {f.name: given.pop(f.name) for f in fields(ReadOptions)}
             fitting = {f.name: given.pop(f.name) for f in fields(FitOptions) if f.name in given}
@@ -56,7 +56,7 @@ def _fits_command(name: str, *without: str) -> Callable[[Command], Callable[...,
                 fitting["r0"] = _number_or("--r0", "fit", fitting["r0"])
                 fits, failed = _read_and_fit(files, ReadOptions(**reading), FitOptions(**fitting))
                 quiet = str(json_path) == "-"
-                data = function(fits, open_console(quiet=quiet), **given)
+                data = function(fits, Console(highlight=False, quiet=quiet), **given)
                 text = json.dumps(data, indent=2, allow_nan=False)
                 if quiet:
                     typer.echo(text)
@@ -155,7 +155,7 @@ def fit_command(
         from .plot import save_html
 
         save_html(fits, html, overlay)
-    return report.fits_to_dict(fits)
+    return report.one_or_several("fit", fits)
 
 
 @_fits_command("compare", "fix_a", "run_margin")
@@ -200,4 +200,4 @@ def forecast_command(
     forecasts = [forecast(f, target or (), budget) for f in fits]
     for p in forecasts:
         report.print_forecast(console, p)
-    return report.forecasts_to_dict(forecasts)
+    return report.one_or_several("forecast", forecasts)

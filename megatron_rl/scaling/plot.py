@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from .comparison import Comparison, transform
 from .curve import Array, log_sigmoid
 from .errors import PointsError, require
 from .fit_result import Fit, amount
 from .paper_points import PaperRun
-from .report import b_spec, open_console, print_fits, roles
+from .report import b_spec, print_fits, roles
 from .series import Series
 
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
@@ -239,7 +240,7 @@ def _figure(path: str | Path, size: tuple[float, float]) -> Any:
 def save_html(fits: Sequence[Fit], path: str | Path, overlay: Sequence[PaperRun] = ()) -> None:
     """Write the page, whose charts switch between log and linear compute, or raise MissingExtra."""
     go, pio = (require(f"plotly.{m}", "Writing HTML") for m in ("graph_objects", "io"))
-    console = open_console(record=True, file=StringIO(), width=132)
+    console = Console(record=True, file=StringIO(), width=132, highlight=False)
     print_fits(console, fits)
     body = [console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")]
     config = {"displaylogo": False, "responsive": True}

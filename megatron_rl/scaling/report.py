@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
 
 from .comparison import Comparison
-from .errors import require
 from .fit_result import Fit, Interval, amount
 from .fitting import MEANINGS
 from .forecasting import Forecast
@@ -60,10 +62,11 @@ def fit_to_dict(f: Fit) -> dict[str, Any]:
     }
 
 
-def fits_to_dict(fits: Sequence[Fit]) -> dict[str, Any]:
-    """Return one fit as itself, several as `megatron_rl.fits/1` with a list `fits`."""
-    objects = [fit_to_dict(f) for f in fits]
-    return objects[0] if len(objects) == 1 else {"schema": "megatron_rl.fits/1", "fits": objects}
+def one_or_several(name: str, objects: Sequence[Any]) -> dict[str, Any]:
+    """Return one fit or forecast as itself, several as `megatron_rl.<name>s/1` with a list."""
+    items = [{"schema": f"megatron_rl.{name}/1", **plain(each)} for each in objects]
+    several = {"schema": f"megatron_rl.{name}s/1", f"{name}s": items}
+    return items[0] if len(items) == 1 else several
 
 
 def comparison_to_dict(c: Comparison) -> dict[str, Any]:
@@ -77,24 +80,12 @@ def comparison_to_dict(c: Comparison) -> dict[str, Any]:
     return {**head, "runs": runs, "pairs": plain(c.pairs)}
 
 
-def forecasts_to_dict(forecasts: Sequence[Forecast]) -> dict[str, Any]:
-    """Return one forecast as `megatron_rl.forecast/1`, several as `megatron_rl.forecasts/1`."""
-    objects = [{"schema": "megatron_rl.forecast/1", **plain(p)} for p in forecasts]
-    several = {"schema": "megatron_rl.forecasts/1", "forecasts": objects}
-    return objects[0] if len(objects) == 1 else several
-
-
 def b_spec(f: Fit) -> str:
     """Return the format of B: in linear compute it depends on the unit."""
     return ".3g" if f.options.form == "linear-sigmoid" else ".2f"
 
 
-def open_console(**options: Any) -> Any:
-    """Return a rich console, or raise MissingExtra."""
-    return require("rich.console", "Printing tables").Console(highlight=False, **options)
-
-
-def print_fits(console: Any, fits: Sequence[Fit]) -> None:
+def print_fits(console: Console, fits: Sequence[Fit]) -> None:
     """Print the table of fits, then the points and rules of each, repairs and warnings."""
     unit, o = fits[0].unit, fits[0].options
     table = _table("run", "A", "B", f"Cmid\n{unit}", "verdict")
@@ -117,7 +108,7 @@ def print_fits(console: Any, fits: Sequence[Fit]) -> None:
     _print_notes(console, fits)
 
 
-def _print_notes(console: Any, fits: Sequence[Fit]) -> None:
+def _print_notes(console: Console, fits: Sequence[Fit]) -> None:
     """Print each repair and warning once: with its numbers for one run, else with their names."""
     notes: dict[tuple[str, str], dict[str, str]] = {}
     for f in fits:
@@ -131,7 +122,7 @@ def _print_notes(console: Any, fits: Sequence[Fit]) -> None:
         console.print(f"[{color}]{code}[/]{runs}{': ' if text else ''}{text}")
 
 
-def print_comparison(console: Any, c: Comparison) -> None:
+def print_comparison(console: Console, c: Comparison) -> None:
     """Print the ranking, each run against the next, repairs and warnings."""
     shared = any(e.shared for e in c.entries)
     table = _table("run", "A", "B", *["B at\nshared A"] * shared, "Cmid")
@@ -156,7 +147,7 @@ def print_comparison(console: Any, c: Comparison) -> None:
     _print_notes(console, [e.fit for e in c.entries])
 
 
-def print_forecast(console: Any, p: Forecast) -> None:
+def print_forecast(console: Console, p: Forecast) -> None:
     """Print targets and gains."""
     f = p.fit
     table = _table("compute", "gain", f"gain per {f.unit}")
@@ -185,8 +176,7 @@ def wrap(name: str, width: int = 17) -> str:
     return "\n".join(lines)
 
 
-def _table(*columns: str) -> Any:
-    tables, boxes = require("rich.table", "Printing tables"), require("rich.box", "Printing tables")
-    heads = [tables.Column(c, overflow="fold", no_wrap=c == "run") for c in columns]
-    style = {"header_style": "bold", "show_edge": False, "padding": (0, 1, 0, 0)}
-    return tables.Table(*heads, box=boxes.SIMPLE_HEAD, **style)
+def _table(*columns: str) -> Table:
+    heads = [Column(c, overflow="fold", no_wrap=c == "run") for c in columns]
+    style: dict[str, Any] = {"header_style": "bold", "show_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(*heads, box=SIMPLE_HEAD, **style)
