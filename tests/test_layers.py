@@ -28,7 +28,7 @@ LAYERS = {
     "data": "config algorithm",
     "metrics": "files config scaling",
     "weights": "config messages",
-    "orchestrator": "files config messages algorithm data rewards metrics",
+    "orchestrator": "files config messages compat algorithm data rewards metrics",
     "generator": "config messages compat models weights",
     "trainer": "files config messages compat algorithm data kernels models weights",
     "launch": "config generator",

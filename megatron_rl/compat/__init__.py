@@ -4,7 +4,8 @@ Megatron is changed while it is imported, so every package here that imports it 
 in its `__init__`: no order of imports has to be kept.
 """
 
-from megatron_rl.compat import megatron_cpu, megatron_fixes, upstream
+from megatron_rl.compat import megatron_cpu, megatron_fixes, running_code, upstream
+from megatron_rl.compat.import_hook import after_import
 
 
 def install() -> None:
@@ -15,3 +16,4 @@ def install() -> None:
     """
     megatron_cpu.install()
     upstream.install(megatron_fixes.FIXES)
+    after_import(running_code.ANNOUNCED, running_code.announce)

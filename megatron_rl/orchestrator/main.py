@@ -83,7 +83,9 @@ def run_orchestrator(spec: Spec) -> None:
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
     extra = {**run, "aborted_requests": metrics.aborted}
     phases, fit = {**spec.phases, **metrics.phases()}, config.fit.compute
-    summary = write_report(config.output_dir, path, phases=phases, fit_compute=fit, extra=extra)
+    summary = write_report(
+        config.output_dir, path, phases=phases, fit_compute=fit, versions=spec.versions, extra=extra
+    )
     if config.metrics.terminal != "off":
         print_report(summary)
 

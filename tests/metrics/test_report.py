@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_rl.metrics.run_report import print_report, report_lines, write_rep
 
 A, B, CMID, R0 = 0.8, 1.4, 40_000.0, 0.25
 PHASES = {"set-up": 20.0, "sft": 90.5, "rl": 240.0}
+VERSIONS = {"python": "3.12", "megatron-core": "0.18.2"}
 
 
 def pass_rate(tokens: float) -> float:
@@ -30,16 +32,17 @@ def run(folder: Path, evaluations: int = 13, **changes: Any) -> Path:
     at = {0, *np.geomspace(4, 200, evaluations - 1).round().astype(int).tolist()}
     at = set(sorted(at)[:evaluations])
     noise = np.random.default_rng(0).normal(0, 0.004, 201)
-    with MetricsWriter(path) as w:
+    with closing(MetricsWriter(path)) as w:
         for step in range(201):
             tokens = 1000 * step
             compute = {"compute_tokens": tokens, "compute_device_hours": tokens / 1e6}
             if step in at:
                 rate = pass_rate(tokens) + float(noise[step])
                 row = {"step": step, "pass_rate": rate, "pass_rate_stderr": 0.004}
-                w.eval(row | compute)
+                w.write("eval", row | compute)
             if step < 200:
-                w.step(
+                w.write(
+                    "step",
                     {
                         "step": step,
                         **compute,
@@ -51,15 +54,15 @@ def run(folder: Path, evaluations: int = 13, **changes: Any) -> Path:
                         "lag_max": min(step, 6),
                         "aborted_requests": 0,
                         **changes,
-                    }
+                    },
                 )
             if step % 50 == 0 and step < 200:
-                w.event({"event": "probe", "logprob_error_max": 1e-6 * (step + 1)})
+                w.write("event", {"event": "probe", "logprob_error_max": 1e-6 * (step + 1)})
     return path
 
 
 def report(folder: Path, path: Path, **options: Any) -> dict[str, Any]:
-    options = {"phases": PHASES, "fit_compute": "tokens"} | options
+    options = {"phases": PHASES, "fit_compute": "tokens", "versions": VERSIONS} | options
     return write_report(folder / "out", path, **options)
 
 
@@ -79,7 +82,7 @@ def test_the_summary_file_holds_what_is_returned(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     assert summary["schema"] == "megatron_rl.summary/1"
     assert summary["run"] == {"model": "tiny_scout"}
-    assert summary["versions"]["numpy"] == np.__version__
+    assert summary["versions"] == VERSIONS
 
 
 def test_shares_over_the_run_count_completions_and_not_steps(tmp_path: Path) -> None:
@@ -149,13 +152,13 @@ def test_the_table_shows_the_curve_the_lag_and_the_seconds(tmp_path: Path) -> No
 def test_alarms_and_truncations_are_in_the_summary_and_the_table(tmp_path: Path) -> None:
     watch, path = Alarms(), tmp_path / "metrics.jsonl"
     verdicts = {"correct": 64, "wrong": 64}
-    with MetricsWriter(path) as w:
+    with closing(MetricsWriter(path)) as w:
         for step in range(8):
             truncated = 16 if step in (2, 3, 6) else 12  # of 128: 12.5% and 9.4%
             row = {"step": step, "completions": 128, "completions_truncated": truncated}
             row |= {"verdicts": verdicts, "prompts_differing": 0 if step == 7 else 5}
             alarms = watch.check(row)
-            w.step(row | ({"alarms": alarms} if alarms else {}))
+            w.write("step", row | ({"alarms": alarms} if alarms else {}))
     summary = report(tmp_path, path)
     assert summary["completions_truncated"] == 3 * 16 + 5 * 12
     spans = {n: (a["first_step"], a["last_step"], a["steps"]) for n, a in summary["alarms"].items()}
@@ -174,11 +177,12 @@ def mixture(folder: Path) -> Path:
     """Write evaluations of two tasks: the known sigmoid, and one that ends higher and later."""
     path = folder / "metrics.jsonl"
     noise = np.random.default_rng(1).normal(0, 0.003, (2, 13))
-    with MetricsWriter(path) as w:
+    with closing(MetricsWriter(path)) as w:
         for i, tokens in enumerate([0.0, *np.geomspace(4e3, 4e5, 12)]):
             late = 0.1 if tokens == 0 else 0.1 + 0.85 / (1 + (80_000 / tokens) ** 1.2)
             rates = {"sums": pass_rate(tokens) + noise[0, i], "lists": late + noise[1, i]}
-            w.eval(
+            w.write(
+                "eval",
                 {
                     "step": i,
                     "compute_tokens": tokens,
@@ -188,7 +192,7 @@ def mixture(folder: Path) -> Path:
                         task: {"pass_rate": rate, "pass_rate_stderr": 0.003}
                         for task, rate in rates.items()
                     },
-                }
+                },
             )
     return path
 
@@ -227,10 +231,12 @@ def test_the_fitter_reads_the_tasks_of_the_file_as_series(tmp_path: Path) -> Non
 
 def test_a_task_with_too_few_points_says_so(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as w:
+    with closing(MetricsWriter(path)) as w:
         for step in range(2):
             tasks = {t: {"pass_rate": 0.5} for t in ("a", "b")}
-            w.eval({"step": step, "compute_tokens": step, "pass_rate": 0.5, "tasks": tasks})
+            w.write(
+                "eval", {"step": step, "compute_tokens": step, "pass_rate": 0.5, "tasks": tasks}
+            )
     summary = report(tmp_path, path)
     assert "error" in summary["tasks"]["a"]["fit"]
     assert dict(report_lines(summary))["a: fit"].startswith("none, 2 evaluations")

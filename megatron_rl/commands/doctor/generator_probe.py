@@ -4,7 +4,6 @@ Run by path in the generators' interpreter: `megatron_rl` may be missing there.
 """
 
 import ctypes
-import importlib.metadata
 import json
 import os
 import pkgutil
@@ -30,11 +29,13 @@ FEATURES = {
 
 
 def version_of(name: str) -> str | None:
-    """Return the installed version of a distribution."""
+    """Return what an import of a distribution gets, as text; None without `megatron_rl`."""
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        from megatron_rl.compat.running_code import code_of
+    except ModuleNotFoundError:
         return None
+    code = code_of(name)
+    return None if code is None else str(code)
 
 
 def nccl() -> dict[str, Any]:

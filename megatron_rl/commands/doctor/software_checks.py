@@ -45,7 +45,8 @@ def output_of(command: list[str]) -> tuple[str, str]:
 
 def in_range(version: str, specifier: SpecifierSet) -> bool:
     """Return True for a supported version; a vendor's `2.12.0a0+5a1c` counts as 2.12.0."""
-    return specifier.contains(Version(Version(version).base_version), prereleases=True)
+    number = Version(version.partition(" ")[0]).base_version  # the rest says where it is
+    return specifier.contains(Version(number), prereleases=True)
 
 
 def broken(error: Exception) -> Result:
@@ -108,7 +109,7 @@ def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
             continue
         version, environment = generator_probe.version_of(name), "this environment"
         if name in GENERATOR_PACKAGES:
-            if not answer:
+            if answer.get("versions", {}).get(PACKAGE) is None:
                 continue  # the line of the generators' environment has the reason
             version, environment = answer["versions"].get(name), "the generators' environment"
         wanted, remedy = f"{name}{specifier}", f"pip install '{name}{specifier}' in {environment}"
@@ -118,7 +119,7 @@ def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
             result = Result("fail", f"not installed; {wanted} is needed", remedy)
         elif not in_range(version, specifier):
             remedy += " (constraints.txt has tested versions)"
-            result = Result("fail", f"{version} is installed; {wanted} is supported", remedy)
+            result = Result("fail", f"{version}; {wanted} is supported", remedy)
         elif marker is None or marker.evaluate({"extra": ""}):
             base.append(f"{name} {version}")
             continue

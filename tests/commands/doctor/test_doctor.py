@@ -32,11 +32,21 @@ def quick(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     return done.exit_code, {line["check"]: line for line in report["checks"]}
 
 
-def fake_wheel(folder: Path, name: str, version: str) -> None:
-    """Make a distribution that this process finds before the real one."""
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+@pytest.fixture
+def megatron_in_front(tmp_path, monkeypatch):
+    """Return a function that makes a clone of Megatron-LM, which this process would import."""
+
+    def clone(version: str) -> None:
+        core = tmp_path / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").touch()
+        names = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        (core / "package_info.py").write_text("".join(f"{k} = {v}\n" for k, v in names))
+        for name in [n for n in sys.modules if n.partition(".")[0] == "megatron"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return clone
 
 
 @pytest.mark.e2e
@@ -86,13 +96,12 @@ def test_the_quick_report_starts_no_process_and_passes(monkeypatch):
     assert "weight store" in lines and "weights between nodes" not in lines
 
 
-def test_a_wrong_version_is_named_with_its_range(tmp_path, monkeypatch):
-    fake_wheel(tmp_path, "megatron-core", "0.16.1")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_wrong_version_is_named_with_its_range(tmp_path, megatron_in_front):
+    megatron_in_front("0.16.1")
     status, lines = quick()
     line = lines["version of megatron-core"]
     assert status == 1 and line["status"] == "fail"
-    assert "0.16.1" in line["detail"] and ">=0.1" in line["detail"]
+    assert f"0.16.1 (imported from {tmp_path}" in line["detail"] and ">=0.1" in line["detail"]
     assert "pip install 'megatron-core" in line["remedy"]
 
 
@@ -105,9 +114,8 @@ def test_a_missing_package_is_named(monkeypatch):
     assert status == 1 and "not installed" in lines["version of safetensors"]["detail"]
 
 
-def test_a_release_with_unknown_faults_is_named_with_its_remedy(tmp_path, monkeypatch):
-    fake_wheel(tmp_path, "megatron-core", "0.20.0")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_release_with_unknown_faults_is_named_with_its_remedy(megatron_in_front):
+    megatron_in_front("0.20.0")
     status, lines = quick()
     line = lines["upstream fix megatron-core-compile-helpers"]
     assert status == 1 and "0.20.0" in line["detail"] and "Makefile" in line["detail"]
