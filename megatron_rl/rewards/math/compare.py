@@ -9,11 +9,10 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import chain
 
-import mpmath
 from mpmath import mp
 
-from megatron_rl.rewards.math.equal import proportional, same_value
-from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate, to_mp
+from megatron_rl.rewards.math.equal import is_near, proportional, same_value
+from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.forms import (
     Based,
     Collection,
@@ -85,10 +84,7 @@ def _is_rounding(literal: Node, exact: Node) -> bool:
     assert isinstance(value, Fraction)
     if len(str(abs(value.numerator * 10**places // value.denominator))) < ROUNDED_DIGITS:
         return False
-    with mp.workdps(places + 40):
-        other = to_mp(evaluate(exact, Context()))
-        error = abs(other - to_mp(value))
-        return bool(mpmath.isfinite(error) and error <= mpmath.mpf(10) ** -places / 2)
+    return is_near(literal, exact, Fraction(1, 2 * 10**places))
 
 
 def _with_relation(gold: Form, answer: Form) -> bool:
@@ -200,7 +196,7 @@ def _value_of(relation: Relation, *, is_gold: bool) -> Form | None:
     if not node.symbols:
         return value if all(same(h, value) for h in heads) else None
     # m+n=11 assigns a value to a quantity; x+1=5 is an equation that is not solved.
-    with suppress(Undefined):
+    with suppress(Undefined), mp.workdps(100):
         at_zero = evaluate(node, Context(values=dict.fromkeys(node.symbols, Fraction(0))))
         return value if len(node.symbols) > 1 and at_zero == 0 else None
     return None

@@ -1,38 +1,60 @@
-"""Equality of expressions, decided by their values at several points.
+"""Equality of expressions, decided by their values at many points.
 
 Rational parts are computed as fractions, so rational functions are compared exactly at rational
-points. Everything else is compared at 40, 160 and 600 digits relative to its largest intermediate
-sum. Points where a side has no real value are skipped; if all are, complex values are compared.
+points. Everything else is compared with a precision that grows until `SURE` digits remain after
+cancellation: two values are equal only if that many digits agree, and over the limit if they cannot
+be had. Variables of integer functions take integers of many residues.
 """
 
 from fractions import Fraction
+from itertools import cycle
 
 import mpmath
 from mpmath import mp
 
-from megatron_rl.rewards.math.evaluate import Context, Number, Undefined, evaluate, to_mp
+from megatron_rl.rewards.math.evaluate import (
+    GUARD_BITS,
+    Context,
+    Number,
+    Undefined,
+    evaluate,
+    to_mp,
+)
 from megatron_rl.rewards.math.node import Node, OverLimit
 
-DIGITS = (40, 160, 600)
-# Positive, negative and integer points: sqrt(x^2) is x only at the first, (-1)^n real at the last.
-_POINTS = (
-    (Fraction(7, 3), Fraction(13, 5), Fraction(19, 7), Fraction(29, 11), Fraction(37, 13)),
-    (Fraction(3, 11), Fraction(5, 17), Fraction(9, 23), Fraction(2, 13), Fraction(4, 19)),
-    (Fraction(-11, 4), Fraction(-17, 6), Fraction(-5, 7), Fraction(-23, 9), Fraction(-31, 10)),
-    (Fraction(9, 2), Fraction(-7, 5), Fraction(16, 9), Fraction(-3, 8), Fraction(21, 4)),
-    *(tuple(map(Fraction, p)) for p in ((3, 5, 4, 7, 2), (6, 2, 9, 4, 5), (11, 8, 3, 10, 6))),
+FIRST, MOST = 40, 4000
+"""Digits of the first evaluation, which shows most differences, and of the last one."""
+DIFFERENT, SURE = 10, 60
+"""Digits of both values that must be sure to call them different, and equal."""
+# Small, large, negative points: sqrt(x^2) is x only where x is positive.
+_REAL = tuple(
+    tuple(map(Fraction, point.split()))
+    for point in (
+        "7/3 13/5 19/7 29/11 37/13",
+        "3/11 5/17 9/23 2/13 4/19",
+        "-11/4 -17/6 -5/7 -23/9 -31/10",
+        "9/2 -7/5 16/9 -3/8 21/4",
+        "-2/7 8/3 -11/5 31/6 -9/4",
+        "1009/10 57/8 641/9 83/7 211/6",
+        "3 5 4 7 2",
+        "6 2 9 4 5",
+        "11 8 3 10 6",
+    )
 )
+_SMALL = "1 2 3 4 5 6 7 8 9 10 11 12 13 16 24 0 -1 -2 -3 -8"
+_INTEGERS = tuple(map(int, f"{_SMALL} 30 49 64 97 120 1234 5039 99991 6".split()))
+"""A prime number of integers of many residues, so that variables meet in many orders."""
+_INTEGER_NAMES = frozenset("nmkjlNMKL")
 ENOUGH_POINTS = 3
 
 
 def same_value(a: Node, b: Node) -> bool:
     """Return True if two expressions are equal where both have a value; `Undefined` if nowhere."""
-    symbols = sorted(a.symbols | b.symbols)
-    if _agree_in(a, b, symbols, log_base=None):
+    if _agree_in(a, b, log_base=None):
         return True
     # A logarithm without a base may be natural or decimal.
     has_log = a.calls("log") or b.calls("log")
-    return has_log and _agree_in(a, b, symbols, log_base=Fraction(10))
+    return has_log and _agree_in(a, b, log_base=Fraction(10))
 
 
 def proportional(a: Node, b: Node, *, positive: bool) -> bool:
@@ -40,89 +62,146 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
 
     For inequalities the constant must be `positive`.
     """
-    symbols = sorted(a.symbols | b.symbols)
     first: tuple[Number, Number] | None = None
     compared = 0
-    for context in _contexts(symbols):
-        with mp.workdps(DIGITS[1]):
-            if (pair := _values(a, b, context, real=True)) is None:
+    for context in _contexts(a, b):
+        if (pair := _pair(a, b, context, full=True)) is None:
+            continue
+        with mp.workdps(SURE):
+            x, y = pair[:2]
+            if any(isinstance(v, mpmath.mpc) for v in (x, y)):
                 continue
-            x, y = pair
-            if _close(x, Fraction(0), context.scale) != _close(y, Fraction(0), context.scale):
+            if (x == 0) != (y == 0):
                 return False
-            if _close(x, Fraction(0), context.scale):
+            if x == 0:
                 continue
             if positive and (to_mp(x) > 0) != (to_mp(y) > 0):
                 return False
             if first is None:
-                first = pair
-            elif not _close(_times(x, first[1]), _times(y, first[0]), context.scale):
+                first = x, y
+            elif not _close(_times(x, first[1]), _times(y, first[0]), SURE - 10):
                 return False
             compared += 1
-    return compared >= (ENOUGH_POINTS if symbols else 1)
+    return compared >= (ENOUGH_POINTS if a.symbols | b.symbols else 1)
+
+
+def is_near(a: Node, b: Node, error: Fraction) -> bool:
+    """Return True if two constants surely differ by at most `error`."""
+    if (pair := _pair(a, b, Context(), full=True)) is None:
+        return False
+    x, y, sure = pair
+    with mp.workdps(sure + FIRST):
+        x, y = to_mp(x), to_mp(y)
+        noise = max(abs(x), abs(y)) * mpmath.mpf(10) ** -sure
+        return bool(abs(x - y) + noise <= to_mp(error))
 
 
 def _times(x: Number, y: Number) -> Number:
     return x * y if isinstance(x, Fraction) and isinstance(y, Fraction) else to_mp(x) * to_mp(y)
 
 
-def _close(x: Number, y: Number, scale: mpmath.mpf) -> bool:
+def _close(x: Number, y: Number, digits: int) -> bool:
+    """Return True if so many digits of two numbers agree; zero is only equal to zero."""
     if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
     x, y = to_mp(x), to_mp(y)
-    size = max(abs(x), abs(y), scale)
-    return bool(abs(x - y) <= size * mpmath.mpf(10) ** (12 - mp.dps))
+    return bool(abs(x - y) <= max(abs(x), abs(y)) * mpmath.mpf(10) ** -digits)
 
 
-def _contexts(symbols: list[str], log_base: Fraction | None = None) -> list[Context]:
+def _contexts(a: Node, b: Node, log_base: Fraction | None = None) -> list[Context]:
     """Return the points at which to compare."""
+    symbols = sorted(a.symbols | b.symbols)
     if len(symbols) > 12:
         raise OverLimit(f"{len(symbols)} variables: over the limit of 12")
-    points = _POINTS if symbols else _POINTS[:1]
-    values = ({s: p[i % 5] + i // 5 for i, s in enumerate(symbols)} for p in points)
-    return [Context(v, log_base) for v in values]
+    if not symbols:
+        return [Context(log_base=log_base)]
+    integers = a.integer_symbols | b.integer_symbols
+    if a.is_transcendental or b.is_transcendental:
+        integers |= {s for s in symbols if s[0] in _INTEGER_NAMES}
+    count = len(_INTEGERS) * min(len(integers), 2) or len(_REAL)
+    contexts = []
+    for t, real in zip(range(count), cycle(_REAL)):
+        values = {}
+        for i, s in enumerate(symbols):
+            steps = t * (i + 1) + 7 * i + t // len(_INTEGERS)
+            integer = Fraction(_INTEGERS[steps % len(_INTEGERS)])
+            values[s] = integer if s in integers else real[i % 5] + i // 5
+        contexts.append(Context(values, log_base))
+    return contexts
 
 
-def _values(a: Node, b: Node, context: Context, *, real: bool) -> tuple[Number, Number] | None:
-    """Return both values at a point; None if one is undefined (or not real)."""
-    context.scale = mpmath.mpf(0)
-    try:
-        pair = evaluate(a, context), evaluate(b, context)
-    except (Undefined, ZeroDivisionError, OverflowError):
-        return None
-    if real and any(_is_complex(x, context.scale) for x in pair):
-        return None
-    if any(not isinstance(x, Fraction) and not mpmath.isfinite(x) for x in pair):
-        return None
-    return pair
+def _pair(a: Node, b: Node, context: Context, *, full: bool) -> tuple[Number, Number, int] | None:
+    """Return both values at a point and their sure digits; None if a value is undefined.
+
+    In `full`, there are enough digits to see every summand. Raises `OverLimit` if there cannot be.
+    """
+    digits = FIRST + SURE if full else FIRST
+    while digits <= MOST:
+        context.lost = context.spread = 0
+        context.vanished = False
+        sure = 0
+        with mp.workdps(digits):
+            try:
+                x, y = (_without_noise(evaluate(n, context), context) for n in (a, b))
+            except (Undefined, ZeroDivisionError, OverflowError):
+                # A small difference may have vanished.
+                if full or not context.vanished:
+                    return None
+            else:
+                if isinstance(x, Fraction) and isinstance(y, Fraction) and not context.vanished:
+                    return x, y, MOST
+                if not all(isinstance(v, Fraction) or mpmath.isfinite(v) for v in (x, y)):
+                    return None
+                sure = digits - int(0.302 * (context.lost + GUARD_BITS))
+        needed = SURE + int(0.302 * context.spread) if full else DIFFERENT
+        if sure >= needed:
+            return x, y, sure
+        digits += max(needed - sure, FIRST)
+    raise OverLimit(f"over {MOST} digits would be needed")
 
 
-def _is_complex(x: Number, scale: mpmath.mpf) -> bool:
-    noise = mpmath.mpf(10) ** (12 - mp.dps)
-    return isinstance(x, mpmath.mpc) and abs(x.imag) > max(abs(x), scale) * noise
+def _without_noise(x: Number, context: Context) -> Number:
+    """Return a complex number whose imaginary part is rounding error as a real one."""
+    if isinstance(x, mpmath.mpc):
+        size = mpmath.mag(x) if x else 0
+        if not context.settled(x.imag, size):
+            return context.settled(x.real, size)
+    return x
 
 
-def _agree_in(a: Node, b: Node, symbols: list[str], log_base: Fraction | None) -> bool:
+def _agree_in(a: Node, b: Node, log_base: Fraction | None) -> bool:
+    contexts = _contexts(a, b, log_base)
     for real in (True, False):
-        compared = 0
-        for context in _contexts(symbols, log_base):
-            agreed = _agree_at(a, b, context, real=real)
+        compared, limit = 0, None
+        for context in contexts:
+            try:
+                agreed = _agree_at(a, b, context, real=real)
+            except OverLimit as e:
+                if not context.values:
+                    raise
+                agreed, limit = None, e
             if agreed is False:
                 return False
             compared += agreed is True
-        if compared >= (ENOUGH_POINTS if symbols else 1):
+        if compared >= (ENOUGH_POINTS if contexts[0].values else 1):
             return True
+        if limit is not None:
+            raise limit
     raise Undefined("the expressions have no values to compare")
 
 
 def _agree_at(a: Node, b: Node, context: Context, *, real: bool) -> bool | None:
-    """Return True if the values at a point are equal; None if one is undefined."""
-    for digits in DIGITS:
-        with mp.workdps(digits):
-            if (pair := _values(a, b, context, real=real)) is None:
-                return None
-            if not _close(*pair, context.scale):
+    """Return True if the values at a point are equal; None if one is undefined, or both unreal."""
+    for full in (False, True):
+        if (pair := _pair(a, b, context, full=full)) is None:
+            return None
+        x, y, sure = pair
+        if real and (unreal := isinstance(x, mpmath.mpc)) | isinstance(y, mpmath.mpc):
+            # ln|x| is no ln x: they differ in where they are real.
+            return None if unreal and isinstance(y, mpmath.mpc) else False
+        with mp.workdps(sure + FIRST):
+            if not _close(x, y, sure - 2):
                 return False
-            if all(isinstance(x, Fraction) for x in pair):
-                return True
+        if sure == MOST:
+            return True
     return True

@@ -1,6 +1,8 @@
 """Values of expressions: fractions where they are rational, else mpmath numbers of many digits.
 
-Sizes are checked before anything is computed, so no expression takes long.
+Sizes are checked before anything is computed, so no expression takes long. Every step adds the bits
+that it costs to `Context.lost` and those that it hides to `Context.spread`, so that the caller
+knows how many digits of a value are sure, and how many must be.
 """
 
 import math
@@ -14,7 +16,11 @@ from megatron_rl.rewards.math.node import Node, OverLimit
 
 MAX_BITS = 200_000
 """Largest integer that is computed exactly."""
-MAX_FACTORIAL = 20_000
+MAX_MANTISSA = 100_000_000
+"""Largest power whose leading digits are computed."""
+MAX_FACTORIAL, MAX_ROOT = 20_000, 1_000_000
+GUARD_BITS = 40
+"""Bits for the rounding errors of all steps together."""
 
 type Number = Fraction | mpmath.mpf | mpmath.mpc
 
@@ -29,8 +35,29 @@ class Context(msgspec.Struct):
     values: dict[str, Fraction] = {}
     log_base: Fraction | None = None
     """None: the natural logarithm."""
-    scale: mpmath.mpf = msgspec.field(default_factory=lambda: mpmath.mpf(0))
-    """Largest absolute value of a summand so far."""
+    lost: int = 0
+    """Bits of the working precision that cancellation and large arguments have cost."""
+    spread: int = 0
+    """Bits by which summands and small arguments differ: a value's last digits may be theirs."""
+    vanished: bool = False
+    """True if a result below its own rounding error was taken for zero."""
+
+    def real(self, x: "Number") -> mpmath.mpf | mpmath.mpc:
+        """Convert to mpmath; `1 + 10^{-300}` needs its own digits to differ from 1."""
+        self.spread += max(0, _bits(x) - 64) if isinstance(x, Fraction) else 0
+        return to_mp(x)
+
+    def argument(self, size: int) -> None:
+        """Count the bits of an argument of 2^size: exp(2^-n) is 1 but for n bits."""
+        self.lost += max(size, 0)
+        self.spread += abs(size)
+
+    def settled(self, x: mpmath.mpf | mpmath.mpc, size: int) -> "Number":
+        """Return a result of operands of 2^size, or zero if it is below its rounding error."""
+        if x == 0 or mpmath.mag(x) < size + self.lost + GUARD_BITS - mp.prec:
+            self.vanished = True
+            return Fraction(0)
+        return x
 
 
 def _bits(x: Fraction) -> int:
@@ -56,18 +83,23 @@ def evaluate(node: Node, context: Context) -> Number:
 
 
 def _sum(node: Node, context: Context) -> Number:
-    exact, rest = Fraction(0), None
+    exact, rest, sizes = Fraction(0), mpmath.mpf(0), []
     for arg in node.args:
         x = evaluate(arg, context)
         if isinstance(x, Fraction):
             exact = _checked(exact + x)
         else:
-            context.scale = max(context.scale, abs(x))
-            rest = x if rest is None else rest + x
-    if rest is None:
+            sizes.append(mpmath.mag(x))
+            rest += x
+    if not sizes:
         return exact
-    context.scale = max(context.scale, abs(to_mp(exact)))
-    return rest + to_mp(exact)
+    if exact:
+        sizes.append(mpmath.mag(value := context.real(exact)))
+        rest += value
+    if total := context.settled(rest, max(sizes)):
+        context.lost += max(0, max(sizes) - mpmath.mag(total))
+    context.spread += max(sizes) - min(sizes)
+    return total
 
 
 def _product(node: Node, context: Context) -> Number:
@@ -78,7 +110,7 @@ def _product(node: Node, context: Context) -> Number:
             exact = _checked(exact * x)
         else:
             rest = x if rest is None else rest * x
-    return exact if rest is None or exact == 0 else rest * to_mp(exact)
+    return exact if rest is None or exact == 0 else rest * context.real(exact)
 
 
 def _inverse(node: Node, context: Context) -> Number:
@@ -87,23 +119,27 @@ def _inverse(node: Node, context: Context) -> Number:
     return 1 / x
 
 
-def _power(base: Number, exponent: Number) -> Number:
+def _power(base: Number, exponent: Number, context: Context) -> Number:
     if isinstance(exponent, Fraction):
-        if isinstance(base, Fraction) and exponent.denominator == 1:
-            return _integer_power(base, exponent.numerator)
+        whole, order = exponent.numerator, exponent.denominator
+        if isinstance(base, Fraction) and order == 1:
+            return _integer_power(base, whole, context)
         if base == 0:
             if exponent > 0:
                 return Fraction(0)
             raise Undefined("a power of zero")
-        if exponent.denominator != 1:
-            if exponent.denominator > 1000:
-                raise OverLimit(f"a root of order {exponent.denominator}")
-            return _power(_root(base, exponent.denominator), Fraction(exponent.numerator))
-    a, b = to_mp(base), to_mp(exponent)
+        if order != 1:
+            if order > MAX_ROOT:
+                raise OverLimit(f"a root of order {order}")
+            return _power(_root(base, order, context), Fraction(whole), context)
+    a, b = context.real(base), context.real(exponent)
     if a == 0:
         raise Undefined("a power of zero")
-    if abs(b) * abs(mpmath.log(abs(a))) > 10**9:
+    logarithm = b * mpmath.log(a)
+    if abs(logarithm) > 10**9:
         raise OverLimit("a power whose value has over 10^8 digits")
+    if logarithm:
+        context.argument(mpmath.mag(logarithm))
     return a**b
 
 
@@ -113,36 +149,40 @@ def _power_node(node: Node, context: Context) -> Number:
     if fraction and node.args[1].symbols and isinstance(base, Fraction) and base < 0:
         # (-1)^n at a fraction is the principal power, unlike (-8)^{1/3}, which is the real root.
         return mpmath.mpc(to_mp(base)) ** to_mp(exponent)
-    return _power(base, exponent)
+    return _power(base, exponent, context)
 
 
-def _integer_power(base: Fraction, n: int) -> Fraction:
+def _integer_power(base: Fraction, n: int, context: Context) -> Number:
     if base == 0 and n <= 0:
         raise Undefined("0 to the power of 0 or less")
     bits = abs(n) * max(_bits(base) - 1, 1)
-    if abs(base) not in (0, 1) and bits > MAX_BITS:
+    if abs(base) in (0, 1) or bits <= MAX_BITS:
+        return base ** (n % 2 if abs(base) == 1 else n)
+    if bits > MAX_MANTISSA:
         size = str(bits) if bits < 10**15 else "over 10^15"
-        raise OverLimit(f"a power of about {size} bits: over the limit of {MAX_BITS}")
-    return base ** (n % 2 if abs(base) == 1 else n)
+        raise OverLimit(f"a power of about {size} bits: over the limit of {MAX_MANTISSA}")
+    context.lost += n.bit_length()
+    return context.real(base) ** n
 
 
-def _root(x: Number, n: int) -> Number:
+def _root(x: Number, n: int, context: Context) -> Number:
     """Return the real n-th root if there is one, exact if rational, else the principal root."""
     negative = not isinstance(x, mpmath.mpc) and x < 0
     if negative and n % 2:
-        return -_root(-x, n)
+        return -_root(-x, n, context)
     if isinstance(x, Fraction) and not negative:
         roots = [_exact_root(v, n) for v in (x.numerator, x.denominator)]
         if all(r is not None for r in roots):
             return Fraction(roots[0], roots[1])  # type: ignore[arg-type]
-    return mpmath.root(to_mp(x), n) if not negative else mpmath.mpc(to_mp(x)) ** (mpmath.mpf(1) / n)
+    value = context.real(x)
+    return mpmath.root(value, n) if not negative else mpmath.mpc(value) ** (mpmath.mpf(1) / n)
 
 
 def _root_node(node: Node, context: Context) -> Number:
     x, n = (evaluate(a, context) for a in node.args)
     if not isinstance(n, Fraction) or n == 0:
         raise Undefined("a root whose order is not a rational number, or 0")
-    return _power(x, 1 / n)
+    return _power(x, 1 / n, context)
 
 
 def _exact_root(x: int, n: int) -> int | None:
@@ -150,7 +190,7 @@ def _exact_root(x: int, n: int) -> int | None:
         return x
     if n == 2:
         r = math.isqrt(x)
-    elif x.bit_length() > 2000:
+    elif x.bit_length() > 2000 or n >= x.bit_length():
         return None
     else:
         with mp.workprec(x.bit_length() + 20):
@@ -160,10 +200,18 @@ def _exact_root(x: int, n: int) -> int | None:
 
 def _factorial(node: Node, context: Context) -> Number:
     x = evaluate(node.args[0], context)
+    if node.op == "gamma":
+        if not isinstance(x, Fraction) or x.denominator > 2 or x <= 0 or x > MAX_FACTORIAL:
+            raise Undefined("a Gamma function of other than halves")
+        if x.denominator == 2:
+            return mpmath.gamma(context.real(x))
+        x -= 1
     if not isinstance(x, Fraction) or x.denominator != 1 or x < 0:
         raise Undefined("the factorial of a number that is not natural")
     if x > MAX_FACTORIAL:
         raise OverLimit(f"a factorial over {MAX_FACTORIAL}!")
+    if node.op == "double":
+        return _checked(Fraction(math.prod(range(x.numerator, 1, -2))))
     return _checked(Fraction(math.factorial(x.numerator)))
 
 
@@ -181,7 +229,7 @@ def _rounded(node: Node, context: Context) -> Number:
         raise OverLimit("the integer part of a number over 10^30")
     near = mpmath.nint(x)
     # A value within rounding error of an integer is that integer.
-    if abs(x - near) >= mpmath.mpf(10) ** (12 - mp.dps):
+    if context.settled(x - near, max(mpmath.mag(x), 0)):
         near = mpmath.floor(x) if node.op == "floor" else mpmath.ceil(x)
     return Fraction(int(near))
 
@@ -193,6 +241,7 @@ def _integers(numbers: list[Number], name: str) -> list[int]:
 
 
 _MPMATH = "sin cos tan cot sec csc sinh cosh tanh coth exp arg"
+_PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 _DIRECT = {name: getattr(mpmath, name) for name in _MPMATH.split()}
 _DIRECT |= {f"arc{name}": getattr(mpmath, f"a{name}") for name in ("sin", "cos", "tan", "cot")}
 
@@ -203,20 +252,31 @@ def _call(node: Node, context: Context) -> Number:
         return {"max": max, "min": min}[node.name](map(_real, args), key=to_mp)
     if node.name in ("gcd", "lcm"):
         return _checked(Fraction(getattr(math, node.name)(*_integers(args, node.name))))
+    if node.name == "mod":
+        a, b = _integers(args, "a remainder")
+        if b == 0:
+            raise Undefined("a remainder modulo 0")
+        return Fraction(a % b)
     if node.name == "binom":
         return _binomial(*_integers(args, "a binomial"))
     if node.name in ("log", "ln", "logbase"):
         return _logarithm(node.name, args, context)
-    x = to_mp(args[0])
+    x = context.real(args[0])
     if abs(x) > 10**12:
         raise OverLimit(f"{node.name} of a number over 10^12")
     try:
         value = _DIRECT[node.name](x)
     except (ValueError, ZeroDivisionError) as e:
         raise Undefined(f"{node.name}: {e}") from None
-    if node.name in ("sin", "cos", "tan", "cot"):
-        # Their error is absolute: sin(pi) is about 1e-41.
-        context.scale = max(context.scale, mpmath.mpf(1))
+    if x == 0 or value == 0:
+        return value or Fraction(0)
+    size = mpmath.mag(x)
+    if node.name in _PERIODIC:
+        # Their error is absolute: sin(pi) is about 1e-41, and 1/cos(pi/2) has no value.
+        if not context.settled(1 / value, size):
+            raise Undefined(f"{node.name} at its pole")
+        value = context.settled(value, size)
+    context.argument(size)
     return value
 
 
@@ -224,10 +284,10 @@ def _logarithm(name: str, args: list[Number], context: Context) -> Number:
     base = args[1] if name == "logbase" else context.log_base if name == "log" else None
     if args[0] == 0 or base in (0, 1):
         raise Undefined("a logarithm of 0 or to base 0 or 1")
-    value = mpmath.log(to_mp(args[0]))
-    if base is None:
+    value = context.settled(mpmath.log(context.real(args[0])), 0)
+    if base is None or value == 0:
         return value
-    value /= mpmath.log(to_mp(base))
+    value /= mpmath.log(context.real(base))
     if isinstance(base, Fraction) and isinstance(args[0], Fraction) and base > 0:
         near = int(mpmath.nint(value.real))
         if near and _bits(base) * abs(near) < MAX_BITS and base**near == args[0]:
@@ -260,6 +320,8 @@ _HANDLERS = {
     "abs": lambda n, c: abs(evaluate(n.args[0], c)),
     "percent": lambda n, c: evaluate(n.args[0], c) / 100,
     "fact": _factorial,
+    "double": _factorial,
+    "gamma": _factorial,
     "floor": _rounded,
     "ceil": _rounded,
     "call": _call,

@@ -39,7 +39,7 @@ class Node(msgspec.Struct, frozen=True):
 
     op: str
     """num, sym, imaginary, e, pi, infinity, add, mul, inv, div, neg, pow, fact, abs, floor, ceil,
-    root, pm, mp, call, percent."""
+    root, pm, mp, call, percent, double (factorial), gamma."""
     args: "tuple[Node, ...]" = ()
     name: str = ""
     value: Fraction = Fraction(0)
@@ -57,6 +57,22 @@ class Node(msgspec.Struct, frozen=True):
         if self.op == "sym":
             return frozenset((self.name,))
         return frozenset().union(*(a.symbols for a in self.args))
+
+    @property
+    def is_transcendental(self) -> bool:
+        """True if a function is called, or a variable is rounded or an exponent."""
+        return (
+            self.op in ("call", "floor", "ceil", "fact", "double", "gamma")
+            or (self.op == "pow" and bool(self.args[1].symbols))
+            or any(a.is_transcendental for a in self.args)
+        )
+
+    @property
+    def integer_symbols(self) -> frozenset[str]:
+        """Names of the variables in functions that only integers have."""
+        if self.op in ("fact", "double") or self.name in ("binom", "gcd", "lcm", "mod"):
+            return self.symbols
+        return frozenset().union(*(a.integer_symbols for a in self.args))
 
     def has(self, *ops: str) -> bool:
         """Return True if one of these operations occurs."""

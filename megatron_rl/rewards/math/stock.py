@@ -121,7 +121,8 @@ def same_number(gold: Any, answer: Any) -> bool | None:
             values = {p: _value(p, digits, tolerance) for p in parts}
             with mp.workdps(digits):
                 a, b = (_number(side.xreplace(values), digits) for side in sides)
-                error = abs(a - b) / max(1, abs(a), abs(b))
+                # Relative, except that a limit may only come close to zero.
+                error = abs(a - b) / (max(abs(a), abs(b)) if a and b else 1)
         except (TypeError, ValueError, NameError, ArithmeticError):
             return None
         if error > DIFFERENT:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import product
 
 import msgspec
+from mpmath import mp
 
 from megatron_rl.rewards.base import Outcome, Verdict
 from megatron_rl.rewards.math.compare import same
@@ -156,7 +157,8 @@ def _has_value(form: Form) -> bool:
     if not isinstance(form, Expression) or form.node.symbols:
         return True
     try:
-        evaluate(form.node, Context())
+        with mp.workdps(100):
+            evaluate(form.node, Context())
     except (Undefined, ZeroDivisionError, OverflowError):
         return False
     return True
