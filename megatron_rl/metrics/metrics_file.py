@@ -23,7 +23,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -68,19 +68,7 @@ class MetricsWriter:
         if self._file.tell() == 0:
             self._append(schema_row())
         if resume_step is not None:
-            self.event({"step": resume_step, "event": "resumed", **(dropped or {})})
-
-    def step(self, row: Row) -> Row:
-        """Append one optimizer step and return it; `row["step"]` is the index of the update."""
-        return self._write("step", row)
-
-    def eval(self, row: Row) -> Row:
-        """Append one evaluation and return it; `row["step"]` is the weight version."""
-        return self._write("sets" if "sets" in row else "eval", row)
-
-    def event(self, row: Row) -> Row:
-        """Append an event and return it; `row["event"]` is its name."""
-        return self._write("event", row)
+            self.write("event", {"step": resume_step, "event": "resumed", **(dropped or {})})
 
     def close(self) -> None:
         """Flush all rows to disk and close the file; a second call does nothing."""
@@ -88,13 +76,12 @@ class MetricsWriter:
             os.fsync(self._file.fileno())
             self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def write(self, kind: str, row: Row) -> Row:
+        """Append a row and return it.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _write(self, kind: str, row: Row) -> Row:
+        `row["step"]` is the index of the update (kind `step`) or the weight version (evaluations:
+        `eval` and `sets`); `row["event"]` is the name of an `event`.
+        """
         nonfinite: list[str] = []
         written: Row = {"kind": kind, "unix_seconds": round(time.time(), 3)}
         written |= {name: _plain(name, value, nonfinite) for name, value in row.items()}

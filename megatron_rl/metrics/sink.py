@@ -26,13 +26,13 @@ class RunSink:
         shown = config.metrics.terminal != "off"
         self.progress = ProgressLog(config.schedule.steps, first_step) if shown else None
 
-    def step(self, row: Row) -> None:
-        """Write one optimizer step."""
-        self._show(self.writer.step(row))
-
-    def eval(self, row: Row) -> None:
-        """Write one evaluation."""
-        self._show(self.writer.eval(row))
+    def write(self, kind: str, row: Row) -> None:
+        """Write a step (`step`) or an evaluation (`eval`, `sets`)."""
+        row = self.writer.write(kind, row)
+        for mirror in self.mirrors:
+            mirror.log(row)
+        if self.progress is not None:
+            self.progress.update(row)
 
     def note(self, text: str) -> None:
         """Print an activity apart from the steps."""
@@ -44,9 +44,3 @@ class RunSink:
         self.writer.close()
         for mirror in self.mirrors:
             mirror.close()
-
-    def _show(self, row: Row) -> None:
-        for mirror in self.mirrors:
-            mirror.log(row)
-        if self.progress is not None:
-            self.progress.update(row)

@@ -235,7 +235,8 @@ class Evaluations:
             del self.running[run.name, run.step]
             self._due.discard((run.name, run.step))
             now = time.monotonic()
-            self._metrics.sink.eval(run.row(now - (run.started or now)))
+            row = run.row(now - (run.started or now))
+            self._metrics.sink.write("sets" if run.name else "eval", row)
 
     def _run_of(self, sample: m.Sample) -> EvaluationRun:
         return self.running[self._names[sample.prompt_id], sample.evaluation]

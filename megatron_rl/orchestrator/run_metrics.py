@@ -152,7 +152,7 @@ class RunMetrics:
         }
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
-        self.sink.step({**row, **verifiers, **self._generators()})
+        self.sink.write("step", {**row, **verifiers, **self._generators()})
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,13 @@ def steps(rows: list[dict], kind: str = "step") -> list[int]:
 
 def written(path: Path, last_step: int, every: int = 2) -> Path:
     """Write a run of `last_step` updates, evaluated before every second one and at the end."""
-    with MetricsWriter(path) as w:
-        w.event({"event": "started", "step": 0})
+    with closing(MetricsWriter(path)) as w:
+        w.write("event", {"event": "started", "step": 0})
         for step in range(last_step):
             if step % every == 0:
-                w.eval({"step": step, "pass_rate": step / 100})
-            w.step({"step": step, "loss": -step})
-        w.eval({"step": last_step, "pass_rate": last_step / 100})
+                w.write("eval", {"step": step, "pass_rate": step / 100})
+            w.write("step", {"step": step, "loss": -step})
+        w.write("eval", {"step": last_step, "pass_rate": last_step / 100})
     return path
 
 
@@ -56,7 +57,7 @@ def test_every_metric_has_a_meaning_and_numbers_have_a_unit() -> None:
 
 def test_rows_are_on_the_disk_when_the_call_returns(path: Path) -> None:
     w = MetricsWriter(path)
-    w.step({"step": 0, "loss": 0.5})
+    w.write("step", {"step": 0, "loss": 0.5})
     assert read_metrics(path)[0]["loss"] == 0.5
     w.close()
     w.close()
@@ -64,8 +65,8 @@ def test_rows_are_on_the_disk_when_the_call_returns(path: Path) -> None:
 
 def test_rows_come_back_as_they_were_written(path: Path) -> None:
     row = {"step": 4, "loss": 0.1, "prompt_ids": [3, 1], "lag_histogram": {"0": 5, "3": 1}}
-    with MetricsWriter(path) as w:
-        w.step(row)
+    with closing(MetricsWriter(path)) as w:
+        w.write("step", row)
     (back,) = read_metrics(path)
     assert {k: back[k] for k in row} == row
     assert back["kind"] == "step"
@@ -73,8 +74,11 @@ def test_rows_come_back_as_they_were_written(path: Path) -> None:
 
 
 def test_numpy_values_are_plain_numbers_in_the_file(path: Path) -> None:
-    with MetricsWriter(path) as w:
-        w.step({"step": np.int64(2), "loss": np.float32(0.5), "ids": np.arange(2), "ok": np.True_})
+    with closing(MetricsWriter(path)) as w:
+        w.write(
+            "step",
+            {"step": np.int64(2), "loss": np.float32(0.5), "ids": np.arange(2), "ok": np.True_},
+        )
     (row,) = read_metrics(path)
     assert (row["step"], row["loss"], row["ids"], row["ok"]) == (2, 0.5, [0, 1], True)
 
@@ -85,8 +89,8 @@ def test_any_row_can_be_read_back_and_nonfinite_values_are_named(
 ) -> None:
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
     row = {k: v for k, v in row.items() if k not in ("kind", "step", "nonfinite")}
-    with MetricsWriter(path) as w:
-        w.step(row | {"step": 0})
+    with closing(MetricsWriter(path)) as w:
+        w.write("step", row | {"step": 0})
     (back,) = read_metrics(path)
     bad = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     assert set(back.get("nonfinite", [])) == bad
@@ -95,8 +99,8 @@ def test_any_row_can_be_read_back_and_nonfinite_values_are_named(
 
 
 def test_nonfinite_values_inside_lists_and_mappings_are_named(path: Path) -> None:
-    with MetricsWriter(path) as w:
-        w.step({"step": 0, "a": [1.0, float("nan")], "b": {"x": float("inf")}})
+    with closing(MetricsWriter(path)) as w:
+        w.write("step", {"step": 0, "a": [1.0, float("nan")], "b": {"x": float("inf")}})
     (row,) = read_metrics(path)
     assert (row["a"], row["b"], row["nonfinite"]) == ([1.0, None], {"x": None}, ["a.1", "b.x"])
 
@@ -112,8 +116,8 @@ def test_nonfinite_values_inside_lists_and_mappings_are_named(path: Path) -> Non
     ],
 )
 def test_a_row_that_is_no_row_is_refused(path: Path, kind: str, row: dict, message: str) -> None:
-    with MetricsWriter(path) as w, pytest.raises(MetricsError, match=message):
-        getattr(w, kind)(row)
+    with closing(MetricsWriter(path)) as w, pytest.raises(MetricsError, match=message):
+        w.write(kind, row)
     assert read_metrics(path) == []
 
 
@@ -122,8 +126,8 @@ def test_a_row_that_is_no_row_is_refused(path: Path, kind: str, row: dict, messa
 
 def test_resume_keeps_steps_before_and_evaluations_up_to_the_checkpoint(path: Path) -> None:
     written(path, 6)
-    with MetricsWriter(path, resume_step=4) as w:
-        w.step({"step": 4, "loss": 0.0})
+    with closing(MetricsWriter(path, resume_step=4)) as w:
+        w.write("step", {"step": 4, "loss": 0.0})
     rows = read_metrics(path)
     assert steps(rows) == [0, 1, 2, 3, 4]
     assert steps(rows, "eval") == [0, 2, 4]
@@ -182,8 +186,8 @@ def test_a_torn_last_line_is_moved_aside_and_the_file_goes_on(path: Path, cut: i
     path.write_bytes(data[:-cut])
     if cut > 1:
         assert steps(read_metrics(path), "eval") == [0, 2, 4]
-    with MetricsWriter(path, resume_step=6) as w:
-        w.step({"step": 6})
+    with closing(MetricsWriter(path, resume_step=6)) as w:
+        w.write("step", {"step": 6})
     rows = read_metrics(path)
     assert steps(rows) == [0, 1, 2, 3, 4, 5, 6]
     aside = path.with_name("metrics.dropped-0.jsonl")
@@ -204,8 +208,8 @@ def test_a_file_cut_anywhere_can_be_gone_on_with(
     data = path.read_bytes()
     path.write_bytes(data[: max(len(data) - cut, 0)])
     whole = [r for r in map(_json, path.read_bytes().splitlines()) if r and r["kind"] == "step"]
-    with MetricsWriter(path, resume_step=step) as w:
-        w.step({"step": step})
+    with closing(MetricsWriter(path, resume_step=step)) as w:
+        w.write("step", {"step": step})
     assert steps(read_metrics(path)) == [s["step"] for s in whole if s["step"] < step] + [step]
 
 
@@ -222,7 +226,7 @@ def test_a_run_killed_while_it_writes_leaves_a_file_to_go_on_with(path: Path) ->
         w = MetricsWriter({str(path)!r})
         step = 0
         while True:
-            w.step({{"step": step, "prompt_ids": list(range(3000))}})
+            w.write("step", {{"step": step, "prompt_ids": list(range(3000))}})
             step += 1
             print(step, flush=True)
     """
@@ -234,20 +238,20 @@ def test_a_run_killed_while_it_writes_leaves_a_file_to_go_on_with(path: Path) ->
             pass
         run.send_signal(signal.SIGKILL)
         run.wait(timeout=30)
-    with MetricsWriter(path, resume_step=40) as w:
-        w.step({"step": 40})
+    with closing(MetricsWriter(path, resume_step=40)) as w:
+        w.write("step", {"step": 40})
     assert steps(read_metrics(path)) == list(range(41))
 
 
 def test_a_second_live_run_is_refused_and_the_first_goes_on(path: Path) -> None:
     code = f"from megatron_rl.metrics import MetricsWriter; MetricsWriter({str(path)!r})"
-    with MetricsWriter(path) as w:
-        w.step({"step": 0})
+    with closing(MetricsWriter(path)) as w:
+        w.write("step", {"step": 0})
         second = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
         )
         assert "another run writes this file" in second.stderr
-        w.step({"step": 1})
+        w.write("step", {"step": 1})
     assert steps(read_metrics(path)) == [0, 1]
     assert os.listdir(path.parent) == ["metrics.jsonl"]
 

@@ -190,8 +190,8 @@ def test_the_sink_writes_every_output(tmp_path: Path, capsys: Any) -> None:
     )
     path = tmp_path / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path))
-    sink.eval({"step": 0, "pass_rate": 0.25})
-    sink.step({"step": 0, "loss": 1.0})
+    sink.write("eval", {"step": 0, "pass_rate": 0.25})
+    sink.write("step", {"step": 0, "loss": 1.0})
     sink.note("evaluating")
     sink.close()
     assert [row["kind"] for row in read_metrics(path)] == ["eval", "step"]
@@ -208,6 +208,6 @@ def test_the_terminal_can_be_off(tmp_path: Path, capsys: Any) -> None:
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "metrics": {"terminal": "off"}})
     sink = RunSink(config, MetricsWriter(tmp_path / "metrics.jsonl"))
     sink.note("evaluating")
-    sink.eval({"step": 0, "pass_rate": 0.25})
+    sink.write("eval", {"step": 0, "pass_rate": 0.25})
     sink.close()
     assert capsys.readouterr().out == ""

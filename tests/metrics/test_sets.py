@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +22,18 @@ def sigmoid(tokens: float, a: float, middle: float) -> float:
 def written(path: Path) -> Path:
     """Write 13 evaluations of the held-out prompts, and of a set at other steps, one twice."""
     noise = np.random.default_rng(1).normal(0, 0.003, (2, 13))
-    with MetricsWriter(path) as w:
+    with closing(MetricsWriter(path)) as w:
         for i, tokens in enumerate([0.0, *np.geomspace(4e3, 4e5, 12)]):
             rate = sigmoid(tokens, 0.8, 40_000) + noise[0, i]
             row = {"step": 2 * i, "compute_tokens": tokens, "pass_rate": rate}
-            w.eval({**row, "pass_rate_stderr": 0.003, "eval_entropy": 0.9 - i / 20})
+            w.write("eval", {**row, "pass_rate_stderr": 0.003, "eval_entropy": 0.9 - i / 20})
             other = {"step": 2 * i + 1, "compute_tokens": tokens * 1.1}
             for wrong in (0.5, 0.0) if i == 4 else (0.0,):
                 rate = sigmoid(tokens * 1.1, 0.6, 60_000) + noise[1, i] + wrong
-                w.eval({**other, "sets": {"aime": {"pass_rate": rate, "pass_rate_stderr": 0.003}}})
+                w.write(
+                    "sets",
+                    {**other, "sets": {"aime": {"pass_rate": rate, "pass_rate_stderr": 0.003}}},
+                )
     return path
 
 

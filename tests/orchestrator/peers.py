@@ -27,11 +27,8 @@ class Rows:
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
 
-    def step(self, row):
-        self.steps.append(row)
-
-    def eval(self, row):
-        self.evals.append(row)
+    def write(self, kind, row):
+        (self.steps if kind == "step" else self.evals).append(row)
 
     def note(self, text):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ def test_compute_flops_of_scout_count_17b_parameters_per_token() -> None:
     active = architecture(named_config(config.model)).active_parameters()
     assert round(active / 1e9, 1) == 17.2
     rows: list[dict[str, Any]] = []
-    sink: Any = SimpleNamespace(step=rows.append)
+    sink: Any = SimpleNamespace(write=lambda kind, row: rows.append(row))
     metrics = RunMetrics(sink, config.roles)
     metrics.active_parameters = active
     metrics.evaluation_completion(50)
@@ -130,11 +131,11 @@ def test_after_a_resume_compute_goes_on_and_lost_work_stays_spent(tmp_path):
     config, path = small_config(), tmp_path / "metrics.jsonl"
     kept = {"directory": tmp_path, "clock": seconds_counted()}
     killed = run(config, save_before=5, stop_before=8, **kept).rows  # steps 5-7 are lost
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for row in killed.steps:
-            writer.step(row)
+            writer.write("step", row)
         for row in killed.evals:
-            writer.eval(row)
+            writer.write("eval", row)
     for _ in range(2):  # it is killed again before it writes a row
         MetricsWriter(path, resume_step=5).close()
     written = read_metrics(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def run(tmp_path: Path) -> Path:
     (final / "config.json").write_text("{}")
     (final / "model.safetensors").touch()
     (folder / "summary.json").write_text(json.dumps({"steps": 16}))
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
-        writer.eval({"step": 0, "compute_tokens": 0, "pass_rate": 0.1})
-        writer.step({"step": 7, "compute_tokens": 80, "loss": 0.0})
-        writer.step({"step": 15, "compute_tokens": 160, "loss": 0.0})
-        writer.eval({"step": 16, "compute_tokens": 160, "pass_rate": 0.4})
+    with closing(MetricsWriter(folder / "metrics.jsonl")) as writer:
+        writer.write("eval", {"step": 0, "compute_tokens": 0, "pass_rate": 0.1})
+        writer.write("step", {"step": 7, "compute_tokens": 80, "loss": 0.0})
+        writer.write("step", {"step": 15, "compute_tokens": 160, "loss": 0.0})
+        writer.write("eval", {"step": 16, "compute_tokens": 160, "pass_rate": 0.4})
     return folder
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from megatron_rl.config import load_config, save_config
@@ -34,13 +35,17 @@ def train(arguments: list[str], stop: Callable[[int], bool], middle: float = 100
     checkpoints = sorted((output / "checkpoints").glob("step_*"))
     first = int(checkpoints[-1].name[5:]) if resume else 0
     interrupted = False
-    with MetricsWriter(output / "metrics.jsonl", resume_step=first if resume else None) as writer:
+    with closing(
+        MetricsWriter(output / "metrics.jsonl", resume_step=first if resume else None)
+    ) as writer:
         for step in range(first, steps + 1):
             if step in EVALUATED and not (resume and step == first):
                 tokens = max(TOKENS_PER_STEP * step, 1e-9)
                 rate = 0.3 + 0.5 / (1 + (middle / tokens) ** 1.3) + 0.002 * config.seed
                 row = {"pass_rate": rate, "pass_rate_stderr": 0.01, "compute_device_hours": tokens}
-                writer.eval({"step": step, "compute_train_tokens": TOKENS_PER_STEP * step, **row})
+                writer.write(
+                    "eval", {"step": step, "compute_train_tokens": TOKENS_PER_STEP * step, **row}
+                )
             if step == steps:
                 break
             compute = {
@@ -48,7 +53,7 @@ def train(arguments: list[str], stop: Callable[[int], bool], middle: float = 100
                 "compute_train_tokens": TOKENS_PER_STEP * (step + 1),
                 "wall_seconds": 3.0 * step + 3,
             }
-            writer.step({"step": step, **compute, "loss": 0.0})
+            writer.write("step", {"step": step, **compute, "loss": 0.0})
             if stop(step + 1):
                 interrupted = True
                 folder = output / "checkpoints" / f"step_{step + 1:06}"
