@@ -127,6 +127,8 @@ setup(
             "py.typed",
             "data/*.yaml",
             "data/*.json",
+            "generator/*.yaml",
+            "megatron_plugin/*.yaml",
             "metrics/*.yaml",
             "recipes/*.yaml",
             "commands/*/*.yaml",

@@ -2,18 +2,26 @@
 
 import os
 import re
+from importlib import resources
 from pathlib import Path
+
+import yaml
 
 from megatron_rl.compat import quiet, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Roles
+from megatron_rl.generator import engine_errors
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER, register
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
-# own process group.
+# own process group. The error file is read when the rank has failed.
 TORCHRUN_VARIABLES = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(?!ERROR_FILE).*)"
 )
+_FILE = resources.files(__package__) / "environment.yaml"
+ENVIRONMENT: dict[str, dict[str, str]] = yaml.safe_load(_FILE.read_text())
+"""Variables by the kind of engine that they are for."""
 
 
 def prepare_environment(config: RunConfig, model_dir: str) -> None:
@@ -43,32 +51,14 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
-    defaults = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        # On CPU vLLM warns about a dozen things that are intended (eager, no Triton, no GPU).
-        "VLLM_LOGGING_LEVEL": "WARNING" if on_gpu else "ERROR",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.timeouts.startup_seconds)),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if Path(model_dir).is_dir():
-        defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if not on_gpu:
-        defaults |= {
-            # Eager runs need no compiler, and the first log-prob would start one (seconds).
-            "TORCHDYNAMO_DISABLE": "1",
-            # The cores are shared with the trainers: a bound worker waits for its core while the
-            # other one is free, and more threads than one lose to oversubscription.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
-        if config.roles.generator_tensor_parallel == 1:
-            # The worker runs in the engine's process: another one would double the start-up time
-            # and poll for work (0.3 cores when idle, a third more per token).
-            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engine_errors.open_file()
+    kinds = ["everywhere", "gpu" if on_gpu else "cpu"]
+    kinds += ["local_model"] * Path(model_dir).is_dir()
+    if not on_gpu and config.roles.generator_tensor_parallel == 1:
+        kinds.append("cpu_one_rank")
+    defaults = {"VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.timeouts.startup_seconds))}
+    for kind in kinds:
+        defaults |= ENVIRONMENT[kind]
     quiet.ignore_in_processes("ignore::FutureWarning")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
