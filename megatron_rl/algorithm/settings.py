@@ -161,24 +161,9 @@ class Algorithm(Section):
         return self.model_copy(update=lengths)
 
     def summary(self) -> str:
-        """Return the algorithm in one line."""
-        spread = {"prompt": "prompt std", "none": "no std"}.get(
-            self.advantage_normalization, f"batch std over {self.advantage_std_over} prompts"
-        )
-        baseline = "leave-one-out" if self.advantage_baseline == "leave_one_out" else "group mean"
-        old = f", old policy of the {self.old_policy}" if self.loss.ratio_reference == "old" else ""
-        parts = [
-            f"{self.loss.summary()}{old}",
-            "" if self.correction.kind == "none" else f"correction {self.correction.kind}",
-            "routing replay" if self.routing_replay == "replay" else "",
-            f"KL {self.kl_coefficient:g}" if self.kl_coefficient else "",
-            f"entropy {self.entropy_coefficient:g}" if self.entropy_coefficient else "",
-            f"{self.aggregation} mean" if self.aggregation != "constant" else "constant length",
-            f"{baseline} baseline, {spread}",
-            "zero-variance filter" if self.zero_variance_filter else "",
-            "refill" if self.refill else "",
-            "" if self.truncated == "drop" else f"truncated: {self.truncated}",
-            "" if self.length_penalty == "none" else f"length penalty: {self.length_penalty}",
-            "No-Positive-Resampling" if self.no_positive_resampling else "",
-        ]
-        return "; ".join(part for part in parts if part)
+        """Return the loss with its parameters, and the other keys that differ from the defaults."""
+        changed = self.model_dump(exclude={"loss", "correction"}, exclude_defaults=True)
+        if self.correction.kind != "none":
+            changed["correction"] = self.correction.kind
+        shown = [self.loss.summary(), *(f"{key} {value}" for key, value in changed.items())]
+        return "; ".join([*shown, "all else as by default"])
