@@ -25,7 +25,7 @@ LAYERS = {
     "compat": "",
     "kernels": "",
     "models": "config compat",
-    "data": "config algorithm",
+    "data": "config algorithm rewards",
     "metrics": "files config scaling",
     "weights": "config messages",
     "orchestrator": "files config messages compat algorithm data rewards metrics",
