@@ -36,7 +36,7 @@ test: setup
 # Trainer tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
 test-other-megatron: setup
 	PYTHONPATH="$(abspath $(VENV)-megatron-$(OTHER_MEGATRON))" PATH="$(BIN):$$PATH" \
-	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/trainer tests/compat
+	  python -m pytest -m "not gpu" $(PYTEST_ARGS) tests/trainer tests/compat tests/megatron_plugin
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ lines that a plain script lacks.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +59,8 @@ def gpt_builder(
     use_te = args.transformer_impl == "transformer_engine"
     if args.spec is not None:
         spec: Any = import_module(args.spec)
+        if inspect.isfunction(spec):
+            spec = spec(config, vp_stage=vp_stage)
     elif args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config, use_te, normalization=args.normalization, vp_stage=vp_stage

@@ -52,6 +52,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
     config = arguments.read(own, [])
+    arguments.check_config(config)
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     trainers = ranks - config.roles.generator_ranks
     if "MASTER_PORT" not in os.environ or trainers < 1:
@@ -110,10 +111,8 @@ class PretrainingPlugin:
         """Return `extra_args_provider` with the plug-in's arguments after the script's own."""
 
         def both(parser: arguments.Parser) -> arguments.Parser:
-            parser = arguments.add_arguments(provider(parser) if provider else parser)
-            if self.active:
-                parser.set_defaults(dataloader_type="external", calculate_per_token_loss=True)
-            return parser
+            extend = arguments.extend if self.active else arguments.add_arguments
+            return extend(provider(parser) if provider else parser)
 
         return both
 
@@ -146,7 +145,7 @@ class PretrainingPlugin:
 
     def _adopt(self, modules: list[Any]) -> list[Any]:
         for module in modules:
-            adopt(module.config, self._finalize)
+            adopt(module.config)
         self._modules += modules
         return modules
 
@@ -262,6 +261,8 @@ class PretrainingPlugin:
     def _begin(self, step: int, chunks: Sequence[Any]) -> None:
         assert self._steps is not None
         self._chunks = chunks
+        for module in self._modules:  # 0.18 replaces it when training begins
+            module.config.finalize_model_grads_func = self._finalize
         self._steps.begin(step, chunks)
 
     def _forward_step(

@@ -1,7 +1,7 @@
 """The model chunks of a Megatron script, as shards of a Hugging Face model."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ _TRAINING_ONLY = (*ROUTER_LOSSES, "moe_router_load_balancing_type")
 """Fields of the configuration that no generator needs to know."""
 
 
-def adopt(config: Any, finalize: Callable[..., None]) -> None:
+def adopt(config: Any) -> None:
     """Set what RL needs in a script's transformer configuration, before the model is wrapped."""
-    config.finalize_model_grads_func = finalize
     # Micro-batches differ in shape.
     config.variable_seq_lengths = config.pipeline_model_parallel_size > 1
     if not torch.cuda.is_available():

@@ -81,6 +81,7 @@ def main(rank: int, folder: Path) -> None:
     from megatron_rl.trainer import parameters
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
 
+    training.has_nvidia_modelopt = False  # 0.18's wheel lacks what it imports then
     join.connect_store = lambda _: dist.HashStore()
     join.OrchestratorProcess, join.TrainerClient = NoOrchestrator, FixedBatches
     out: dict[str, Any] = {"norms": [], "rows": []}
