@@ -13,7 +13,8 @@ from megatron_rl.trainer.megatron_build import transformer_config
 from megatron_rl.trainer.shards import ModelShards
 
 _LAYOUT = {field.name for field in dataclasses.fields(ModelParallelConfig)}
-_IN_TRAINING_ONLY = ("recompute_", "init_method", "moe_z_loss")
+_NEUTRAL = re.compile(r"recompute_|init_method|moe_(z|aux)_loss|.*_impl$|.*fusion|.*grouped_gemm")
+"""Options of initialization, of routers' own losses, and of how the same is computed."""
 _KNOWN = ("megatron", "megatron_rl", "transformer_engine", "torch", "apex")
 
 
@@ -72,14 +73,13 @@ def differences(shards: ModelShards) -> list[str]:
     """Return the options and classes of this rank's layers that config.json does not give."""
     out = []
     module: Any
+    reference = transformer_config(shards.run, shards.architecture, use_te=False)
     for module in shards.modules[:1]:
-        use_te = module.config.transformer_impl == "transformer_engine"
-        reference = transformer_config(shards.run, shards.architecture, use_te)
         for field in dataclasses.fields(TransformerConfig):
             own, given = getattr(module.config, field.name), getattr(reference, field.name)
             plain = own is None or isinstance(own, bool | int | float | str)
             chosen = own not in (given, field.default) and field.name not in _LAYOUT
-            if plain and chosen and not field.name.startswith(_IN_TRAINING_ONLY):
+            if plain and chosen and not _NEUTRAL.match(field.name):
                 out.append(f"{field.name} = {own!r} ({given!r} there)")
     for module in shards.modules:
         for name, part in module.named_modules():
