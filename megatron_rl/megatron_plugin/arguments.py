@@ -1,6 +1,7 @@
 """Megatron's arguments and the run's configuration: each setting is in one of them only."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config import ConfigError, RunConfig, load_config
+from megatron_rl.megatron_plugin import flags
 from megatron_rl.trainer.reference import recomputes_old
 
 Parser = argparse.ArgumentParser
@@ -24,6 +26,20 @@ def add_arguments(parser: Parser) -> Parser:
     if "--dataloader-save" not in parser._option_string_actions:
         text = "Where the data iterator's state is saved; default: where --save saves."
         add("--dataloader-save", metavar="DIRECTORY", help=text)
+    return parser
+
+
+def extend(parser: Parser) -> Parser:
+    """Add the plug-in's arguments, make RL's defaults Megatron's, and refuse what RL cannot have.
+
+    Megatron calls its `extra_args_provider` before it reads, checks or builds anything.
+
+    Raises:
+        ConfigError: names the arguments of this process that do not fit (`flags.refuse`).
+    """
+    add_arguments(parser)
+    flags.set_defaults(parser)
+    flags.refuse(parser, sys.argv[1:])
     return parser
 
 
@@ -61,12 +77,19 @@ def megatron_keys_in(own: argparse.Namespace) -> list[str]:
 
 
 def of_megatron(args: Any, generator_ranks: int) -> list[str]:
-    """Return the keys that Megatron's arguments decide, as dotted options."""
+    """Return the keys that Megatron's arguments decide, as dotted options.
+
+    Raises:
+        ConfigError: they do not say how long the run is.
+    """
+    if not args.train_iters and not args.train_samples:
+        raise ConfigError("neither --train-iters nor --train-samples is set: set the run's steps")
+    steps = args.train_iters or args.train_samples // args.global_batch_size
     keys = {
         "roles.trainer_ranks": args.world_size,
         "roles.generator_ranks": generator_ranks,
         "seed": args.seed,
-        "schedule.steps": args.train_iters,
+        "schedule.steps": steps,
         "parallel.tensor": args.tensor_model_parallel_size,
         "parallel.pipeline": args.pipeline_model_parallel_size,
         "parallel.virtual_pipeline": args.virtual_pipeline_model_parallel_size or 1,
@@ -80,28 +103,17 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
         "optimizer.clip_grad_norm": args.clip_grad,
     }
     if args.eval_interval:
-        keys["evaluation.every_steps"] = min(args.eval_interval, args.train_iters)
+        keys["evaluation.every_steps"] = min(args.eval_interval, steps)
     return [part for key, value in keys.items() for part in (f"--{key}", str(value))]
 
 
-def check(args: Any, config: RunConfig) -> None:
-    """Refuse arguments and configuration that don't go together.
+def check_config(config: RunConfig) -> None:
+    """Refuse a configuration that needs the own training loop, before anything has started.
 
     Raises:
-        ConfigError: names the argument or the key, and the remedy.
+        ConfigError: names the key and the remedy.
     """
     a, s = config.algorithm, config.schedule
-    reason = "the plug-in's data come one micro-batch at a time from the generators"
-    for holds, problem in (
-        (args.dataloader_type == "external", f"--dataloader-type is {args.dataloader_type}"),
-        (bool(args.calculate_per_token_loss), "--calculate-per-token-loss is not set"),
-        (not args.fp16, "--fp16 is set"),
-        (args.train_iters is not None, "--train-iters is not set"),
-        (args.rampup_batch_size is None, "--rampup-batch-size is set"),
-        (args.perform_rl_step is not True, "--perform-rl-step is set"),
-    ):
-        if not holds:
-            raise ConfigError(f"{problem}: {reason}, with bf16 or fp32; leave that argument out")
     if a.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl_coefficient is {a.kl_coefficient}: the plug-in keeps no reference"
@@ -113,6 +125,15 @@ def check(args: Any, config: RunConfig) -> None:
             f" {s.updates_per_phase}: the plug-in keeps no earlier weights; use 'generator', or"
             " train with `megatron-rl train`"
         )
+
+
+def check(args: Any, config: RunConfig) -> None:
+    """Refuse arguments and configuration that don't go together.
+
+    Raises:
+        ConfigError: names the key, the argument and the remedy.
+    """
+    s = config.schedule
     if s.packing and args.transformer_impl == "local" and "packing" in s.model_fields_set:
         raise ConfigError(
             "schedule.packing is true with --transformer-impl local: Megatron's own attention takes"
