@@ -13,6 +13,7 @@ import typer
 from typer import Option
 
 from megatron_rl.commands.doctor import Result, node_checks, software_checks
+from megatron_rl.commands.doctor.script import report
 from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.weights.store import SHARED_MEMORY
@@ -32,12 +33,18 @@ def doctor(
     port: Annotated[list[int] | None, Option(help=PORT)] = None,
     quick: Annotated[bool, Option("--quick", help=QUICK)] = False,
     as_json: Annotated[bool, Option("--json", help="One JSON object instead of text.")] = False,
+    script: Annotated[Path | None, Option(help="A script to change for RL.", exists=True)] = None,
+    write: Annotated[Path | None, Option(help="File for the changed --script.")] = None,
 ) -> None:
     """Check versions, devices, upstream fixes, ports, memory and weights; print remedies.
 
     Exit status 0: a run can start here. 1: a line failed, and names its remedy. Any key of the
-    configuration can follow as a dotted option.
+    configuration can follow as a dotted option. `--script` checks a pretraining script instead.
     """
+    if script is not None and not as_json:
+        raise typer.Exit(0 if report(script, write) else 1)
+    if script is not None or write is not None:
+        raise typer.BadParameter("--write needs --script, which prints no --json")
     from rich.console import Console
 
     from megatron_rl.launch import generator_python
