@@ -64,7 +64,7 @@ class RequestRoutes:
         return encode(np.concatenate([routes_NLK, padding])[:tokens], self._architecture.experts)
 
 
-class _Recorder:
+class RouteRecorder:
     """The choices of the routers of one worker; `runner` has its model and KV cache."""
 
     def __init__(self, runner: Any) -> None:
@@ -113,6 +113,7 @@ class _Recorder:
             self._held[request] += cached + len(parts[-1])
 
     def take(self, request: str) -> bytes:
+        """Return int16 [N, L, K] of a finished request, and forget it."""
         self._held.pop(request, None)
         parts = self._by_request.pop(request, [])
         return torch.cat([self._by_slot[:0], *parts]).numpy().tobytes()
@@ -129,19 +130,3 @@ def _whole_group(config: Any) -> tuple[int, int]:
         "algorithm.routing_replay: no layer of this model attends to its whole past, so vLLM keeps"
         " no blocks that identify a cached prefix; set it to 'none'"
     )
-
-
-class CapturedRoutes:
-    """The part of a generator's worker extension that captures experts."""
-
-    model_runner: Any
-    _routes: _Recorder
-
-    def capture_routes(self) -> list[int]:
-        """Record from now on; return the layers with experts, from 0."""
-        self._routes = _Recorder(self.model_runner)
-        return self._routes.layers
-
-    def take_routes(self, request_ids: list[str]) -> list[bytes]:
-        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
-        return [self._routes.take(request) for request in request_ids]

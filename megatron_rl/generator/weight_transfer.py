@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer import base as transfer
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader import reload
 
-from megatron_rl.generator.expert_capture import CapturedRoutes
+from megatron_rl.generator.expert_capture import RouteRecorder
 from megatron_rl.messages import Manifest
 from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError
@@ -80,7 +80,9 @@ class StoredWeights(transfer.WeightTransferEngine):
                 f"version {manifest.version} is mapped, and version {update_info.version} is to be"
                 " loaded: `map_version` comes first"
             )
-        self._stores.load(manifest, folder, self.model.load_weights)
+        self.model.load_weights(self._stores.tensors(manifest, folder))
+        if torch.cuda.is_available():  # the memory may be written again once this returns
+            torch.cuda.current_stream().synchronize()
 
     def finish_weight_update(self) -> None:
         """Process the layers that wait for the last tensor (attention layers)."""
@@ -91,13 +93,24 @@ class StoredWeights(transfer.WeightTransferEngine):
         self._thread.shutdown()
 
 
-class WorkerExtension(CapturedRoutes):
+class WorkerExtension:
     """`worker_extension_cls` of a generator: calls in a worker beyond vLLM's own.
 
     Its methods have names that no method of vLLM's worker has.
     """
 
+    model_runner: Any
     weight_transfer_engine: StoredWeights
+    _routes: RouteRecorder
+
+    def capture_routes(self) -> list[int]:
+        """Record experts from now on; return the layers with experts, from 0."""
+        self._routes = RouteRecorder(self.model_runner)
+        return self._routes.layers
+
+    def take_routes(self, request_ids: list[str]) -> list[bytes]:
+        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
+        return [self._routes.take(request) for request in request_ids]
 
     def head_dtypes(self) -> list[str]:
         """Return the types of the logits that the model's heads compute, as torch names them."""

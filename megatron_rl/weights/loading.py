@@ -4,7 +4,7 @@ A generator's own process holds the locks and compares the checksums, while deco
 workers map the same files and copy what they keep.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +19,6 @@ from megatron_rl.weights.store import Store
 
 CHECKS = 4
 """Threads that compare checksums."""
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class NodeStores:
@@ -85,12 +84,6 @@ class NodeStores:
                 flat = as_tensor(store.bucket(slot, local))
                 named += views(manifest.buckets[number].tensors, flat)
         yield from sorted(named, key=lambda pair: pair[0])
-
-    def load(self, manifest: Manifest, folder: str, load_weights: LoadWeights) -> None:
-        """Load a checked version, and wait until the device has it."""
-        load_weights(self.tensors(manifest, folder))
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
 
 
 def _compare(store: Store, slot: int, numbers: list[int], manifest: Manifest) -> None:

@@ -41,15 +41,9 @@ def check_tensors(
             f" {doubled} doubled; the exporter must write the checkpoint's own names, each once"
         )
     for name, info in announced.items():
-        wanted = expected[name]
-        if tuple(info.shape) != tuple(wanted.shape):
+        if info != (wanted := expected[name]):
             raise WeightsError(
-                f"weights version {version}: {name} has shape {list(info.shape)}, the start"
-                f" checkpoint has {list(wanted.shape)}; trainer and engine have different models"
-            )
-        if info.dtype != wanted.dtype:
-            raise WeightsError(
-                f"weights version {version}: {name} is {info.dtype}, the engine holds"
-                f" {wanted.dtype}; give trainer and generators one configuration"
-                " (precision.params, weights.dtype, weights.quantization)"
+                f"weights version {version}: {name} is {info.dtype} {list(info.shape)}, the engine"
+                f" takes {wanted.dtype} {list(wanted.shape)}; give trainer and generators one model"
+                " and one configuration (precision.params, weights.dtype, weights.quantization)"
             )

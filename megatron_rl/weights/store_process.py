@@ -163,18 +163,14 @@ class StoreProcess:
 
 def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
     """Start the process of a store as a child; it ends with its parent."""
-    folder = Path(spec.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{spec.name}.json"
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(spec, parent=os.getpid())))
+    text = msgspec.json.encode(msgspec.structs.replace(spec, parent=os.getpid())).decode()
     # Ctrl-C and torchrun's signals, which reach process groups, do not end it.
-    command = [sys.executable, "-m", __spec__.name, str(path)]
-    return subprocess.Popen(command, process_group=0)
+    return subprocess.Popen([sys.executable, "-m", __spec__.name, text], process_group=0)
 
 
-def main(path: str) -> None:
-    """Run the store of a spec file."""
-    spec = msgspec.json.decode(Path(path).read_bytes(), type=StoreSpec)
+def main(text: str) -> None:
+    """Run the store of a spec (JSON)."""
+    spec = msgspec.json.decode(text, type=StoreSpec)
     hold(Path(spec.folder))
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

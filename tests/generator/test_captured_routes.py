@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("vllm")
 
 from megatron_rl.generator import expert_capture
-from megatron_rl.generator.expert_capture import CapturedRoutes, RequestRoutes
+from megatron_rl.generator.expert_capture import RequestRoutes
+from megatron_rl.generator.weight_transfer import WorkerExtension
 
 LAYERS, K, BLOCK = [1, 2], 2, 4
 
@@ -29,7 +30,7 @@ class Layer:
         self.layer_id, self.router = layer_id, Router()
 
 
-class Worker(CapturedRoutes):
+class Worker(WorkerExtension):
     """A worker whose scheduler is the test; experts of a token are `100 * layer + its number`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

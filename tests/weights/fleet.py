@@ -87,12 +87,10 @@ class Fleet:
             shutdown_seconds=self._config.timeouts.shutdown_seconds,
             serves_trainer=trainer,
         )
-        path = self.folder / f"{name}.json"
-        path.write_bytes(msgspec.json.encode(spec))
         module = ["megatron_rl.weights.store_process"]
         if bytes_per_second:
             module = ["tests.weights.limited_store", str(bytes_per_second)]
-        command = [*self.python, "-m", *module, str(path)]
+        command = [*self.python, "-m", *module, msgspec.json.encode(spec).decode()]
         self.processes[name] = subprocess.Popen(command, env=self._environment, cwd=ROOT)
 
     def start_all(self, rates: Mapping[str, float]) -> None:

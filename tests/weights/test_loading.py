@@ -40,7 +40,7 @@ def loaded(stores: NodeStores, manifest: Manifest, folder: str = "") -> dict[str
     """Return copies of the tensors of a checked version."""
     taken: dict[str, torch.Tensor] = {}
     with stores.checked(manifest, folder, SECONDS):
-        stores.load(manifest, folder, lambda w: taken.update((n, t.clone()) for n, t in w))
+        taken.update((n, t.clone()) for n, t in stores.tensors(manifest, folder))
     return taken
 
 
@@ -104,8 +104,7 @@ def test_a_version_stays_while_it_is_held_and_a_writer_is_waited_for(versions):
     with stores.checked(second, "", SECONDS):
         writer.start()
         assert not written.wait(0.1)
-        taken: dict[str, torch.Tensor] = {}
-        stores.load(second, "", lambda w: taken.update((n, t.clone()) for n, t in w))
+        taken = {n: t.clone() for n, t in stores.tensors(second, "")}
     writer.join(20)
     assert written.is_set()
     assert torch.equal(taken["layers.8.weight"], tensors(2)["layers.8.weight"])

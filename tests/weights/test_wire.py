@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -56,6 +57,10 @@ def test_names_and_values_are_the_checkpoints_and_experts_travel_one_by_one(dtyp
     expected = wire.expected(LLAMA4)
     infos = tuple(tensor_info(n, t) for n, t in stream.items())
     check_tensors(infos, expected, 1)
+    for change in ({"dtype": "float16"}, {"shape": (1, 2)}):
+        wrong = msgspec.structs.replace(infos[0], **change)
+        with pytest.raises(WeightsError, match=rf"{wrong.name} is .*, the engine takes"):
+            check_tensors((wrong, *infos[1:]), expected, 1)
     assert {i.dtype for i in expected.values()} == {str(dtype).removeprefix("torch.")}
 
 
