@@ -13,17 +13,6 @@ UNITS |= {f"train_{name}": f"training {unit}" for name, unit in UNITS.items()}
 UNITS["steps"] = "optimizer steps"
 
 
-def fit_run(evaluations: list[Row], fit_compute: str, picture: Path) -> dict[str, Any]:
-    """Return the `fit` entry of the summary and write the picture if the fit succeeds."""
-    from megatron_rl.scaling.plot import save_plot
-
-    entry, curve = fit_curve(evaluations, fit_compute)
-    if curve is not None:
-        save_plot(curve, picture)
-        entry["picture"] = picture.name
-    return entry
-
-
 def fit_parts(rows: list[Row], key: str, fit_compute: str, picture: Path) -> dict[str, Any]:
     """Return the `tasks` or `sets` entry (`key`) of the summary: {name: {pass_rate, fit}}.
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.files import replace_file
-from megatron_rl.metrics.curves import UNITS, ends, fit_parts, fit_run
+from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
 from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
 from megatron_rl.metrics.terminal import print_table
 
@@ -44,6 +44,12 @@ def write_report(
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
     longer = "multi_version_fraction_long"
+    fit, curve = fit_curve(evaluations, fit_compute)
+    if curve is not None:
+        from megatron_rl.scaling.plot import save_plot
+
+        save_plot(curve, output_dir / "fit.png")
+        fit["picture"] = "fit.png"
     summary = {
         "schema": SCHEMA,
         "metrics": str(metrics_path),
@@ -52,7 +58,7 @@ def write_report(
         "completions": _total(steps, "completions"),
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
         "pass_rate": ends(evaluations),
-        "fit": fit_run(evaluations, fit_compute, output_dir / "fit.png"),
+        "fit": fit,
         **{k: fit_parts(rows, k, fit_compute, output_dir / f"fit_{k}.png") for k in PARTS},
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
         longer: _mean(steps, longer, "completions_long"),
