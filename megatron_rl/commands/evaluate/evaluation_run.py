@@ -1,6 +1,7 @@
 """A run without training on evaluation sets: orchestrator and one generator as child processes.
 
-`python -m megatron_rl.commands.evaluate.evaluation_run CONFIG ENDPOINT MODEL` is the generator.
+`python -m megatron_rl.commands.evaluate.evaluation_run CONFIG ENDPOINT MODEL` is the generator;
+CONFIG is JSON.
 """
 
 import contextlib
@@ -21,14 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from tokenizers import Tokenizer
 
 from megatron_rl import launch
+from megatron_rl.commands.convert.resumable import Output
 from megatron_rl.commands.evaluate import results
-from megatron_rl.commands.evaluate.model_source import ModelSource, huggingface_directory
+from megatron_rl.commands.evaluate.model_source import ModelSource
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, load_prompts, read_format
 from megatron_rl.data.prompt_format import PromptFormat
 from megatron_rl.data.prompts import make_prompt
 from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError
+from megatron_rl.models.start_checkpoint import start_directory
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
 from megatron_rl.orchestrator.evaluation import EvaluatedSample
@@ -57,7 +60,12 @@ def evaluate(
     """
     config, n = source.config, sampling["samples"]
     with tempfile.TemporaryDirectory(prefix="megatron_rl_") as folder:
-        model = huggingface_directory(source, huggingface or Path(folder) / "model")
+        model = source.path
+        if source.is_megatron:
+            from megatron_rl.commands.convert.to_huggingface import convert
+
+            output = Output(huggingface or Path(folder) / "model", 10**9, quiet=True)
+            model = convert(source.path, output, start_directory(source.config))
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         form = read_format(model, config.generation.think_start)
         sets = load_sets(names, config, tokenizer, form, kind=kind, limit=limit)
@@ -146,8 +154,7 @@ def sample_and_verify(
         python = launch.generator_python(config) or sys.executable
         orchestrator = OrchestratorProcess(config, model, {}, None, only)
         stack.push(orchestrator.kill_on_error)
-        (folder / "config.json").write_text(config.model_dump_json())
-        arguments = [str(folder / "config.json"), orchestrator.endpoint, str(model)]
+        arguments = [config.model_dump_json(), orchestrator.endpoint, str(model)]
         generator = subprocess.Popen([python, "-m", MODULE, *arguments])
         stack.callback(generator.wait)
         stack.callback(generator.kill)
@@ -186,6 +193,5 @@ def _without_training(
 if __name__ == "__main__":
     from megatron_rl.generator.serve import run_generator
 
-    config_file, endpoint, model_dir = sys.argv[1:]
-    settings = RunConfig.model_validate_json(Path(config_file).read_text())
-    run_generator(settings, 0, 0, endpoint, model_dir)
+    text, endpoint, model_dir = sys.argv[1:]
+    run_generator(RunConfig.model_validate_json(text), 0, 0, endpoint, model_dir)

@@ -77,18 +77,3 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
     compute = {name: row[name] for row in last for name in COMPUTE if name in row}
     evaluation = evaluations[-1] if evaluations else None
     return ModelSource(path, is_megatron, settings, run, step, compute, evaluation)
-
-
-def huggingface_directory(source: ModelSource, target: Path) -> Path:
-    """Return the model's Hugging Face directory, converted to `target` if it is Megatron's.
-
-    Raises:
-        ConvertError: the checkpoint is incomplete, or of another model than the run's.
-    """
-    if not source.is_megatron:
-        return source.path
-    from megatron_rl.commands.convert.resumable import Output
-    from megatron_rl.commands.convert.to_huggingface import convert
-    from megatron_rl.models.start_checkpoint import start_directory
-
-    return convert(source.path, Output(target, 10**9, quiet=True), start_directory(source.config))
