@@ -29,7 +29,7 @@ LAYERS = {
     "metrics": "files config scaling",
     "weights": "config messages",
     "orchestrator": "files config messages compat algorithm data rewards metrics",
-    "generator": "config messages compat models weights",
+    "generator": "files config messages compat models weights",
     "trainer": "files config messages compat algorithm data kernels models weights",
     "launch": "config generator",
     "generator_rank": "config launch generator",

@@ -114,13 +114,19 @@ def _counts(verdicts: list[Verdict]) -> str:
 
 
 def _read(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Read the rows of a JSON Lines file, which must have these texts."""
+    """Read the rows of a JSON Lines file, which must have these texts or numbers."""
+    from megatron_rl.data.question import DataError
     from megatron_rl.data.tables import read_lines
 
     if not path.is_file():
         _fail(f"{path}: no such file")
-    rows = list(read_lines(path, str(path)))
+    try:
+        rows = list(read_lines(path, str(path)))
+    except DataError as e:
+        _fail(str(e))
     for row in rows:
+        given = {name: row.values[name] for name in required if name in row.values}
+        row.values.update({k: str(v) for k, v in given.items() if isinstance(v, int | float)})
         missing = [name for name in required if not isinstance(row.values.get(name), str)]
         if row.problem or missing:
             problem = row.problem or f"no text under {', '.join(missing)}"

@@ -1,26 +1,39 @@
 """Detection of questions that share text: n-grams of words.
 
-Words are runs of letters and digits in lower case, so LaTeX's signs, spaces and case do not matter.
-Two questions overlap when at least a given share of the distinct n-grams of either one is in the
-other: then one is the other with words before or after it. Questions too short for an n-gram
-overlap when their words are the same.
+Words are runs of letters and numbers in lower case, each with the signs before it (`x+1` is `x` and
+`+1`), so spaces, punctuation and LaTeX's delimiters do not matter. Scripts without spaces between
+words (Chinese, Japanese, Thai ...) have a word for each character. Two questions overlap when at
+least a given share of the distinct n-grams of either one is in the other: then one is the other
+with words before or after it. Questions too short for an n-gram overlap when their words are the
+same.
 """
 
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from megatron_rl.data.published import load_benchmark
 
-_WORD = re.compile(r"[^\W_]+")
+_CHARACTERS = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+)
+_SIGN = r"[^\w\s$\\.,;:?\"`&~#、。]"
+_NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+_LETTERS = rf"[{_CHARACTERS}]|[^\W\d_{_CHARACTERS}]+"
+_WORD = re.compile(rf"(?:{_SIGN}\s*)*(?:{_NUMBER}|{_LETTERS})|{_SIGN}")
+_DECORATION = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,;: ]|\{\s*(\w+)\s*\}")
+_SPELLINGS = str.maketrans({"−": "-", "’": "'", "²": "^2", "³": "^3"})
 
 
 def words(text: str) -> tuple[str, ...]:
     r"""Return the words of a text.
 
-    Example: `Let $x^2 = 4$. Find \textbf{x}.` gives let, x, 2, 4, find, textbf, x.
+    Example: `Let $x^2 = 4$. Find \textbf{x}.` gives let, x, ^2, =4, find, textbf, x.
     """
-    return tuple(_WORD.findall(text.casefold()))
+    text = unicodedata.normalize("NFKC", text.translate(_SPELLINGS)).casefold()
+    parts = _WORD.findall(_DECORATION.sub(r" \1 ", text))
+    return tuple("".join(part.split()) for part in parts)
 
 
 class Overlap:

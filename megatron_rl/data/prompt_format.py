@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from megatron_rl.data.question import DataError
 
 Turn = dict[str, Any]
@@ -75,8 +77,19 @@ def read_format(directory: Path, think_start: str) -> PromptFormat:
     settings = json.loads(path.read_text()) if path.exists() else {}
     templates = (directory / "chat_template.jinja", directory / "chat_template.json")
     has_chat = bool(settings.get("chat_template")) or any(t.exists() for t in templates)
-    bos, eos = (_token(settings.get(name)) for name in ("bos_token", "eos_token"))
-    return PromptFormat(bos, eos, think_start, _chat(directory) if has_chat else None)
+    chat = _chat(directory) if has_chat else None
+    bos = "" if has_chat else _opening(directory, settings)
+    return PromptFormat(bos, _token(settings.get("eos_token")), think_start, chat)
+
+
+def _opening(directory: Path, settings: dict[str, Any]) -> str:
+    """Return the token that the tokenizer itself puts before a text, or nothing."""
+    if (adds := settings.get("add_bos_token")) is not None:
+        return _token(settings.get("bos_token")) if adds else ""
+    if not (path := directory / "tokenizer.json").exists():
+        return ""
+    text = Tokenizer.from_file(str(path)).encode("0")
+    return text.tokens[0] if text.special_tokens_mask[0] else ""
 
 
 def _token(value: Any) -> str:
@@ -93,7 +106,7 @@ def _chat(directory: Path) -> Callable[[list[Turn]], str]:
 
 def save_tiny_tokenizer(directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of the tiny models into a directory."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(TOKENS)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")

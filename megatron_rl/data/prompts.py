@@ -113,6 +113,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
     for part, key, name, questions, drops in lists:
         others = sum(len(p) for k, p in prompts.items() if k not in (part, "train"))
         into, first_id = prompts.setdefault(part, []), others if part != "train" else 0
+        dropped = 0
         for q in questions:
             prompt = make_prompt(q, first_id + len(into), name, tokenizer, form)
             if unknown_id is not None and unknown_id in prompt.token_ids:
@@ -128,6 +129,14 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
                     f"generation.max_prompt_tokens is {limit}: question {q.id} of {key} has"
                     f" {size} tokens; raise it{remedy}"
                 )
+            else:
+                dropped += 1
+        if dropped:
+            reason = f"longer than generation.max_prompt_tokens = {limit}"
+            print(
+                f"{key}: {dropped} of {len(questions)} {part} prompts dropped, {reason}",
+                file=sys.stderr,
+            )
     step, total = config.schedule.prompts_per_step, len(prompts["train"])
     if total < step:
         problem = f"the tasks have {total} training prompts"

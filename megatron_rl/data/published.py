@@ -1,5 +1,6 @@
 """Published data sets by name: their source on the hub and the names of their fields."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from datetime import date
@@ -64,7 +65,7 @@ def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> li
         remedy = f"use one of {', '.join(BENCHMARKS)}, a file, or owner/name"
         raise DataError(f"evaluation set {entry!r} is unknown: {remedy}")
     return read_questions(
-        Source(local or benchmark.source, split=benchmark.split),
+        Source(os.path.expanduser(local) or benchmark.source, split=benchmark.split),
         kind=benchmark.kind,
         fields=benchmark.fields,
         template="{prompt}" if plain else None,

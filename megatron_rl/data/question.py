@@ -1,6 +1,7 @@
 """A question with its right answer, before it becomes a tokenized prompt."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,14 @@ INSTRUCTIONS = {
     "code": "Answer with one complete Python program in a ```python block.",
 }
 """The answer-format instruction of each verifier that needs one."""
+
+_ASKS_FOR_BOX = re.compile(
+    r"(?:answer|result|solution|output|put|enclose|wrap|答|结果)[^.\n]{0,80}?"
+    r"(?:\\f?box|\bboxed\b|\b(?:in|within|inside) (?:a|the) box\b)"
+    r"|\\f?box(?:ed)?\b[^.\n]{0,40}(?:answer|result|solution)"
+    r"|\bbox (?:your|the) (?:final )?(?:answer|result|solution)",
+    re.IGNORECASE,
+)
 
 
 class DataError(ValueError):
@@ -38,12 +47,13 @@ class Question:
 def apply_template(question: Question, template: str | None) -> Question:
     """Format the question with `template`; None appends the verifier's answer-format instruction.
 
-    A prompt that already ends with the instruction is left as it is.
+    A prompt that already asks for it, for a box in any words, is left as it is.
     """
     if template is not None:
         return replace(question, prompt=template.replace("{prompt}", question.prompt))
     instruction = INSTRUCTIONS.get(question.kind, "")
-    if question.prompt.rstrip().endswith(instruction):
+    asks = question.kind == "math" and _ASKS_FOR_BOX.search(question.prompt)
+    if asks or question.prompt.rstrip().endswith(instruction):
         return question
     return replace(question, prompt=f"{question.prompt}\n{instruction}")
 

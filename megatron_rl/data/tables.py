@@ -1,28 +1,36 @@
 """Rows of tables, and the questions or conversations in them.
 
-JSON Lines and CSV are streamed line by line with the standard library; CSV values stay text, so an
-answer `007` is not read as a number. Everything else (JSON, Parquet, Arrow, folders of
-`save_to_disk`, data sets on the hub) is read by the `datasets` library (extra `data`).
+JSON Lines, JSON and CSV are read with the standard library, the first and the last line by line;
+CSV values stay text, so an answer `007` is not read as a number. Everything else (Parquet, Arrow,
+folders of `save_to_disk`, data sets on the hub) is read by the `datasets` library (extra `data`).
 """
 
 import csv
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.golds import gold_text, unreadable
 from megatron_rl.data.prompt_format import Turn
 from megatron_rl.data.question import DataError, Question, apply_template
+from megatron_rl.rewards.task_verifiers import KINDS
 
-LOADERS = {".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+LOADERS = {".parquet": "parquet", ".arrow": "arrow"}
 """File types of the `datasets` library."""
-SUFFIXES = (".jsonl", ".csv", *LOADERS)
+SUFFIXES = (".jsonl", ".csv", ".json", *LOADERS)
 
+_SURROGATE = re.compile(r"\\u[dD]")
+_JSON_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
 USUAL_NAMES = {
     "prompt": ("prompt", "problem", "question", "question_content", "instruction", "input"),
-    "gold": ("answer", "gold", "solution", "final_answer", "expected_answer", "tests", "label"),
+    "gold": (
+        *("answer", "gold", "final_answer", "expected_answer", "ground_truth"),
+        *("reward_model.ground_truth", "tests", "label", "solution", "output"),
+    ),
     "difficulty": ("difficulty", "level"),
     "id": ("id", "unique_id", "question_id", "problem_id"),
     "starter": ("starter_code",),
@@ -32,7 +40,10 @@ USUAL_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Field names of a table; if empty, the names in `USUAL_NAMES` are tried."""
+    """Field names of a table; if empty, the names in `USUAL_NAMES` are tried.
+
+    A dotted name leads into mappings and lists: `reward_model.ground_truth`, `prompt.1.content`.
+    """
 
     prompt: str = ""
     gold: str = ""
@@ -80,15 +91,15 @@ def read_rows(source: Source) -> Iterator[TableRow]:
 
     Raises `DataError`, with the remedy: nothing to read, an unreadable file, a missing library.
     """
-    text, path = str(source.path), Path(source.path)
+    text, path = str(source.path), Path(source.path).expanduser()
     saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    looks_local = text.startswith((".", "/")) or (text.endswith(SUFFIXES) and "://" not in text)
+    is_file_name = text.endswith(SUFFIXES) and "://" not in text
     if path.is_file():
         yield from _read_file(path, path.name)
     elif path.is_dir() and not saved:
         for file in _files(source):
             yield from _read_file(file, str(file.relative_to(path)))
-    elif looks_local and not saved:
+    elif (is_file_name or text.startswith((".", "/", "~"))) and not saved:
         raise DataError(f"{text}: no such file or folder")
     else:
         yield from _read_with_datasets(source, source.subset or path.name)
@@ -111,7 +122,8 @@ def read_questions(
         template: text with `{prompt}` in it; None appends the verifier's answer-format instruction.
         dates: keep the rows whose `contest_date` is in this range, both ends included.
 
-    Raises `DataError`, with the location: unreadable source, broken row, repeated id, no rows.
+    Raises `DataError`, with the location: unreadable source, broken row, repeated id, no rows, an
+        answer that the verifier cannot read.
     """
     if template is not None and "{prompt}" not in template:
         raise DataError(f"template {template!r}: it must contain {{prompt}}")
@@ -123,6 +135,9 @@ def read_questions(
             if dates is not None and not dates[0] <= _contest_date(row) <= dates[1]:
                 continue
             question = make_question(row, str(index), kind, fields or Fields())
+            if problem := unreadable(question):
+                remedy = "`megatron-rl data prepare` drops and counts such rows"
+                raise DataError(f"the verifier cannot read it: {problem}; {remedy}")
         except DataError as e:
             raise DataError(f"{location}: {e}") from None
         if question.id in questions:
@@ -142,22 +157,26 @@ def make_question(row: TableRow, default_id: str, kind: str, fields: Fields) -> 
     if row.problem:
         raise DataError(row.problem)
     values = row.values
-    prompt = _prompt_text(_require(values, fields, "prompt"))
+    prompt = _prompt_text(_prompt(values, fields))
     if code := str(_get(values, fields, "starter") or "").rstrip():
         prompt += f"\n\nThe program must complete this code:\n```python\n{code}\n```\n"
-    kind = str(values.get("kind", kind))
+    kind = str(values["kind"] if _present(values.get("kind")) else kind)
+    if kind not in KINDS and ":" not in kind:
+        names = ", ".join(KINDS)
+        raise DataError(f"kind is {kind!r}: one of {names}, or `package.module:function`")
     # A reward function of the user may work without a right answer.
     optional = not fields.gold and (kind == "custom" or ":" in kind)
     gold = _get(values, fields, "gold", "") if optional else _require(values, fields, "gold")
-    meta = values.get("meta") or {}
+    meta = values["meta"] if _present(values.get("meta")) else {}
     if not isinstance(meta, dict):
         raise DataError(f"meta is a {type(meta).__name__}, expected an object")
+    own = {name: _lookup(values, name) for name in fields.meta}
     return Question(
         id=str(_get(values, fields, "id", default_id)),
         kind=kind,
         prompt=prompt,
-        gold=gold if isinstance(gold, str) else json.dumps(gold),
-        meta={**meta, **{name: values[name] for name in fields.meta if name in values}},
+        gold=gold_text(gold, kind),
+        meta={**meta, **{name: value for name, value in own.items() if value is not None}},
         difficulty=str(_get(values, fields, "difficulty") or ""),
     )
 
@@ -174,7 +193,7 @@ def make_conversation(row: TableRow, fields: Fields) -> tuple[list[Turn], str]:
         raise DataError(row.problem)
     turns = row.values.get("messages")
     if turns is None or fields.prompt or fields.response:
-        prompt, response = (_require(row.values, fields, part) for part in ("prompt", "response"))
+        prompt, response = _prompt(row.values, fields), _require(row.values, fields, "response")
         turns = [*_turns(prompt, "user"), *_turns(response, "assistant")]
     if not isinstance(turns, list):
         raise DataError(f"messages are a {type(turns).__name__}, expected a list of turns")
@@ -202,16 +221,26 @@ def _contest_date(row: TableRow) -> date:
         raise DataError(f"contest_date is {value!r}: a range of dates needs YYYY-MM-DD") from None
 
 
+def _prompt(values: dict[str, Any], fields: Fields) -> Any:
+    """Return the text or the turns of a prompt; an instruction has its input after it (Alpaca)."""
+    prompt, more = _require(values, fields, "prompt"), values.get("input")
+    if prompt is values.get("instruction") and not fields.prompt and _present(more):
+        return f"{prompt}\n\n{more}"
+    if isinstance(prompt, str) and _JSON_TURNS.match(prompt):
+        raise DataError(f"the prompt is a text of turns, expected turns: {prompt[:80]}")
+    return prompt
+
+
 def _turns(value: Any, role: str) -> list[Turn]:
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _prompt_text(prompt: Any) -> str:
-    if isinstance(prompt, list):
-        turns = [t for t in prompt if isinstance(t, dict) and t.get("role") == "user"]
-        prompt = turns[0].get("content") if len(turns) == 1 else None
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], dict):
+        prompt = prompt[0].get("content") if prompt[0].get("role") == "user" else None
     if not isinstance(prompt, str):
-        raise DataError("the prompt is neither a text nor one user's turn")
+        remedy = "of several turns, name a text as the field of the prompt: prompt.1.content"
+        raise DataError(f"the prompt is neither a text nor one user's turn; {remedy}")
     return prompt
 
 
@@ -220,13 +249,33 @@ def _names(fields: Fields, role: str) -> tuple[str, ...]:
     return (name,) if name else USUAL_NAMES[role]
 
 
+def _lookup(values: Any, name: str) -> Any:
+    """Return the value of a name, which may be dotted, or None."""
+    if name in values:
+        return values[name]
+    for part in name.split("."):
+        try:
+            values = values[int(part) if isinstance(values, list) else part]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return values
+
+
+def _present(value: Any) -> bool:
+    """Return False for a missing value: none, blank, or the NaN of a table's export."""
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "nan")
+    return value is not None and value == value
+
+
 def _get(values: dict[str, Any], fields: Fields, role: str, default: Any = None) -> Any:
-    return next((values[n] for n in _names(fields, role) if values.get(n) is not None), default)
+    each = (_lookup(values, name) for name in _names(fields, role))
+    return next(filter(_present, each), default)
 
 
 def _require(values: dict[str, Any], fields: Fields, role: str) -> Any:
     value = _get(values, fields, role)
-    if value is None or value == "":
+    if value is None:
         names, label = ", ".join(_names(fields, role)), "answer" if role == "gold" else role
         raise DataError(f"no {label} ({names}); it has {', '.join(sorted(values))}")
     return value
@@ -247,34 +296,53 @@ def _files(source: Source) -> list[Path]:
 
 
 def _read_file(path: Path, name: str) -> Iterator[TableRow]:
-    if path.suffix == ".jsonl":
-        yield from read_lines(path, name)
-    elif path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            for values in reader:
-                problem = "more values than columns" if None in values else ""
-                yield TableRow(name, reader.line_num, values, problem)
-    elif path.suffix in LOADERS:
-        yield from _read_with_datasets(Source(path), name)
-    else:
+    if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: unknown file type, use one of {', '.join(SUFFIXES)}")
+    in_datasets = path.suffix in LOADERS
+    return _read_with_datasets(Source(path), name) if in_datasets else read_lines(path, name)
 
 
 def read_lines(path: Path, name: str) -> Iterator[TableRow]:
-    """Yield the rows of a JSON Lines file, blank lines left out; `name` is their `file`."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            values, problem = {}, ""
-            try:
-                values = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError) as e:
-                problem = f"not JSON: {e}"
-            if not isinstance(values, dict):
-                values, problem = {}, f"expected an object, found {type(values).__name__}"
-            yield TableRow(name, number, values, problem)
+    """Yield the rows of a CSV file, of an array in a .json, or else of JSON Lines.
+
+    `name` is their `file`, and blank lines are left out. Raises `DataError`, with the remedy, for
+    another encoding than UTF-8.
+    """
+    is_csv = path.suffix == ".csv"
+    try:  # of the line ends csv reads its own, and U+2028 is none
+        with path.open(encoding="utf-8-sig", newline="" if is_csv else "\n") as file:
+            if is_csv:
+                reader = csv.DictReader(file)
+                for values in reader:
+                    problem = "more values than columns" if None in values else ""
+                    yield TableRow(name, reader.line_num, values, problem)
+            lines: Iterable[str] = file
+            if path.suffix == ".json":
+                is_array = (text := file.read()).lstrip().startswith("[")
+                lines = map(json.dumps, json.loads(text)) if is_array else text.split("\n")
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield TableRow(name, number, *_parse(line))
+    except UnicodeDecodeError as e:
+        encoding = "UTF-16" if e.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+        remedy = f"convert it, for example with `iconv -f {encoding} -t UTF-8`"
+        raise DataError(f"{path}: not UTF-8 ({e.reason}); {remedy}") from None
+    except (csv.Error, ValueError, RecursionError) as e:
+        raise DataError(f"{path}: {e}; write it as JSON Lines") from None
+
+
+def _parse(line: str) -> tuple[dict[str, Any], str]:
+    """Return the object on a line, and its problem; NaN and infinities are missing values."""
+    try:
+        values = json.loads(line, parse_constant=lambda _: None)
+        if _SURROGATE.search(line):
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return {}, "a text has half of a surrogate pair"
+    except (ValueError, RecursionError) as e:
+        return {}, f"not JSON: {e}"
+    is_object = isinstance(values, dict)
+    return (values, "") if is_object else ({}, f"expected an object, found {type(values).__name__}")
 
 
 def _read_with_datasets(source: Source, name: str) -> Iterator[TableRow]:

@@ -11,6 +11,8 @@ from megatron_rl.data.published import BENCHMARKS, load_benchmark
 from megatron_rl.data.question import DataError, Question, fingerprint
 from megatron_rl.data.tables import Fields, Source, read_questions
 
+TESTS = '[{"input": "4", "output": "8"}]'
+
 
 def write(path: Path, *rows: object) -> Path:
     path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
@@ -32,7 +34,7 @@ def test_named_fields_come_first_and_meta_fields_are_kept(tmp_path: Path) -> Non
     row = {"prompt": "no", "text": "yes", "answer": "no", "right": [1], "extra": 7, "n": "x"}
     fields = Fields(prompt="text", gold="right", id="n", meta=("extra", "absent"))
     (question,) = read_questions(Source(write(tmp_path / "q.jsonl", row)), fields=fields)
-    assert question == Question("x", "math", "yes", "[1]", {"extra": 7}, "")
+    assert question == Question("x", "math", "yes", "1", {"extra": 7}, "")
 
 
 def test_a_template_with_other_braces_is_no_trap(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_a_range_of_dates_keeps_the_problems_of_its_contests(tmp_path: Path) -> 
     days = ("2024-12-31T23:00:00", "2025-01-01T00:00:00", "2025-06-30", "2025-07-01")
     rows = [
         {"question_content": f"Problem {i}.", "question_id": f"q{i}", "contest_date": day,
-         "private_test_cases": "[]", "metadata": "{}"}
+         "private_test_cases": TESTS, "metadata": "{}"}
         for i, day in enumerate(days)
     ]  # fmt: skip
     lcb = f"livecodebench={write(tmp_path / 'lcb.jsonl', *rows)}"
@@ -158,7 +160,7 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
         tmp_path / "lcb.jsonl",
         {
             "question_content": "Count the even ones.",
-            "private_test_cases": "[]",
+            "private_test_cases": TESTS,
             "starter_code": "class Solution:\n    def count(self, nums):\n        ",
             "question_id": "1",
             "difficulty": "easy",
@@ -166,7 +168,7 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
         },
         {
             "question_content": "Read a number.",
-            "private_test_cases": "[]",
+            "private_test_cases": TESTS,
             "starter_code": "",
             "question_id": "2",
             "difficulty": "easy",
@@ -182,16 +184,24 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
 
 
 def test_a_prompt_may_be_one_users_turn_and_no_other_structure(tmp_path: Path) -> None:
-    turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    (question,) = read_questions(
-        Source(write(tmp_path / "a.jsonl", {"prompt": turn, "answer": "2"}))
-    )
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}
+    prefill, parts = {"role": "assistant", "content": "It is"}, [{"type": "text", "text": "1+1?"}]
+    row = {"prompt": [user], "answer": "2"}
+    (question,) = read_questions(Source(write(tmp_path / "a.jsonl", row)))
     assert question.prompt == "1+1?"
-    path = write(tmp_path / "b.jsonl", {"prompt": {"text": "1+1?"}, "answer": "2"})
-    with pytest.raises(
-        DataError, match=r"b\.jsonl:1: the prompt is neither a text nor one user's turn"
-    ):
-        read_questions(Source(path))
+    for prompt in ([system, user], [user, prefill], [user, prefill, user], [prefill], [],
+                   [{**user, "content": parts}], {"text": "1+1?"}, 7):  # fmt: skip
+        path = write(tmp_path / "b.jsonl", {"prompt": prompt, "answer": "2"})
+        with pytest.raises(DataError, match=r"b\.jsonl:1: the prompt is neither a text nor one us"):
+            read_questions(Source(path))
+    # A field may lead to one of the turns.
+    path = write(tmp_path / "b.jsonl", {"prompt": [system, user], "answer": "2"})
+    (question,) = read_questions(Source(path), fields=Fields(prompt="prompt.1.content"))
+    assert question.prompt == "1+1?"
+    for text in (json.dumps([user]), str([user]), '[{"content": "1+1?", "role": "user"}]'):
+        path = write(tmp_path / "c.jsonl", {"prompt": text, "answer": "2"})
+        with pytest.raises(DataError, match=r"c\.jsonl:1: the prompt is a text of turns"):
+            read_questions(Source(path))
 
 
 def test_an_evaluation_set_can_be_read_without_the_answer_format(tmp_path: Path) -> None:
@@ -207,7 +217,7 @@ def test_an_evaluation_set_can_be_read_without_the_answer_format(tmp_path: Path)
 def test_a_prompt_ends_with_the_answer_format_of_its_verifier(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1?", "answer": "2"},
-        {"prompt": "Print 2.", "answer": "[]", "kind": "code"},
+        {"prompt": "Print 2.", "answer": TESTS, "kind": "code"},
         {"prompt": "A poem.", "answer": "", "kind": "my.rewards:score"},
     ]
     path = write(tmp_path / "mixed.jsonl", *rows)

@@ -58,12 +58,38 @@ def test_wrong_use_is_status_2_with_the_remedy(arguments: list[str], message: st
     assert message in result.stderr
 
 
+def test_marks_numbers_and_line_separators_of_a_file_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"gold": 5, "answer": "5"},
+        {"gold": "a\u2028b", "answer": "c"},
+        {"gold": ".5", "answer": 0.5},
+    ]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    file = tmp_path / "cases.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    result = runner.invoke(app, ["verify", "--file", str(file), "--json"])
+    verdicts = [json.loads(line)["verdict"] for line in result.stdout.splitlines()]
+    assert verdicts == ["correct", "wrong", "correct"], result.output
+    completions = [
+        {"gold": row["gold"], "completion": f"</think>\\boxed{{{row['gold']}}}\u2028"}
+        for row in rows
+    ]
+    file.write_bytes(
+        b"\xef\xbb\xbf" + "\n".join(json.dumps(c, ensure_ascii=False) for c in completions).encode()
+    )
+    result = runner.invoke(app, ["rewards", "try", str(file), "--json"])
+    assert [json.loads(line)["verdict"] for line in result.stdout.splitlines()] == ["correct"] * 3
+    file.write_bytes(text.encode("utf-16"))
+    result = runner.invoke(app, ["verify", "--file", str(file)])
+    assert result.exit_code == 2 and "iconv -f UTF-16" in result.stderr
+
+
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"gold": "1", "answer": "1"}\n{"gold": 1}\n')
     result = runner.invoke(app, ["verify", "--file", str(file)])
     assert result.exit_code == 2
-    assert f"{file}:2: no text under gold, answer" in result.stderr
+    assert f"{file}:2: no text under answer" in result.stderr
 
 
 def test_try_runs_a_custom_reward_on_samples(tmp_path: Path) -> None:

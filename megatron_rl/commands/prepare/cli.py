@@ -21,7 +21,6 @@ AGAINST = (
 )
 OVERLAP = "Share of common n-grams from which two questions overlap."
 TOKENIZER = "Folder with a tokenizer.json, for --max-tokens."
-UNREADABLE = "Keep answers that cannot be verified."
 
 
 @app.command()
@@ -43,7 +42,6 @@ def prepare(
     tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt [tokens].")] = 2048,
     max_answer_kib: Annotated[int, typer.Option(min=1, help="Longest answer or tests.")] = 4096,
-    keep_unreadable: Annotated[bool, typer.Option("--keep-unreadable", help=UNREADABLE)] = False,
     seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
 ) -> None:
     """Make a prompt set: checked, without duplicates, decontaminated, with a held-out split.
@@ -72,7 +70,6 @@ def prepare(
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         max_answer_kib=max_answer_kib,
-        keep_unreadable=keep_unreadable,
         seed=seed,
     )
     try:

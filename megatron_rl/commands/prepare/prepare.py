@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.convert.resumable import file_sum
+from megatron_rl.data.golds import unreadable
 from megatron_rl.data.overlap import Overlap, words
+from megatron_rl.data.prompt_format import read_format
 from megatron_rl.data.question import DataError, Question, apply_template
 from megatron_rl.data.tables import Fields, Source, make_question, read_rows
+from megatron_rl.rewards.math import verify
 
 FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
 REASONS = {
-    "broken": "the row is not a JSON object, or lacks question or answer",
+    "broken": "the row is not a JSON object, lacks question or answer, or has another verifier",
     "unreadable": "the verifier cannot read the answer, or the tests",
     "large": "the answer, or the tests, exceed the limit",
     "long": "the prompt has more tokens than the limit",
@@ -64,7 +67,6 @@ class PrepareSettings:
     """Folder with a tokenizer.json, or the file."""
     max_tokens: int = 2048
     max_answer_kib: int = 4096
-    keep_unreadable: bool = False
     seed: int = 0
 
 
@@ -77,7 +79,8 @@ class _Entry:
     id: str = ""
     text: str = ""  # the question
     key: str = ""  # digest of the question's words: equal for duplicates
-    gold: str = ""  # digest of the answer
+    kind: str = ""  # the verifier
+    gold: str = ""  # the answer; empty for programs, whose copies may have different tests
     reason: str = ""
     detail: str = ""
 
@@ -132,9 +135,7 @@ def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) ->
                     q = replace(question, id=f"{prefix}/{question.id}", meta=meta)
                     entry.id, entry.text = q.id, q.prompt
                     entry.key = _digest(" ".join(words(q.prompt)) or q.prompt.strip())
-                    # Copies of a programming problem may have different tests.
-                    gold = "" if q.kind == "code" else "".join(q.gold.split()).strip("$.")
-                    entry.gold = _digest(gold)
+                    entry.kind, entry.gold = q.kind, "" if q.kind == "code" else q.gold.strip()
                     entry.drop(*check(q))
                     if not entry.reason:
                         file.write(_prompt_row(q, settings.template))
@@ -190,15 +191,20 @@ def _drop_repeated(entries: list[_Entry]) -> None:
             copies[entry.key].append(entry)
     first_by_id: dict[str, _Entry] = {}
     for first, *others in copies.values():
-        answers = len({entry.gold for entry in (first, *others)})
         for entry in others:
             entry.drop("duplicate", first.id)
-        if answers > 1:
+        if other := next((e.gold for e in others if not _same_answer(first, e)), ""):
             for entry in (first, *others):
-                entry.drop("conflict", f"{answers} different answers")
+                entry.drop("conflict", f"{first.gold[:80]} and {other[:80]}")
         elif first_by_id.setdefault(first.id, first) is not first:
             problem = f"id {first.id!r} belongs to another question too"
             raise DataError(f"{first.file}:{first.line}: {problem}")
+
+
+def _same_answer(a: _Entry, b: _Entry) -> bool:
+    if a.gold == b.gold or a.kind != "math" or b.kind != "math":
+        return a.gold == b.gold
+    return verify(a.gold, b.gold).passed or verify(b.gold, a.gold).passed
 
 
 def _drop_overlapping(entries: list[_Entry], index: Overlap, reason: str) -> None:
@@ -261,36 +267,19 @@ def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, st
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.is_file():
             raise DataError(f"--tokenizer: no {path}; give a folder with a tokenizer.json")
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer, form = Tokenizer.from_file(str(path)), read_format(path.parent, "<think>")
 
     def check(question: Question) -> tuple[str, str]:
         kib = len(question.gold.encode()) / 1024
         if kib > settings.max_answer_kib:
             return "large", f"{kib:.0f} KiB"
-        if not settings.keep_unreadable and (problem := _unreadable(question)):
+        if problem := unreadable(question):
             return "unreadable", problem
         if tokenizer is not None:
-            text = apply_template(question, settings.template).prompt
+            text = form(apply_template(question, settings.template).prompt)
             tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
             if tokens > settings.max_tokens:
                 return "long", f"{tokens} tokens"
         return "", ""
 
     return check
-
-
-def _unreadable(question: Question) -> str:
-    """Return the reason why the verifier can never accept an answer; empty if it can."""
-    if question.kind == "code":
-        from megatron_rl.rewards.code.cases import BadTests, read_cases
-        from megatron_rl.rewards.code.code_verdict import function_name
-
-        try:
-            read_cases(question.gold, function_name(question.meta))
-        except BadTests as e:
-            return str(e)[:200]
-    if question.kind == "math":
-        from megatron_rl.rewards.math.verdict import is_readable
-
-        return "" if is_readable(question.gold) else f"answer {question.gold[:80]!r}"
-    return ""
