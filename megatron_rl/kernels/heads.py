@@ -61,8 +61,10 @@ class HeadProducts:
 def _cpu_bf16(kind: str) -> HeadProducts:
     """Return the GEMMs of `csrc/gemm_bf16.cpp`; `kind` is not the `generic` one."""
     number = CPU_KERNELS.index(kind)
-    a, b, c = (partial(getattr(torch.ops.megatron_rl, name), kind=number) for name in GEMMS)
-    return HeadProducts(f"bf16 x bf16 -> fp32 on CPU ({kind})", a, b, c)
+    ops = (getattr(torch.ops.megatron_rl, name) for name in GEMMS)
+    logits, hidden_grad, weight_grad = (partial(op, kind=number) for op in ops)
+    name = f"bf16 x bf16 -> fp32 on CPU ({kind})"
+    return HeadProducts(name, logits, hidden_grad, weight_grad)
 
 
 def _upcast(tf32: bool) -> HeadProducts:

@@ -163,13 +163,6 @@ class _Chunks:
         merged_4C: Tensor = ops.merge_rows(gathered.view(-1, *stats_4C.shape), self.scale)
         return merged_4C
 
-    def to_gradients(
-        self, chunk: slice, logits_CV: Tensor, top_C: Tensor, mass_C: Tensor, c_C: Tensor
-    ) -> None:
-        """Replace logits by c scale (onehot - p), as fp32 or bf16."""
-        columns = (x_C.contiguous() for x_C in (top_C, mass_C, c_C))
-        torch.ops.megatron_rl.row_grads_(logits_CV, *self.shard(chunk), *columns, self.bf16)
-
 
 class _Gradients:
     """The sums of both gradients over chunks; a gradient that is not requested is None."""
@@ -258,6 +251,7 @@ def one_pass(
         elif loss is not None:
             rows_5T[4, chunk], rows_5T[3, chunk] = loss(logprobs_C, chunk)
         if any(grads):
-            chunks.to_gradients(chunk, logits_CV, top_C, mass_C, rows_5T[3, chunk] * loss_scale)
+            columns = (x.contiguous() for x in (top_C, mass_C, rows_5T[3, chunk] * loss_scale))
+            ops.row_grads_(logits_CV, *chunks.shard(chunk), *columns, chunks.bf16)
             sums.add(chunk, grads_CV)
     return rows_5T, *sums.finish()

@@ -81,12 +81,12 @@ def _linear_cispo(
     max_ratio: float,
     hidden_grad: bool,
     weight_grad: bool,
-    temperature: float,
-    vocabulary: int | None,
-    group: str,
-    precision: str,
-    logit_grads: str,
-    chunk_bytes: int | None,
+    temperature: float = 1.0,
+    vocabulary: int | None = None,
+    group: str = "",
+    precision: str = "fp32",
+    logit_grads: str = "auto",
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return loss, rows [5, T], hidden and fp32 weight gradient; empty if not requested."""
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -156,18 +156,11 @@ def linear_cispo(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss with gradient, rows [5, T] without) through the operator."""
     on, group = torch.is_grad_enabled(), settings.get("group")
+    name = group.group_name if group is not None and group.size() > 1 else ""
     total, rows_5T, _, _ = _linear_cispo(
-        hidden_TH,
-        weight_VH,
-        targets_T,
-        *loss.of(slice(None)),
-        on and hidden_TH.requires_grad,
-        on and weight_VH.requires_grad,
-        settings.get("temperature", 1.0),
-        settings.get("vocabulary"),
-        group.group_name if group is not None and group.size() > 1 else "",
-        settings.get("precision", "fp32"),
-        settings.get("logit_grads", "auto"),
-        settings.get("chunk_bytes"),
+        *(hidden_TH, weight_VH, targets_T, *loss.of(slice(None))),
+        hidden_grad=on and hidden_TH.requires_grad,
+        weight_grad=on and weight_VH.requires_grad,
+        **{**settings, "group": name},
     )
     return total, rows_5T
