@@ -128,6 +128,8 @@ MEGATRON = SimpleNamespace(
     world_size=2,
     seed=3,
     train_iters=20,
+    train_samples=None,
+    global_batch_size=16,
     tensor_model_parallel_size=2,
     pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None,
@@ -137,14 +139,9 @@ MEGATRON = SimpleNamespace(
     sequence_parallel=True,
     use_distributed_optimizer=False,
     bf16=False,
-    fp16=False,
     lr=1e-4,
     clip_grad=1.0,
     eval_interval=5,
-    dataloader_type="external",
-    calculate_per_token_loss=True,
-    rampup_batch_size=None,
-    perform_rl_step=False,
     transformer_impl="local",
 )
 
@@ -165,7 +162,30 @@ def test_megatrons_arguments_decide_their_keys(own: Any) -> None:
     assert config.schedule.max_lag_steps == 2
     assert (config.precision.params, config.evaluation.every_steps) == ("fp32", 5)
     assert arguments.megatron_keys_in(own) == []
+    arguments.check_config(config)
     arguments.check(MEGATRON, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "every"),
+    [
+        ({"train_iters": None, "train_samples": 330}, 20, 5),
+        ({"train_iters": 3}, 3, 3),
+        ({"eval_interval": None}, 20, None),
+    ],
+)
+def test_samples_and_the_evaluation_interval_are_those_of_megatron(
+    own: Any, change: dict[str, Any], steps: int, every: int | None
+) -> None:
+    args = SimpleNamespace(**{**vars(MEGATRON), **change})
+    config = arguments.read(own, arguments.of_megatron(args, generator_ranks=1))
+    assert (config.schedule.steps, config.evaluation.every_steps) == (steps, every)
+
+
+def test_a_run_without_a_length_is_refused() -> None:
+    args = SimpleNamespace(**{**vars(MEGATRON), "train_iters": None})
+    with pytest.raises(ConfigError, match="neither --train-iters nor --train-samples"):
+        arguments.of_megatron(args, generator_ranks=1)
 
 
 def test_a_key_of_megatrons_in_the_file_is_named(own: Any) -> None:
@@ -174,24 +194,35 @@ def test_a_key_of_megatrons_in_the_file_is_named(own: Any) -> None:
     assert arguments.megatron_keys_in(own) == ["schedule.steps", "parallel.tensor"]
 
 
+def test_what_does_not_go_together_is_refused(own: Any) -> None:
+    own.rl_set += ["schedule.packing=true"]
+    config = arguments.read(own, arguments.of_megatron(MEGATRON, generator_ranks=1))
+    with pytest.raises(ConfigError, match="--transformer-impl local"):
+        arguments.check(MEGATRON, config)
+
+
 @pytest.mark.parametrize(
-    ("change", "keys", "said"),
+    ("keys", "named"),
     [
-        ({"dataloader_type": "cyclic"}, [], "--dataloader-type is cyclic"),
-        ({"fp16": True}, [], "--fp16"),
-        ({"calculate_per_token_loss": False}, [], "--calculate-per-token-loss"),
-        ({}, ["algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient"),
-        ({}, ["schedule.packing=true"], "--transformer-impl local"),
+        (["algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient is 0.1"),
+        (
+            [
+                "algorithm.loss.kind=ppo_clip",
+                "algorithm.old_policy=trainer",
+                "schedule.mode=ppo_off_policy",
+                "schedule.updates_per_phase=2",
+            ],
+            "schedule.updates_per_phase = 2",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    own: Any, change: dict[str, Any], keys: list[str], said: str
+def test_keys_that_need_the_own_loop_are_refused_before_anything_starts(
+    own: Any, keys: list[str], named: str
 ) -> None:
-    args = SimpleNamespace(**{**vars(MEGATRON), **change})
     own.rl_set += keys
-    config = arguments.read(own, arguments.of_megatron(args, generator_ranks=1))
-    with pytest.raises(ConfigError, match=said):
-        arguments.check(args, config)
+    argv = ["--rl-config", str(own.rl_config), "--rl-set", *own.rl_set]
+    with pytest.raises(ConfigError, match=named):
+        join(argv)
 
 
 def test_a_set_without_a_value_is_refused(own: Any) -> None:
