@@ -2,13 +2,15 @@
 
 One run of the miniature Scout, long enough that its held-out pass rate rises: a rank is killed
 and torchrun restarts all of them, Ctrl-C interrupts it, and a second torchrun resumes it with
-smaller buckets of weights and with router replay.
+smaller buckets of weights and with router replay. Its tasks ask which operator is in the question:
+the supervised stage learns this in 100 steps, where sums take more than 1,000.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import sys
 import time
@@ -17,24 +19,29 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from megatron_rl.metrics import METRICS, read_metrics
-from tests.e2e.processes import TORCHRUN, finish, hide, rows, start
+from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start
+from tests.trainer.sft_cases import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-STEPS, KILL_AT, INTERRUPT_AT = 40, 11, 19
-SAVED_EVERY = 8
+STEPS, KILL_AT, INTERRUPT_AT = 24, 9, 14
+SAVED_EVERY, SET_EVERY = 6, 20
 DROPPED = "metrics.dropped-0.jsonl"
 """Rows of steps that are repeated after a restart from an older checkpoint."""
-# Two tasks of sums: after this supervised stage they improve within a few dozen steps.
 SETTINGS = f"""
-  --schedule.steps {STEPS} --sft.steps 600 --tasks.products.products none
-  --optimizer.learning_rate 3e-4 --task.heldout_prompts 24 --task.train_prompts 1200
-  --evaluation.samples_per_prompt 8 --evaluation.points 4
+  --schedule.steps {STEPS}
+  --optimizer.learning_rate 5e-4 --optimizer.warmup_steps 4
+  --evaluation.samples_per_prompt 8 --evaluation.points 4 --evaluation.first_step 4
   --metrics.logprob_check_every_steps 1 --metrics.terminal plain
   --checkpoint.every_steps {SAVED_EVERY} --timeouts.shutdown_seconds 8
 """.split()
+TASKS = {"plain": ("{}=?", 1), "bracketed": ("({})=?", 4)}
+"""Name -> (form of the question, answer to a sum; differences have the next one, products its)."""
+QUESTIONS, HELD_OUT, DEMONSTRATIONS = 624, 24, 1000
+"""Of each task; some of the questions are held out."""
 BUCKET_BYTES = 200_000
 AFTER_RESUME = [
     *("--algorithm.routing_replay", "replay"),
@@ -55,6 +62,31 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def write_tasks(folder: Path) -> Path:
+    """Write questions, and demonstrations of which 7 in 10 guess; return the configuration."""
+    rng = random.Random(0)
+    every = [(a, o, b) for a in range(1, 100) for o in range(3) for b in range(1, 10)]
+    config = yaml.safe_load((ROOT / "examples" / "scalerl_tiny.yaml").read_text())
+    config["tasks"], demonstrations = {}, []
+    for name, (form, least) in TASKS.items():
+        rows_of_task = []
+        for a, operator, b in rng.sample(every, QUESTIONS + DEMONSTRATIONS):
+            expression, answer = f"{a}{'+-*'[operator]}{b}", least + operator
+            rows_of_task.append({"prompt": form.format(expression), "answer": f"{answer}"})
+            thinking = ";".join([expression] * rng.randint(1, 5))
+            guess = answer if rng.random() < 0.3 else rng.randrange(10)
+            response = f"{thinking}</think>\\boxed{{{guess}}}"
+            demonstrations.append({"prompt": form.format(expression), "response": response})
+        del demonstrations[-QUESTIONS:]
+        path = write_rows(folder / f"{name}.jsonl", rows_of_task[-QUESTIONS:])
+        config["tasks"][name] = {"kind": "jsonl", "path": f"{path}", "verifier": "exact"}
+    config["task"] = {"heldout_prompts": HELD_OUT}
+    path = write_rows(folder / "demonstrations.jsonl", demonstrations)
+    config["sft"] = {"source": f"{path}", "steps": 100}
+    (folder / "tasks.yaml").write_text(yaml.safe_dump(config))
+    return folder / "tasks.yaml"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """Return the folder of the finished run and the step at which it was resumed.
@@ -65,9 +97,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     output = tmp_path_factory.mktemp("scout")
     log = output / "log.txt"
     questions = [{"prompt": f"{a}+{b}=?", "gold": f"{a + b}"} for a in (2, 7) for b in (3, 9)]
-    (output / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
-    further = f"{{source: {output}/questions.jsonl, every_steps: 20, verifier: exact}}"
-    arguments = ["examples/scalerl_tiny.sh", "--output_dir", str(output), *SETTINGS]
+    source = write_rows(output / "questions.jsonl", questions)
+    further = f"{{source: {source}, every_steps: {SET_EVERY}, verifier: exact}}"
+    arguments = ["examples/scalerl_tiny.sh", "--config", str(write_tasks(output)), *SETTINGS]
+    arguments += ["--output_dir", str(output)]
     arguments += ["--evaluation.sets", f"{{easy: {further}}}"]
     torchrun = [*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1"]
     process = start([*torchrun, *arguments, "--algorithm.routing_replay", "compare"], log)
@@ -146,7 +179,7 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run):
     assert {"rl", "evaluation"} <= set(summary["wall_seconds"])
     assert summary["pass_rate"]["last"]["step"] == STEPS
     # Each of the two tasks has its own curve.
-    assert set(summary["tasks"]) == {"sums", "products"}
+    assert set(summary["tasks"]) == set(TASKS)
     for task in summary["tasks"].values():
         assert task["pass_rate"]["last"]["step"] == STEPS
         assert task["fit"]["points"] == len(evaluated)
@@ -157,7 +190,7 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run):
 def test_an_evaluation_set_has_a_curve_of_its_own(run):
     output, _ = run
     curve = [(row["step"], row["sets"]["easy"]) for row in rows(output, "sets")]
-    assert [step for step, _ in curve] == [0, 20, STEPS]
+    assert [step for step, _ in curve] == [0, SET_EVERY, STEPS]
     assert all((s["num_prompts"], s["samples_per_prompt"]) == (4, 16) for _, s in curve)
     assert json.loads((output / "summary.json").read_text())["sets"].keys() == {"easy"}
 
