@@ -24,7 +24,17 @@ PATCHES = ROOT / "patches"
 ALL = (*megatron_fixes.FIXES, *vllm_fixes.FIXES)
 COMPILE, ADAM, EXPERTS, ROUTERS = megatron_fixes.FIXES
 MOE, TIED = vllm_fixes.FIXES
-
+MEGATRON = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.optimizer",
+    "megatron.core.transformer.moe.moe_layer",
+)
+VLLM = (
+    "vllm.model_executor.layers.fused_moe",
+    "vllm.model_executor.layers.vocab_parallel_embedding",
+    "vllm.model_executor.model_loader.reload",
+)
+"""What the reproductions import, which the fixes change."""
 
 INSTALL = """
 from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
@@ -37,7 +47,7 @@ def reproduction(fix: UpstreamFix) -> Path:
 
 
 def reproduce(
-    folder: Path, preloaded: str, *fixes: UpstreamFix
+    folder: Path, once: tuple[str, ...], twice: tuple[str, ...], *fixes: UpstreamFix
 ) -> tuple[dict[tuple[str, bool], int], str]:
     """Return ((name of a fix, installed) -> exit status of its reproduction) and the output."""
     scripts = {str(reproduction(fix)): fix.name for fix in fixes}
@@ -47,7 +57,8 @@ def reproduce(
     log = folder / "log.txt"
     with log.open("wb") as output:  # not a pipe, which helper processes would hold open
         status = subprocess.run(
-            [sys.executable, "-m", "tests.compat.run_scripts", preloaded, str(folder), *scripts],
+            [sys.executable, "-m", "tests.compat.run_scripts", ",".join(once), ",".join(twice),
+             str(folder), *scripts],
             cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=280, check=False,
             env=os.environ | variables,
         ).returncode  # fmt: skip
@@ -77,8 +88,8 @@ def megatron(tmp_path_factory):
     import torch
 
     # CUDA bears no fork after its start.
-    preloaded = "os" if torch.cuda.is_available() else ",".join(TORCH)
-    return reproduce(tmp_path_factory.mktemp("megatron"), preloaded, ADAM, EXPERTS, ROUTERS)
+    once, twice = (("os",), ()) if torch.cuda.is_available() else (TORCH, MEGATRON)
+    return reproduce(tmp_path_factory.mktemp("megatron"), once, twice, ADAM, EXPERTS, ROUTERS)
 
 
 def test_torch_adam_counts_right_after_a_load(megatron):
@@ -130,7 +141,7 @@ def test_padding_has_no_part_in_the_routers_losses(megatron):
 @pytest.fixture(scope="module")
 def vllm_statuses(tmp_path_factory):
     pytest.importorskip("vllm")
-    return reproduce(tmp_path_factory.mktemp("vllm"), "vllm.config", MOE, TIED)[0]
+    return reproduce(tmp_path_factory.mktemp("vllm"), ("vllm.config",), VLLM, MOE, TIED)[0]
 
 
 @pytest.mark.e2e
