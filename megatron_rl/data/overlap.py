@@ -33,7 +33,7 @@ def words(text: str) -> tuple[str, ...]:
     """
     text = unicodedata.normalize("NFKC", text.translate(_SPELLINGS)).casefold()
     parts = _WORD.findall(_DECORATION.sub(r" \1 ", text))
-    return tuple("".join(part.split()) for part in parts)
+    return tuple("".join(part.replace(",", "").split()) for part in parts)
 
 
 class Overlap:

@@ -200,6 +200,92 @@ def test_a_long_answer_is_dropped_and_counted(tmp_path: Path) -> None:
     assert report["dropped"]["large"] == 1
 
 
+def prepared(folder: Path, *questions: tuple[str, str], **changes: Any) -> dict[str, Any]:
+    """Prepare (question, answer) pairs; return counts, and rows as `train` and `dropped`."""
+    source = folder / "rows.jsonl"
+    lines = [json.dumps({"prompt": q, "answer": a}) for q, a in questions]
+    source.write_text("\n".join(lines))
+    made = PrepareSettings(source=str(source), name="x", **{"heldout": 0, **changes})
+    report = prepare(made, folder / "out", lambda line: None)
+    files = {name: rows(folder / "out" / f"{name}.jsonl") for name in ("train", "dropped")}
+    return {**report["dropped"], **files}
+
+
+def test_copies_are_joined_by_the_verifiers_equality_of_their_answers(tmp_path: Path) -> None:
+    same = prepared(tmp_path, *(("What is 1+1-1?", a) for a in ("1", "1.0", "\\frac22", "$1$")))
+    assert (same["duplicate"], same["conflict"], len(same["train"])) == (3, 0, 1)
+    differ = prepared(tmp_path, *(("What is x?", a) for a in ("1", "1.0", "2")), ("y?", "3"))
+    assert (differ["duplicate"], differ["conflict"]) == (0, 3)
+    assert differ["dropped"][0]["detail"] == "1 and 2"
+    # A number and a half is not eleven halves.
+    halves = prepared(tmp_path, ("What is z?", "1 \\frac12"), ("What is z?", "11/2"), ("y?", "3"))
+    assert halves["conflict"] == 2
+    exact = prepared(tmp_path, ("What?", "1"), ("What?", "1.0"), ("y?", "3"), kind="exact")
+    assert exact["conflict"] == 2
+
+
+def test_signs_tell_questions_apart_and_spaces_do_not(tmp_path: Path) -> None:
+    two = (
+        ("Find x if x+1=3", "Find x if x-1=3"), ("Find x if x<3", "Find x if x>3"),
+        ("Compute (2+3)*4", "Compute 2+3*4"), ("Compute 5", "Compute 5!"),
+        ("Compute $2^{3+1}$", "Compute $2^3+1$"), ("Compute 1.5", "Compute 15"),
+        ("Find $f(1)$", "Find $f'(1)$"), ("Compute |x|", "Compute x"), ("Find x²", "Find x2"),
+    )  # fmt: skip
+    for a, b in two:
+        for answers in (("1", "1"), ("1", "2")):
+            made = prepared(tmp_path, (a, answers[0]), (b, answers[1]))
+            assert len(made["train"]) == 2, (a, b)
+    one = (
+        ("Find x if x + 1 = 3.", "find $x$ if $x+1=3$"), ("求 x 的值", "求x的值"),
+        ("Compute $x^{2}$", "Compute x^2"), ("Compute x − 1", "Compute x-1"),
+        ("Compute $\\left(x\\right)$", "Compute (x)"), ("Compute ２＋２", "Compute 2+2"),
+        ("Compute 1,000", "Compute 1000"), ("Compute x²", "Compute x^2"),
+    )  # fmt: skip
+    for a, b in one:
+        assert prepared(tmp_path, (a, "1"), (b, "1"))["duplicate"] == 1, (a, b)
+
+
+def test_scripts_without_spaces_are_decontaminated(tmp_path: Path) -> None:
+    copies = {
+        "ja": "太郎は毎日りんごを三個食べます。七日間で何個のりんごを食べますか。",
+        "zh": "小明每天吃三个苹果，七天一共吃多少个苹果？",
+        "th": "สมชายกินแอปเปิ้ลวันละสามผล เจ็ดวันเขากินทั้งหมดกี่ผล",
+        "ko": "철수는 매일 사과를 세 개 먹습니다. 일주일 동안 먹는 사과는 모두 몇 개입니까?",
+    }
+    evaluation = tmp_path / "eval.jsonl"
+    lines = [{"id": name, "prompt": text, "answer": "21"} for name, text in copies.items()]
+    evaluation.write_text("\n".join(json.dumps(line) for line in lines))
+    around = {"ja": "次の問題を解け。{}答えだけ書くこと。", "zh": "请解题：{}请只写答案。",
+              "th": "จงแก้โจทย์นี้ {}", "ko": "다음을 풀어라: {} 답만 써라."}  # fmt: skip
+    questions = [
+        (around[name].format(text.replace(" ", "")), "21") for name, text in copies.items()
+    ]
+    questions[3] = (around["ko"].format(copies["ko"]), "21")
+    others = [("大きな箱に青い玉が五個と赤い玉が八個入っています。全部で何個ですか。", "13")]
+    made = prepared(tmp_path, *questions, *others, against=(str(evaluation),))
+    details = [row["detail"].rpartition("/")[2] for row in made["dropped"]]
+    assert details == list(copies) and len(made["train"]) == 1
+
+
+def test_tokens_of_the_chat_template_count(tmp_path: Path) -> None:
+    save_tiny_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    question = ("1+1=?", "2")
+
+    def dropped(limit: int) -> int:
+        template = {"template": "{prompt}", "tokenizer": str(tmp_path), "max_tokens": limit}
+        made = prepared(tmp_path, question, ("1", "1"), **template)
+        return int(made["long"])
+
+    # <bos>1+1=?<think>
+    assert (dropped(7), dropped(6)) == (0, 1)
+    turn = "{{ bos_token }}({% for m in messages %}({{ m.content }}){% endfor %})="
+    path.write_text(json.dumps(settings | {"chat_template": turn}))
+    # <bos>((1+1=?))=<think>
+    assert (dropped(12), dropped(11)) == (0, 1)
+
+
 def test_overlap_finds_a_question_in_other_words_around_it_and_no_other() -> None:
     index = Overlap(size=4, share=0.5)
     index.add("a", "A train leaves the station at noon and travels 60 miles each hour.")

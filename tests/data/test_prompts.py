@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data import load_prompts, read_format
@@ -123,7 +124,9 @@ def test_data_that_cannot_be_used_are_named(
         load_prompts(data_set(tmp_path, **values), tokenizer)
 
 
-def test_long_prompts_are_refused_or_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_long_prompts_are_refused_or_left_out(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
     def short(**values: Any) -> RunConfig:
         return RunConfig.model_validate(
             data_set(tmp_path, **values).model_dump() | {"generation": {"max_prompt_tokens": 7}}
@@ -134,6 +137,12 @@ def test_long_prompts_are_refused_or_left_out(tmp_path: Path, tokenizer: Tokeniz
         load_prompts(short(), tokenizer)
     kept = load_prompts(short(drop_long_prompts=True), tokenizer)
     assert 0 < len(kept.train) <= 10
+    dropped, part = 25 - len(kept.train), 5 - len(kept.heldout)
+    reason = "dropped, longer than generation.max_prompt_tokens = 7"
+    assert capsys.readouterr().err.splitlines() == [
+        f"task: {dropped} of 25 train prompts {reason}",
+        f"task: {part} of 5 heldout prompts {reason}",
+    ]
     assert [p.id for p in kept.train] == list(range(len(kept.train)))
 
 
@@ -185,6 +194,32 @@ def test_the_format_is_the_models_own(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps(settings))
     assert read_format(tmp_path, "<think>")("1+1") == "<bos>(1+1)=<think>"
+
+
+def test_without_a_chat_template_the_tokenizer_decides_on_the_first_token(tmp_path: Path) -> None:
+    def first(adds: bool | None, opening: str | None, **settings: Any) -> str:
+        path = tmp_path / "tokenizer.json"
+        save_tiny_tokenizer(tmp_path)
+        if opening is not None:
+            tokenizer = Tokenizer.from_file(str(path))
+            tokens = [(opening, tokenizer.token_to_id(opening))]
+            tokenizer.post_processor = TemplateProcessing(f"{opening} $A", special_tokens=tokens)
+            tokenizer.save(str(path))
+        values = {"bos_token": "<bos>", **settings} | (
+            {} if adds is None else {"add_bos_token": adds}
+        )
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+        return read_format(tmp_path, "")("1+1")
+
+    assert first(None, None) == "1+1"  # it names a token, and adds none
+    assert first(None, "<bos>") == "<bos>1+1"
+    assert first(None, "<pad>", bos_token=None) == "<pad>1+1"
+    assert first(False, "<bos>") == "1+1"
+    assert first(True, None) == "<bos>1+1"
+    assert first(True, None, bos_token={"content": "<bos>"}) == "<bos>1+1"
+    assert first(None, "<bos>", chat_template="{{ bos_token }}({{ messages[0].content }})") == (
+        "<bos>(1+1)"
+    )
 
 
 def test_evaluation_sets_have_prompts_of_their_own_with_a_warning_of_overlaps(
