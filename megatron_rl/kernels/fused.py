@@ -176,13 +176,16 @@ def linear_loss(
     """
     # An operator with an autograd formula can't add to main_grad; compiled code has no hooks.
     functional = torch.compiler.is_compiling() or _main_grad(weight_VH) is None
-    if isinstance(loss, CispoInputs) and functional:
-        total, rows_5T = ops.linear_cispo(hidden_TH, weight_VH, targets_T, loss, settings)
-        return LinearLoss(total, *rows_5T.detach()[:4])
-    function = loss if isinstance(loss, CispoInputs) else coefficients_of(loss)
     # Read here: in `forward` gradients are off, and `needs_input_grad` ignores no_grad.
     on = torch.is_grad_enabled()
     grads = (on and hidden_TH.requires_grad, on and weight_VH.requires_grad)
+    if isinstance(loss, CispoInputs) and functional:
+        group = settings.get("group")
+        name = group.group_name if group is not None and group.size() > 1 else ""
+        inputs = (hidden_TH, weight_VH, targets_T, *loss.of(slice(None)), *grads)
+        total, rows_5T, _, _ = ops.linear_cispo(*inputs, **{**settings, "group": name})
+        return LinearLoss(total, *rows_5T.detach()[:4])
+    function = loss if isinstance(loss, CispoInputs) else coefficients_of(loss)
     total, rows_5T = _Loss.apply(
         hidden_TH, weight_VH, targets_T, function, settings, loss_scale, grads
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.kernels import heads, linear
-from megatron_rl.kernels.linear import CispoInputs, HeadSettings
+from megatron_rl.kernels.linear import CispoInputs
 
 _BLOCK = 8192
 
@@ -71,7 +71,7 @@ fp32_linear.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 @torch.library.custom_op("megatron_rl::linear_cispo", mutates_args=())
-def _linear_cispo(
+def linear_cispo(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     targets_T: Tensor,
@@ -109,7 +109,7 @@ def _linear_cispo(
     return rows_5T[4].double().sum().float(), rows_5T, hidden, weight
 
 
-@_linear_cispo.register_fake
+@linear_cispo.register_fake
 def _(h: Tensor, w: Tensor, targets_T: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     hidden_shape, weight_shape = h.shape if rest[4] else 0, w.shape if rest[5] else 0
     shapes = ((), (5, h.shape[0]), weight_shape)
@@ -132,7 +132,7 @@ def _cispo_backward(ctx: Any, grad: Tensor | None, *_: Tensor) -> tuple[Tensor |
     return hidden, weight, *[None] * 13
 
 
-_linear_cispo.register_autograd(_cispo_backward, setup_context=_save_cispo)
+linear_cispo.register_autograd(_cispo_backward, setup_context=_save_cispo)
 
 
 @torch.library.custom_op("megatron_rl::scaled", mutates_args=())
@@ -145,22 +145,3 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 scaled.register_fake(lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype))
-
-
-def linear_cispo(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    targets_T: Tensor,
-    loss: CispoInputs,
-    settings: HeadSettings,
-) -> tuple[Tensor, Tensor]:
-    """Return (loss with gradient, rows [5, T] without) through the operator."""
-    on, group = torch.is_grad_enabled(), settings.get("group")
-    name = group.group_name if group is not None and group.size() > 1 else ""
-    total, rows_5T, _, _ = _linear_cispo(
-        *(hidden_TH, weight_VH, targets_T, *loss.of(slice(None))),
-        hidden_grad=on and hidden_TH.requires_grad,
-        weight_grad=on and weight_VH.requires_grad,
-        **{**settings, "group": name},
-    )
-    return total, rows_5T
