@@ -6,6 +6,7 @@ another protocol version is refused. Arrays are little-endian bytes.
     trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators, stores
 """
 
+from collections.abc import Callable
 from typing import Any, Union
 
 import msgspec
@@ -339,17 +340,10 @@ class TrainerDone(Message):
 # Every class above: the tag tells them apart.
 AnyMessage: Any = Union[tuple(Message.__subclasses__())]  # noqa: UP007 - not a fixed list
 
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: Message) -> bytes:
-    """Return the bytes of a message."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: bytes) -> Any:
-    """Return the message of these bytes, or raise msgspec.DecodeError."""
-    return _decoder.decode(data)
+encode: Callable[[Message], bytes] = msgspec.msgpack.encode
+"""Return the bytes of a message."""
+decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(AnyMessage).decode
+"""Return the message of these bytes, or raise msgspec.DecodeError."""
 
 
 def ints(data: bytes) -> NDArray[np.int32]:

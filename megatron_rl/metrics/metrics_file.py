@@ -34,15 +34,12 @@ SCHEMA = "megatron_rl.metrics/1"
 NUMBERED = ("step", "eval", "sets")
 """Kinds of rows that belong to a step."""
 Row = dict[str, Any]
+SCHEMA_ROW: Row = {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
+"""The file's first line."""
 
 
 class MetricsError(ValueError):
     """An invalid row or file of metrics; the message names the file or the field."""
-
-
-def schema_row() -> Row:
-    """Return the file's first line."""
-    return {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
 
 
 class MetricsWriter:
@@ -66,7 +63,7 @@ class MetricsWriter:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         _lock(self._file.fileno(), self.path)
         if self._file.tell() == 0:
-            self._append(schema_row())
+            self._append(SCHEMA_ROW)
         if resume_step is not None:
             self.write("event", {"step": resume_step, "event": "resumed", **(dropped or {})})
 
@@ -169,7 +166,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
             f"{path}: schema {head.get('schema')!r} in its first line, this version writes"
             f" {SCHEMA!r}: choose another output_dir, or move the file"
         )
-    kept, dropped, spent = [_line(schema_row())], list[bytes](), dict[str, float]()
+    kept, dropped, spent = [_line(SCHEMA_ROW)], list[bytes](), dict[str, float]()
     # A kept row has a step below this; events are always kept.
     end = {k: resume_step + (k != "step") for k in NUMBERED} if resume_step is not None else {}
     for line, row in parsed:
@@ -182,7 +179,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
     if dropped:
         names = (path.with_name(f"{path.stem}.dropped-{n}.jsonl") for n in itertools.count())
         aside = next(name for name in names if not name.exists())
-        replace_file(aside, b"".join([_line(schema_row()), *dropped]))
+        replace_file(aside, b"".join([_line(SCHEMA_ROW), *dropped]))
     replace_file(path, b"".join(kept))
     return {"rows": len(dropped), "file": aside.name, **spent} if dropped else None
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.metrics import METRICS, MetricsError, MetricsWriter, read_metrics
-from megatron_rl.metrics.metrics_file import SCHEMA, last_rows, schema_row
+from megatron_rl.metrics.metrics_file import SCHEMA, SCHEMA_ROW, last_rows
 
 
 def steps(rows: list[dict], kind: str = "step") -> list[int]:
@@ -269,7 +269,7 @@ def test_another_schema_is_refused_and_left_alone(path: Path) -> None:
 
 
 def test_a_bad_line_in_the_middle_is_named(path: Path) -> None:
-    path.write_text(json.dumps(schema_row()) + '\n{"kind": "st\n{"kind": "event", "event": "x"}\n')
+    path.write_text(json.dumps(SCHEMA_ROW) + '\n{"kind": "st\n{"kind": "event", "event": "x"}\n')
     with pytest.raises(MetricsError, match="line 2 is not a JSON object"):
         read_metrics(path)
 
