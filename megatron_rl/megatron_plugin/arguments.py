@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_rl.config import ConfigError, RunConfig, load_config
 from megatron_rl.megatron_plugin import flags
@@ -39,7 +40,11 @@ def extend(parser: Parser) -> Parser:
     """
     add_arguments(parser)
     flags.set_defaults(parser)
-    flags.refuse(parser, sys.argv[1:])
+    try:
+        flags.refuse(parser, sys.argv[1:])
+    except ConfigError as error:
+        get_error_handler().record_exception(error)  # torchrun's last lines are then of it
+        raise
     return parser
 
 
