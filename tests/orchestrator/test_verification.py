@@ -18,7 +18,7 @@ from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
-from megatron_rl.rewards import Outcome, Verdict, VerifierDown
+from megatron_rl.rewards import Outcome, Verdict, VerifierDown, pool
 from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 from tests.orchestrator import rewards
 from tests.orchestrator.peers import Late, run, small_config, verify
@@ -162,13 +162,16 @@ def test_killing_verifier_workers_at_random_changes_no_reward_and_loses_no_group
     assert outcome.rows.steps[-1]["verifier_deaths"] >= 2
 
 
-def test_killing_all_workers_stops_the_run_with_a_named_error():
+def test_killing_all_workers_stops_the_run_with_a_named_error(monkeypatch):
+    # Whose processes die before they take a request, that worker is lost after its limit and this.
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 1.0)
+
     async def killer(verification):
         while True:
             kill(working(verification))
             await asyncio.sleep(0)
 
-    down = Recorded(SLOW, workers=2, max_deaths=4)
+    down = Recorded(SLOW, workers=2, max_deaths=4, wall_seconds=1.0, cpu_seconds=1.0)
     with pytest.raises(VerifierDown, match="4 verifier workers died in a row"):
         run(small_config(), verification=down, concurrent=killer, kind=SLOW)
 

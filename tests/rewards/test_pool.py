@@ -46,6 +46,16 @@ def math_pool(**settings: Any) -> VerifierPool:
     return VerifierPool(VerifierSettings.model_validate(settings), ("math",))
 
 
+def exact_pool(**settings: Any) -> VerifierPool:
+    """Return a pool whose workers start at once: they import no library of mathematics."""
+    return VerifierPool(VerifierSettings.model_validate(settings), ("exact",))
+
+
+def exact(number: int) -> tuple[str, str, str]:
+    """Return a request with the right answer, of `exact_pool`."""
+    return "exact", f"</think>\\boxed{{{number}}}<eos>", f"{number}"
+
+
 async def outcomes_of(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
     calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
     return [v.outcome.value for v in await asyncio.gather(*calls)]
@@ -124,10 +134,10 @@ def test_killing_all_workers_again_and_again_is_a_named_error_for_every_waiter()
 
 def test_all_workers_killed_once_are_replaced() -> None:
     async def main() -> Verdict:
-        async with math_pool(workers=2) as pool:
+        async with exact_pool(workers=2) as pool:
             before = set(pids(pool))
             kill(list(before))
-            verdict = await pool.verify("math", "</think>\\boxed{2/4}", "1/2")
+            verdict = await pool.verify(*exact(2))
             assert pool.stats.deaths >= 1
             assert set(pids(pool)) - before
             return verdict
@@ -142,8 +152,8 @@ def test_a_process_with_many_open_files_has_workers_too() -> None:
         pytest.skip(f"the hard limit of open files is {hard}")
 
     async def main() -> Verdict:
-        async with math_pool(workers=1) as pool:
-            return await pool.verify("math", "</think>\\boxed{2/4}", "1/2")
+        async with exact_pool(workers=1) as pool:
+            return await pool.verify(*exact(2))
 
     with contextlib.ExitStack() as opened:
         opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -153,14 +163,18 @@ def test_a_process_with_many_open_files_has_workers_too() -> None:
         assert run(main()).passed
 
 
-def test_a_stopped_worker_is_killed_and_another_verifies_its_answer() -> None:
+def test_a_stopped_worker_is_killed_and_another_verifies_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_rl.rewards.pool.GRACE_SECONDS", 2.0)
+
     async def main() -> tuple[Verdict, int]:
-        async with math_pool(workers=1, wall_seconds=0.5, cpu_seconds=0.5) as pool:
+        async with exact_pool(workers=1, wall_seconds=0.5, cpu_seconds=0.5) as pool:
             (worker,) = pool.workers
-            assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
+            assert (await pool.verify(*exact(1))).passed
             for pid in children(worker.pid):
                 os.kill(pid, signal.SIGSTOP)
-            return await pool.verify("math", "</think>\\boxed{7}", "7"), pool.stats.deaths
+            return await pool.verify(*exact(7)), pool.stats.deaths
 
     verdict, deaths = run(main())
     assert verdict.passed
@@ -202,13 +216,10 @@ def test_over_the_cpu_limit_is_timed_out_and_the_next_answer_is_right() -> None:
 
 def test_the_queue_holds_back_when_it_is_full() -> None:
     async def main() -> None:
-        async with math_pool(workers=1, queue_size=4) as pool:
+        async with exact_pool(workers=1, queue_size=4) as pool:
             worker = pool._idle.get()  # every call waits for it
             with mock.patch.object(pool._threads, "submit", wraps=pool._threads.submit) as submit:
-                calls = [
-                    asyncio.create_task(pool.verify("math", "</think>\\boxed{1}", "1"))
-                    for _ in range(50)
-                ]
+                calls = [asyncio.create_task(pool.verify(*exact(1))) for _ in range(50)]
                 await asyncio.sleep(0)
                 admitted, full = submit.call_count, pool.full
                 pool._idle.put(worker)
@@ -222,9 +233,9 @@ def test_the_queue_holds_back_when_it_is_full() -> None:
 def test_workers_are_replaced_at_the_leak_limit() -> None:
     async def main() -> tuple[set[int], int]:
         seen: set[int] = set()
-        async with math_pool(workers=1, verdicts_per_worker=5) as pool:
+        async with exact_pool(workers=1, verdicts_per_worker=5) as pool:
             for _ in range(23):
-                assert (await pool.verify("math", "</think>\\boxed{1}", "1")).passed
+                assert (await pool.verify(*exact(1))).passed
                 seen.update(children(pool.workers[0].pid))
             return seen, pool.stats.deaths
 
