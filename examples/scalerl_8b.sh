@@ -8,8 +8,8 @@
 #
 # The dry run ends with the command to type on every node. Under a torchrun with one rank per node
 # the script starts one rank per GPU itself. For other GPUs,
-# `megatron-rl plan examples/scalerl_8b.yaml --gpu-gib 80 --gpus-per-node 8` proposes a layout; its
-# options can follow here.
+# `megatron-rl plan examples/scalerl_8b.yaml --roles.gpu_gib 80 --roles.gpus_per_node 8` proposes a
+# layout; its options can follow here.
 import sys
 from pathlib import Path
 

@@ -14,9 +14,7 @@ from megatron_rl.config import load_config
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 WORLD = "Ranks of the run; default: those of the configuration."
-GPU = "Memory of a GPU in GiB; default: roles.gpu_gib."
 RESERVE = "Of a trainer's GPU for CUDA, NCCL and fragmentation."
-NODE = "GPUs of a node; default: roles.gpus_per_node."
 CHANGED = "Share of 16-bit values that a step changes: the size of a difference."
 SEARCH = "Propose layouts even if the given one fits."
 
@@ -27,20 +25,16 @@ def plan_command(
     config: Annotated[Path | None, typer.Argument(help="YAML file of the run.")] = None,
     config_option: Annotated[Path | None, Option("--config", help="The same.")] = None,
     world: Annotated[int | None, Option(help=WORLD)] = None,
-    gpu_gib: Annotated[float | None, Option(help=GPU, min=1.0)] = None,
     reserve_gib: Annotated[float, Option(help=RESERVE, min=0.0)] = RESERVE_GIB,
-    gpus_per_node: Annotated[int | None, Option(help=NODE, min=1)] = None,
     changed_share: Annotated[float, Option(help=CHANGED, min=0.0, max=1.0)] = CHANGED_SHARE,
     search_layouts: Annotated[bool, Option("--search", help=SEARCH)] = False,
     json_path: Annotated[Path | None, Option("--json", help="Write the plan as JSON.")] = None,
 ) -> None:
     """Print the memory of each rank before anything starts; propose a layout if it does not fit.
 
-    Keys of the configuration can follow as dotted options. Exit status 3: no layout fits.
+    Keys of the configuration, such as those of the machine (`--roles.gpu_gib 80
+    --roles.gpus_per_node 8`), can follow as dotted options. Exit status 3: no layout fits.
     """
     run = load_config(config_option or config, context.args)
-    given = {"gpu_gib": gpu_gib, "gpus_per_node": gpus_per_node}
-    given = {key: value for key, value in given.items() if value is not None}
-    run = run.model_copy(update={"roles": run.roles.model_copy(update=given)})
     code = memory_plan(run, world, reserve_gib, search_layouts, json_path, changed_share)
     raise typer.Exit(code)

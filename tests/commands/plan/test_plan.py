@@ -174,7 +174,8 @@ def test_the_command_prints_the_plan_and_writes_json(
         assert text in output
     content = json.loads(out.read_text())
     assert content["configured"]["misfits"] == [] and content["proposed"] == []
-    arguments = ["plan", scout_yaml, "--world", "80", "--gpu-gib", "80", "--gpus-per-node", "8"]
+    machine = ["--roles.gpu_gib", "80", "--roles.gpus_per_node", "8"]
+    arguments = ["plan", scout_yaml, "--world", "80", *machine]
     assert exits([*arguments, "--json", str(out)]) == 0
     output = capsys.readouterr().out
     assert (
@@ -193,7 +194,7 @@ def test_a_world_of_another_size_and_one_that_nothing_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     yaml = str(EXAMPLES / "scalerl_scout.yaml")
-    assert exits(["plan", yaml, "--world", "8", "--gpu-gib", "192"]) == 3
+    assert exits(["plan", yaml, "--world", "8", "--roles.gpu_gib", "192"]) == 3
     output = capsys.readouterr().out
     assert "the configuration has 80 ranks" in output and "but --world is 8" in output
     assert "no layout fits; the nearest is" in output
