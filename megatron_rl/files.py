@@ -1,7 +1,9 @@
 """Atomic replacement of files and folders: readers see the old one or the new one, complete."""
 
+import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 
@@ -23,3 +25,13 @@ def replace_folder(work: Path, final: Path) -> None:
         final.rename(old)
     work.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def report_failure(error: str) -> None:
+    """Have torchrun's summary show the error for this rank, or for that which started the process.
+
+    The format is that of `torch.distributed.elastic.multiprocessing.errors`.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}
+        replace_file(Path(path), json.dumps({"message": failure}))

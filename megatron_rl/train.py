@@ -51,10 +51,13 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
         # Raise what every rank would raise, once.
         from megatron_rl.models.start_checkpoint import start_directory
 
-        start_directory(config)
+        directory = start_directory(config)
         upstream.check(megatron_fixes.FIXES)
         if command == "train" and launch.generator_python(config) in (None, sys.executable):
+            from megatron_rl.generator.cpu_attention import check_head_size
+
             upstream.check(vllm_fixes.FIXES)
+            check_head_size(directory)
         launch.exec_torchrun(torchrun, arguments)
     launch.check_world_size(config, needed)
     rank = int(os.environ["RANK"])

@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -26,6 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
 from megatron_rl.generator import vllm_args
+from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.interruption import Completion
 from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
@@ -62,6 +64,7 @@ class Engine:
         """
         self.version, self.aborted, self.in_flight = version, 0, 0
         self._config = config
+        check_head_size(Path(model_dir))
         self.architecture = architecture(read_config(model_dir))
         replay = config.algorithm.routing_replay
         check_experts(self.architecture, replay)
@@ -76,8 +79,8 @@ class Engine:
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
         self.routes = None if replay == "none" else RequestRoutes(self._llm, self.architecture)
-        started = [c for c in multiprocessing.active_children() if c not in others]
-        cores = [psutil.Process(c.pid) for c in started]
+        self.cores = [c for c in multiprocessing.active_children() if c not in others]
+        cores = [psutil.Process(c.pid) for c in self.cores]
         self._processes = cores + [p for core in cores for p in core.children(recursive=True)]
         self._ids = itertools.count()
         self._not_begun: set[str] = set()

@@ -10,12 +10,14 @@ import yaml
 from megatron_rl.compat import quiet, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Roles
+from megatron_rl.generator import engine_errors
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER, register
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
-# own process group.
+# own process group. The error file is read when the rank has failed.
 TORCHRUN_VARIABLES = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(?!ERROR_FILE).*)"
 )
 _FILE = resources.files(__package__) / "environment.yaml"
 ENVIRONMENT: dict[str, dict[str, str]] = yaml.safe_load(_FILE.read_text())
@@ -49,6 +51,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     for name in [n for n in os.environ if TORCHRUN_VARIABLES.fullmatch(n)]:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
+    engine_errors.open_file()
     kinds = ["everywhere", "gpu" if on_gpu else "cpu"]
     kinds += ["local_model"] * Path(model_dir).is_dir()
     if not on_gpu and config.roles.generator_tensor_parallel == 1:

@@ -3,9 +3,12 @@
 import contextlib
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import RunConfig
+from megatron_rl.files import report_failure
+from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.serve import run_generator
 from megatron_rl.generator.store_keeper import sees_trainer_stores, store_spec
 from megatron_rl.weights.store import node_name
@@ -16,6 +19,7 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
 
     Raises:
         DistStoreError: the trainer did not start within `timeouts.startup_seconds`.
+        Exception: what ended the role; torchrun's summary has it, too.
     """
     from torch.distributed import DistStoreError
 
@@ -27,10 +31,16 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
             with contextlib.suppress(DistStoreError):
                 store.wait([finished], timedelta(seconds=60))
         return
-    endpoint, model_dir = (store.get(key).decode() for key in ("orchestrator", "model_dir"))
-    node = node_name()
-    spec = None if sees_trainer_stores(config, os.environ) else store_spec(config, node, endpoint)
     try:
+        # Before the trainers build the model: `Engine` checks it for every other caller.
+        check_head_size(config.start_checkpoint or Path(config.model))
+        endpoint, model_dir = (store.get(key).decode() for key in ("orchestrator", "model_dir"))
+        node, spec = node_name(), None
+        if not sees_trainer_stores(config, os.environ):
+            spec = store_spec(config, node, endpoint)
         run_generator(config, engine, rank, endpoint, model_dir, node=node, store=spec)
+    except Exception as e:
+        report_failure("\n".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())]))
+        raise
     finally:
         store.set(finished, "1")

@@ -20,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
+from megatron_rl.generator import engine_errors
 from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
 from megatron_rl.weights.store_process import StoreSpec
@@ -102,8 +103,10 @@ class Generator:
                 socket.linger = 0
                 raise
             except Exception as e:
-                name = f"generator {self._index} (rank {self._rank})"
-                await self._send(m.Failed(error=f"{name}: {type(e).__name__}: {e}"))
+                if cause := engine_errors.cause(engine.cores if engine else ()):
+                    e.add_note(cause)
+                error = f"generator {self._index} (rank {self._rank}): {type(e).__name__}: {e}"
+                await self._send(m.Failed(error=f"{error} {cause}".rstrip()))
                 raise
             finally:
                 if engine is not None:
@@ -212,6 +215,8 @@ class Generator:
         last = time.perf_counter()
         while True:
             await asyncio.sleep(STATS_SECONDS)
+            if any(core.exitcode for core in self._engine.cores):  # vLLM tells running requests
+                raise RuntimeError("a process of the engine is gone")
             self._count_running(0)
             stats = m.GeneratorStats(
                 seconds=self._counted_at - last,

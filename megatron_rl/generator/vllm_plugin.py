@@ -11,6 +11,7 @@ import os
 import signal
 
 from megatron_rl.compat import upstream, vllm_fixes
+from megatron_rl.generator import engine_errors
 
 WEIGHT_TRANSFER_BACKEND = "megatron_rl"
 """Name under which vLLM finds `weight_transfer.StoredWeights`."""
@@ -41,4 +42,5 @@ def register() -> None:
         # own they get no such signal, so the kernel must end them when their parent is gone.
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
+        engine_errors.write_errors()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet, load_prompts, read_format
-from megatron_rl.files import replace_file
+from megatron_rl.files import replace_file, report_failure
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
@@ -98,7 +98,9 @@ def main() -> None:
     except Exception as e:  # noqa: BLE001 - the process ends here; the parent reports the cause
         traceback.print_exc()
         print(f"megatron_rl orchestrator: {e}", file=sys.stderr, flush=True)
-        Path(f"{spec.endpoint_file}.error").write_text(f"{type(e).__name__}: {e}")
+        error = f"{type(e).__name__}: {e}"
+        Path(f"{spec.endpoint_file}.error").write_text(error)
+        report_failure(error)
         sys.exit(1)
 
 

@@ -35,6 +35,7 @@ class FakeEngine:
     fails_to_start = False
     stopped = 0
     routes = None
+    cores = ()
 
     def __init__(self, config, index, model_dir):
         if FakeEngine.fails_to_start:
