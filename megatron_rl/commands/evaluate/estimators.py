@@ -33,7 +33,7 @@ def pass_at_k(passed: NDArray[Any], k: int) -> Estimate:
 def majority_at_n(answers: NDArray[Any], passed: NDArray[Any]) -> Estimate:
     """Estimate the fraction of prompts whose most common answer is correct.
 
-    An answer is correct if any sample with it passed. Of w tied answers, each counts 1/w (the
+    An answer is correct if every sample with it passed. Of w tied answers, each counts 1/w (the
     expectation of a random choice). A prompt without any answer counts 0.
     """
     return _over_prompts([_majority(a, p) for a, p in zip(answers, passed, strict=True)])
@@ -42,8 +42,8 @@ def majority_at_n(answers: NDArray[Any], passed: NDArray[Any]) -> Estimate:
 def _majority(answers: NDArray[Any], passed: NDArray[Any]) -> float:
     votes = Counter(a for a in answers if a is not None)
     winners = [a for a, n in votes.items() if n == max(votes.values())]
-    correct = set(answers[passed])
-    return sum(a in correct for a in winners) / len(winners) if winners else 0.0
+    failed = set(answers[~passed])
+    return sum(a not in failed for a in winners) / len(winners) if winners else 0.0
 
 
 def _over_prompts(values: Sequence[float] | NDArray[Any]) -> Estimate:

@@ -76,7 +76,7 @@ def evaluate(
             bar = progress.add_task("completions", total=n * len(prompts))
             advance = partial(progress.advance, bar)
             samples = sample_and_verify(config, model, prompts, sampling, advance)
-    rows = list(results.completion_rows(sets, samples, tokenizer, config.generation.think_end))
+    rows = results.completion_rows(sets, samples, tokenizer, config.generation.think_end)
     by_set = [results.set_results(name, [r for r in rows if r["data"] == name], n) for name in sets]
     if limit is None and source.evaluation is not None:
         by_set = [results.compare_with_run(one, source.evaluation) for one in by_set]

@@ -14,7 +14,8 @@ as in metrics.jsonl); the other standard errors are over prompts.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from megatron_rl.data import Prompt
 from megatron_rl.files import replace_file
 from megatron_rl.orchestrator.evaluation import EvaluatedSample, sampling_stderr
 from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rewards.math import verify
 from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, bare_answer, last_box
 from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
-from megatron_rl.rewards.math.normalize import text_form
-from megatron_rl.rewards.math.verdict import normal
 
 SCHEMA = "megatron_rl.commands.evaluate/1"
 RIGHT = "right"
-"""Vote of every correct answer: they are all equal to the gold answer."""
+"""Vote of every correct answer of mathematics: they are all equal to the gold answer."""
 WITHOUT_VOTES = frozenset({"code"})
 """Verifiers of answers that have no majority: equal programs are hardly ever equal texts."""
 Row = dict[str, Any]
@@ -44,10 +44,10 @@ Sets = dict[str, list[tuple[str, Prompt]]]
 
 
 def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
-    """Return a completion's answer in a form in which equal answers are equal, or None."""
+    """Return a completion's answer, as `join_votes` takes it, or None."""
     if kind in WITHOUT_VOTES or verdict.outcome is Outcome.NO_ANSWER:
         return None
-    if verdict.passed:
+    if verdict.passed and kind == "math":
         return RIGHT
     try:
         tail = after_thinking(text, think_end, required=False)
@@ -56,18 +56,38 @@ def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:
         return None
     if len(answer) > MAX_CHARACTERS:
         return None
-    return f"= {text_form(normal(answer)) if kind == 'math' else answer.strip()}"
+    return f"= {answer.strip()}"
+
+
+def join_votes(rows: list[Row]) -> None:
+    """Give one vote to wrong answers to a prompt that the verifier of mathematics takes for equal.
+
+    The right ones have one: both are joined alike, so that a majority is not too easily right.
+    """
+    first: dict[str, str] = {}
+    for row in rows:
+        vote, outcome = row["vote"], row["verdict"]
+        if row["kind"] != "math" or vote in (None, RIGHT) or outcome == Outcome.TIMED_OUT:
+            continue
+        if vote not in first:
+            first[vote] = next((first[v] for v in first if _equal(vote[2:], v[2:])), vote)
+        row["vote"] = first[vote]
+
+
+def _equal(a: str, b: str) -> bool:
+    return verify(a, b).passed or verify(b, a).passed
 
 
 def completion_rows(
     sets: Sets, samples: Iterable[EvaluatedSample], tokenizer: Tokenizer, think_end: str
-) -> Iterator[Row]:
-    """Yield the row of `--jsonl` for each completion; prompts are numbered over all sets."""
+) -> list[Row]:
+    """Return the rows of `--jsonl`; completions are in the order of prompts, over all sets."""
     prompts = [(name, *pair) for name, pairs in sets.items() for pair in pairs]
+    rows: list[Row] = []
     for sample, verdict in samples:
         data, question_id, prompt = prompts[sample.prompt_id]
         text = str(tokenizer.decode(sample.token_ids, skip_special_tokens=False))
-        yield {
+        row = {
             "data": data,
             "id": question_id,
             "sample": sample.index,
@@ -83,6 +103,10 @@ def completion_rows(
             "reason": verdict.reason,
             "vote": vote(prompt.kind, text, verdict, think_end),
         }
+        rows.append(row)
+    for _, group in groupby(rows, lambda row: (row["data"], row["id"])):
+        join_votes(list(group))
+    return rows
 
 
 def set_results(name: str, rows: list[Row], n: int) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def test_the_table_has_a_row_for_each_level_and_one_for_all(capsys: Any) -> None
 @pytest.mark.parametrize(
     ("kind", "text", "verdict", "wanted"),
     [
-        ("math", "x</think>\\boxed{\\frac{1}{2}}", WRONG, "= \\frac12"),
-        ("math", "x</think>\\boxed{\\dfrac12}", WRONG, "= \\frac12"),
+        ("math", "x</think>\\boxed{\\dfrac12 }", WRONG, "= \\dfrac12"),
         ("exact", "x</think>\\boxed{12}<eos>", WRONG, "= 12"),
+        ("exact", "x</think>\\boxed{12}<eos>", Verdict(Outcome.CORRECT, ""), "= 12"),
         ("math", "x</think>\\boxed{0.5}", Verdict(Outcome.CORRECT, ""), results.RIGHT),
         ("math", "x</think>nothing", Verdict(Outcome.NO_ANSWER, ""), None),
         ("math", "x</think>\\boxed{" + "{" * 10**5 + "}", Verdict(Outcome.TIMED_OUT, ""), None),
@@ -85,10 +85,49 @@ def test_the_table_has_a_row_for_each_level_and_one_for_all(capsys: Any) -> None
         ("code", "x</think>```python\nx\n```", WRONG, None),
     ],
 )
-def test_equal_answers_have_one_vote(
-    kind: str, text: str, verdict: Verdict, wanted: str | None
-) -> None:
+def test_a_vote_is_an_answer(kind: str, text: str, verdict: Verdict, wanted: str | None) -> None:
     assert results.vote(kind, text, verdict, "</think>") == wanted
+
+
+def majority(kind: str, n: int, *answers: tuple[str, Outcome]) -> tuple[float, list[str | None]]:
+    """Return majority@n of completions with these answers, and their votes."""
+    each = [
+        {
+            **rows("", "")[0],
+            "kind": kind,
+            "verdict": outcome,
+            "vote": results.vote(kind, f"</think>\\boxed{{{a}}}", Verdict(outcome, ""), "</think>"),
+        }
+        for a, outcome in answers
+    ]
+    results.join_votes(each)
+    one = results.set_results("set", each, n)
+    return one["majority_at_n"]["value"], [row["vote"] for row in each]
+
+
+def test_right_and_wrong_spellings_are_joined_alike() -> None:
+    right, wrong = Outcome.CORRECT, Outcome.WRONG
+    halves = ("\\frac12", "0.5", "\\dfrac{1}{2}", "1/2")
+    value, votes = majority("math", 6, ("3", right), ("3.0", right), *((a, wrong) for a in halves))
+    assert value == 0.0 and votes == [results.RIGHT] * 2 + ["= \\frac12"] * 4
+    # Two against two: half of the draws are right.
+    tie = (("3", right), ("\\frac62", right), ("2", wrong), ("x = 2", wrong), ("5", wrong))
+    value, votes = majority("math", 5, *tie)
+    assert value == 0.5 and votes[2:] == ["= 2", "= 2", "= 5"]
+    # What cannot be parsed is joined by its text, what timed out is not compared.
+    odd = [("\\foo{ 1}", Outcome.UNPARSABLE), ("\\foo{1}", Outcome.UNPARSABLE)]
+    value, votes = majority("math", 4, *odd, ("9^{9^9}", Outcome.TIMED_OUT), ("3", right))
+    assert value == 0.0 and votes == ["= \\foo{ 1}"] * 2 + ["= 9^{9^9}", results.RIGHT]
+
+
+def test_answers_without_an_equality_are_joined_by_their_text_whether_right_or_wrong() -> None:
+    right, wrong = Outcome.CORRECT, Outcome.WRONG
+    poems = [(f"poem {i}", right) for i in range(3)]
+    value, votes = majority("my.rewards:score", 5, *poems, ("no", wrong), ("no", wrong))
+    assert value == 0.0 and len(set(votes)) == 4
+    assert majority("exact", 3, ("7", right), ("7", right), ("8", wrong))[0] == 1.0
+    # One text with two verdicts is not right.
+    assert majority("my.rewards:score", 3, ("a", right), ("a", right), ("a", wrong))[0] == 0.0
 
 
 def result(step: int, rate: float) -> dict[str, Any]:
