@@ -76,21 +76,22 @@ def announce(module: ModuleType) -> None:
     `megatron.core` is compared with the installed wheel, `megatron.training` with the
     `megatron.core` that is imported.
     """
-    version, expected = _installed(MEGATRON)
-    folder = Path(str(module.__file__)).resolve().parents[2]
-    if module.__name__ != ANNOUNCED[0]:
-        version = sys.modules[ANNOUNCED[0]].__dict__["__version__"]
-        expected = Path(str(sys.modules[ANNOUNCED[0]].__file__)).resolve().parents[2]
-    if version and folder != expected and os.environ.get("RANK", "0") == "0":
-        logging.getLogger(__name__).warning(
-            "%s is imported from %s, not from %s (megatron-core %s)",
-            module.__name__.rpartition(".")[0], folder, expected, version,
-        )  # fmt: skip
+    (version, expected), core = _installed(MEGATRON), sys.modules[ANNOUNCED[0]]
+    if module is not core:
+        version, expected = core.__dict__["__version__"], _root(core)
+    if version and _root(module) != expected and os.environ.get("RANK", "0") == "0":
+        name = module.__name__.rpartition(".")[0]
+        text = "%s is imported from %s, not from %s (%s %s)"
+        logging.getLogger(__name__).warning(text, name, _root(module), expected, MEGATRON, version)
+
+
+def _root(module: ModuleType) -> Path:
+    return Path(str(module.__file__)).resolve().parents[2]
 
 
 def _installed(distribution: str) -> tuple[str | None, Path]:
     try:
-        found = importlib.metadata.distribution(distribution)
+        metadata = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None, Path()
-    return found.version, Path(str(found.locate_file(""))).resolve()
+    return metadata.version, Path(str(metadata.locate_file(""))).resolve()
