@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainer.cases import write_model
-from tests.trainer.layout_worker import CHECKPOINTED, LAYOUTS, MODELS
+from tests.trainer.layout_worker import CHECKPOINTED, LAYOUTS, MODELS, STEPS
 from tests.workers import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -70,7 +70,7 @@ def test_three_successive_exports_agree_with_one_process(seen: Any) -> None:
 
 
 def test_a_resumed_run_repeats_the_next_step_exactly(seen: Any) -> None:
-    exact = {"step": 3, "metrics": True, "weights": True}
+    exact = {"step": STEPS, "metrics": True, "weights": True}
     assert {name: seen[name]["resumed"] for name in CHECKPOINTED} == dict.fromkeys(
         CHECKPOINTED, exact
     )
