@@ -290,13 +290,14 @@ def test_a_store_of_all_buckets_is_as_good_as_the_trainers(served, tmp_path):
     node.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_workers_hold_their_parts_of_each_of_ten_versions(kind, tmp_path):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama"])
+def test_two_workers_hold_their_parts_of_each_of_five_versions(kind, tmp_path):
+    # `qwen3` has the parts of `llama`: dense layers, and an embedding that is the head as well.
     model_dir = tiny_models.save(kind, 0, tmp_path / "v0")
     versions = Versions(tmp_path / "weights", 50_000, owners=2)
     before = {*Path("/dev/shm").glob("*-cpushm_*")}  # of vLLM's workers
     with running_engine(run_config(model_dir, width=2), model_dir) as (engine, loop):
-        for version in range(1, 11):
+        for version in range(1, 6):
             tiny_models.save(kind, version, tmp_path / "next")
             tensors = as_sent(tiny_models.checkpoint(tmp_path / "next"))
             manifest = versions.write(version, tensors)
