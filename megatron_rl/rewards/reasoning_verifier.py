@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, last_box
+from megatron_rl.rewards.math.normalize import untext
 from megatron_rl.rewards.math.verdict import shorten
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
@@ -29,6 +30,40 @@ _GATES = {
     **dict.fromkeys(("simple_integration", "intermediate_integration"), _FORMULA),
     "polynomial_multiplication": _FORMULA,
 }
+
+
+_COMMANDS = {
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+    "\\left": "",
+    "\\right": "",
+    "\\,": " ",
+    "\\leq": "<=",
+    "\\geq": ">=",
+    "\\le": "<=",
+    "\\ge": ">=",
+    "\\ ": " ",
+    "$": "",
+    "\\_": "_",
+    "\\{": "{",
+    "\\}": "}",
+    "\\%": "%",
+    "\\quad": " ",
+    "\\neq": "!=",
+    "\\ne": "!=",
+}
+
+
+def plain(answer: str, gold: str) -> str:
+    r"""Return an answer as scorers read it, for `\text{Tuesday}`, `11 \times 23`, `x=-4`."""
+    text = re.sub(r"\\d?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", untext(answer))
+    text = re.sub(r"\\[A-Za-z]+|\\.|\$", lambda m: _COMMANDS.get(m[0], m[0]), text)
+    if "=" not in gold:
+        text = re.sub(r"^\s*[A-Za-z]\w?\s*=", "", text)
+    for sign, own in (("*", "×"), ("/", "÷"), ("-", "−")):
+        text = text.replace(sign, own) if own in gold else text
+    return text.strip()
 
 
 def is_safe(task: str, answer: str) -> bool:
@@ -69,6 +104,13 @@ def make_reasoning_verifier(settings: VerifierSettings) -> Verifier:
             return Verdict(Outcome.NO_ANSWER, str(e))
         if len(answer) > MAX_ANSWER:
             return Verdict(Outcome.UNPARSABLE, f"an answer of {len(answer)} characters")
+        first = scored(task, answer, gold, meta)
+        if first.passed or (without := plain(answer, gold)) == answer:
+            return first
+        second = scored(task, without, gold, meta)
+        return second if second.passed else first
+
+    def scored(task: str, answer: str, gold: str, meta: dict[str, Any]) -> Verdict:
         if answer == gold:
             return Verdict(Outcome.CORRECT, f"{shorten(answer)} is the answer")
         if not is_safe(task, answer):

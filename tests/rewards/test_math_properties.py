@@ -24,6 +24,7 @@ MEANING = [
     for c in SPELLABLE
     if c["kind"] in ("fraction", "radical", "pi", "power", "polynomial", "complex", "set", "tuple")
     and "{0}" not in c["gold"] + c["answer"]  # a gold answer without a value is unparsable
+    and c["why"] != "parentheses left out"  # 1, 2 stands for (1, 2), and not the other way round
 ]
 # Tokens may not contain a space: commands with an environment, numbers, operators, names.
 TOKEN = re.compile(

@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
-from itertools import chain
+from itertools import chain, permutations
+from typing import Any
 
+import msgspec
 from mpmath import mp
 
 from megatron_rl.rewards.math.equal import is_near, proportional, same_value
@@ -24,14 +26,13 @@ from megatron_rl.rewards.math.forms import (
     Union,
     Words,
 )
-from megatron_rl.rewards.math.node import Node
+from megatron_rl.rewards.math.node import Node, substitute
+from megatron_rl.rewards.math.number_sets import FLIPPED, as_intervals, difference, solves
 
 ROUNDED_DECIMALS = 4
 ROUNDED_DIGITS = 6
 """A decimal with at least this many decimals and digits equals any value that rounds to it."""
-INFINITY = Node("infinity")
-MINUS_INFINITY = Node("neg", (INFINITY,))
-_FLIPPED = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
+_FUNCTION = re.compile(r"^([A-Za-z])\(([A-Za-z])\)$")
 _NAME = re.compile(
     r"^(?:\\?[A-Za-z]+|\\(?:overline|angle|widehat|vec|hat|bar)\s*\{?[A-Za-z]+\}?)(?:_\{?\w+\}?|')*"
     r"(?:\^\{?-1\}?)?(?:\([A-Za-z_0-9,+\\-]*\))?$"
@@ -40,12 +41,17 @@ _NAME = re.compile(
 
 def same(gold: Form, answer: Form) -> bool:
     """Return True if the two forms have the same meaning; `Undefined` if a side has no value."""
+    gold, answer = _collapsed(gold), _collapsed(answer)
+    if isinstance(gold, Collection) and isinstance(answer, Collection):
+        answer = _with_parameter(gold, answer)
+    elif isinstance(answer, Collection) and (target := _target(answer)) is not None:
+        return same(gold, target)
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return _with_relation(gold, answer)
     if isinstance(gold, Expression) and isinstance(answer, Expression):
         return same_expression(gold.node, answer.node)
     if isinstance(gold, Words) or isinstance(answer, Words):
-        return gold == answer
+        return gold == answer or _letters(gold) == _letters(answer) != ""
     if isinstance(gold, Matrix) or isinstance(answer, Matrix):
         return _same_matrix(gold, answer)
     if isinstance(gold, Based) or isinstance(answer, Based):
@@ -55,6 +61,66 @@ def same(gold: Form, answer: Form) -> bool:
     return _same_collection(gold, answer)
 
 
+def _collapsed(form: Form) -> Form:
+    r"""Return `1/2` for `1/2` or `50\%`, which are one value."""
+    if isinstance(form, Collection) and form.closing == "or" and len(_distinct(form.items)) == 1:
+        return form.items[0]
+    return form
+
+
+def _letters(form: Form) -> str:
+    """Return the letters of a name or a list: ABC is A, B, C."""
+    if isinstance(form, Words):
+        return form.text
+    items = form.items if isinstance(form, Collection) and not form.opening else ()
+    names = [i.node.name for i in items if isinstance(i, Expression) and i.node.op == "sym"]
+    return "".join(names).casefold() if len(names) == len(items) else ""
+
+
+def _with_parameter(gold: Collection, answer: Collection) -> Collection:
+    r"""Rename the answer's parameter, as in `x = n\pi, n \in \mathbb{Z}`, to the gold's."""
+    names = [
+        [
+            i.parts[0].node.name
+            for i in c.items
+            if isinstance(i, Relation)
+            and i.operators == ("in",)
+            and isinstance(i.parts[0], Expression)
+            and isinstance(i.parts[1], NamedSet)
+        ]
+        for c in (gold, answer)
+    ]
+    if len(names[0]) != 1 or len(names[1]) != 1 or gold.opening or answer.opening:
+        return answer
+    return _renamed(answer, {names[1][0]: Node("sym", name=names[0][0])})
+
+
+def _renamed(form: Any, values: dict[str, Node]) -> Any:
+    if isinstance(form, Node):
+        return substitute(form, values)
+    if isinstance(form, tuple):
+        return tuple(_renamed(f, values) for f in form)
+    if isinstance(form, msgspec.Struct):
+        fields = {f: _renamed(getattr(form, f), values) for f in form.__struct_fields__}
+        return msgspec.structs.replace(form, **fields)
+    return form
+
+
+def _target(answer: Collection) -> Form | None:
+    """Return 809 for "m=500, n=309, m+n=809", whose last quantity follows from the others."""
+    relations = [i for i in answer.items if isinstance(i, Relation) and i.operators == ("=",)]
+    if answer.opening or len(relations) != len(answer.items) or len(relations) < 2:
+        return None
+    pairs = [[p.node for p in r.parts if isinstance(p, Expression)] for r in relations]
+    if any(len(p) != 2 or p[1].symbols for p in pairs) or any(p[0].op != "sym" for p in pairs[:-1]):
+        return None
+    values = {name.name: value for name, value in pairs[:-1]}
+    quantity, value = pairs[-1]
+    if quantity.op == "sym" or not quantity.symbols or not quantity.symbols <= values.keys():
+        return None
+    return relations[-1].parts[1] if same_value(substitute(quantity, values), value) else None
+
+
 def same_expression(gold: Node, answer: Node) -> bool:
     """Compare values; a long decimal also equals a value that rounds to it."""
     if gold.has("infinity") or answer.has("infinity"):
@@ -62,7 +128,7 @@ def same_expression(gold: Node, answer: Node) -> bool:
     if same_value(gold, answer):
         return True
     short, long = gold, answer
-    if _decimals(short) < 0 or 0 <= _decimals(long) < _decimals(short):
+    if decimals(short) < 0 or 0 <= decimals(long) < decimals(short):
         short, long = long, short
     return _is_rounding(short, long)
 
@@ -72,13 +138,14 @@ def _infinite(node: Node) -> int:
     return -_infinite(node.args[0]) if node.op == "neg" else int(node.op == "infinity")
 
 
-def _decimals(node: Node) -> int:
-    return _decimals(node.args[0]) if node.op == "neg" else node.decimals
+def decimals(node: Node) -> int:
+    """Return the digits after the point of a decimal literal, -1 for anything else."""
+    return decimals(node.args[0]) if node.op == "neg" else node.decimals
 
 
 def _is_rounding(literal: Node, exact: Node) -> bool:
-    places = _decimals(literal)
-    if places < ROUNDED_DECIMALS or exact.symbols or 0 <= _decimals(exact) == places:
+    places = decimals(literal)
+    if places < ROUNDED_DECIMALS or exact.symbols or 0 <= decimals(exact) == places:
         return False
     value = evaluate(literal, Context())
     assert isinstance(value, Fraction)
@@ -88,6 +155,13 @@ def _is_rounding(literal: Node, exact: Node) -> bool:
 
 
 def _with_relation(gold: Form, answer: Form) -> bool:
+    if isinstance(gold, Relation) and solves(gold, answer):
+        return True
+    for relation, other in ((gold, answer), (answer, gold)):
+        if isinstance(relation, Relation) and isinstance(other, Collection):
+            *names, end = relation.parts
+            if len(names) > 1 and all(map(_is_symbol, names)) and set(relation.operators) == {"="}:
+                return same(Collection("(", ")", (end,) * len(names)), other)  # x = y = 1
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         if _same_relation(gold, answer):
             return True
@@ -110,6 +184,9 @@ def _same_matrix(gold: Form, answer: Form) -> bool:
     assert isinstance(matrix, Matrix)
     if not isinstance(other, Collection) or other.opening == "{":
         return False
+    rows = [i.items for i in other.items if isinstance(i, Collection) and i.opening]
+    if len(rows) == len(other.items) > 0:
+        return _same_matrix(matrix, Matrix(tuple(rows)))
     cells = list(chain(*matrix.rows))
     is_vector = len(matrix.rows) == 1 or all(len(row) == 1 for row in matrix.rows)
     return is_vector and len(cells) == len(other.items) and all(map(same, cells, other.items))
@@ -128,19 +205,22 @@ def _same_based(gold: Form, answer: Form) -> bool:
 
 def _same_union(gold: Form, answer: Form) -> bool:
     """Compare as sets of real numbers."""
-    golds, answers = _as_intervals(gold), _as_intervals(answer)
+    golds, answers = as_intervals(gold), as_intervals(answer)
     return golds is not None and answers is not None and _matched(golds, answers)
 
 
 def _same_collection(gold: Form, answer: Form) -> bool:
     items = [f.items if isinstance(f, Collection) else (f,) for f in (gold, answer)]
     brackets = [f.opening + f.closing if isinstance(f, Collection) else "" for f in (gold, answer)]
+    brackets = ["" if b == "or" else b for b in brackets]
     if brackets == ["{}", "{}"] or ("{}" in brackets and "" in brackets):
         return _matched(_distinct(items[0]), _distinct(items[1]))
     if brackets == ["", ""]:
         return _matched(*items)
     if "{}" in brackets or len(items[0]) != len(items[1]):
         return False
+    if brackets[0] == "" and not all(isinstance(i, Relation) for i in items[0]):
+        return False  # 1, 2 are two answers, (1, 2) is one
     if "" not in brackets and brackets[0] != brackets[1] and len(items[0]) == 2:
         return False  # (1, 2) and [1, 2] are different intervals
     return all(map(same, *items))
@@ -172,16 +252,20 @@ def _is_name(form: Form, text: str) -> bool:
     if isinstance(form, Words):
         return True
     if isinstance(form, Collection):
-        return all(isinstance(i, Expression) and i.node.op == "sym" for i in form.items)
-    return isinstance(form, Expression) and (form.node.op == "sym" or bool(_NAME.match(text)))
+        return all(map(_is_symbol, form.items))
+    return _is_symbol(form) or (isinstance(form, Expression) and bool(_NAME.match(text)))
+
+
+def _is_symbol(form: Form) -> bool:
+    return isinstance(form, Expression) and form.node.op == "sym"
 
 
 def _value_of(relation: Relation, *, is_gold: bool) -> Form | None:
     """Return the value that an equation, or a membership such as `x in {1, 2}`, assigns, or None.
 
-    The left side of the gold answer must be a name.
+    The left side is a name or a quantity such as `|a|`; `m+n` only if it is not the gold answer.
     """
-    if relation.operators == ("in",):
+    if relation.operators == ("in",) and _is_name(relation.parts[0], relation.texts[0]):
         return relation.parts[1]
     if set(relation.operators) != {"="}:
         return None
@@ -190,11 +274,17 @@ def _value_of(relation: Relation, *, is_gold: bool) -> Form | None:
         # x = a+b = 5 may name its value twice; x = 2+2 = 5 contradicts itself.
         constants = [h for h in heads[1:] if isinstance(h, Expression) and not h.node.symbols]
         return value if all(same(value, h) for h in constants) else None
-    if is_gold or not isinstance(heads[0], Expression):
+    node = heads[0].node if isinstance(heads[0], Expression) else None
+    if node is None or (is_gold and not node.symbols):
         return None
-    node = heads[0].node
     if not node.symbols:
         return value if all(same(h, value) for h in heads) else None
+    if node.op in ("abs", "call", "floor", "ceil"):
+        return value
+    if is_gold:
+        return None
+    if node.op == "pow" and node.args[0].op == "sym" and not node.args[1].symbols:
+        return value
     # m+n=11 assigns a value to a quantity; x+1=5 is an equation that is not solved.
     with suppress(Undefined), mp.workdps(100):
         at_zero = evaluate(node, Context(values=dict.fromkeys(node.symbols, Fraction(0))))
@@ -212,7 +302,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
         return _same_equation(gold, answer)
     if gold.operators == answer.operators and _parts_agree(gold.parts, answer.parts):
         return True
-    flipped = tuple(_FLIPPED.get(o, o) for o in reversed(answer.operators))
+    flipped = tuple(FLIPPED.get(o, o) for o in reversed(answer.operators))
     if gold.operators == flipped and _parts_agree(gold.parts, answer.parts[::-1]):
         return True
     return _same_inequality(gold, answer)
@@ -224,7 +314,28 @@ def _parts_agree(gold: tuple[Form, ...], answer: tuple[Form, ...]) -> bool:
     return False
 
 
+def _same_function(gold: Relation, answer: Relation) -> bool:
+    """Compare f(x)=ax+b and f(t)=mt+c: names of the argument and of constants do not count."""
+    pair = [_FUNCTION.match(r.texts[0]) for r in (gold, answer)]
+    nodes = [p.node for r in (gold, answer) for p in r.parts[1:] if isinstance(p, Expression)]
+    if None in pair or len(nodes) != 2 or len(gold.parts) != 2 or len(answer.parts) != 2:
+        return False
+    (name, x), (other_name, t) = (m.groups() for m in pair if m is not None)
+    g, a = nodes
+    if name.casefold() != other_name.casefold() or (x != t and x in a.symbols):
+        return False
+    a = substitute(a, {t: Node("sym", name=x)})
+    own, others = sorted(g.symbols - a.symbols), sorted(a.symbols - g.symbols)
+    if len(own) != len(others) or len(own) > 3:
+        return False
+    names = [dict(zip(others, p, strict=True)) for p in permutations(own)]
+    renamed = [substitute(a, {k: Node("sym", name=v) for k, v in n.items()}) for n in names]
+    return any(_parts_agree((Expression(g),), (Expression(r),)) for r in renamed)
+
+
 def _same_equation(gold: Relation, answer: Relation) -> bool:
+    if _same_function(gold, answer):
+        return True
     if all(_is_name(r.parts[0], r.texts[0]) for r in (gold, answer)):
         if isinstance(gold.parts[0], Words) or isinstance(answer.parts[0], Words):
             return same(gold.parts[-1], answer.parts[-1])
@@ -233,17 +344,10 @@ def _same_equation(gold: Relation, answer: Relation) -> bool:
             return g is not None and a is not None and same(g, a)
     if len(gold.parts) != 2 or len(answer.parts) != 2:
         return sorted(gold.texts) == sorted(answer.texts)
-    left, right = _difference(gold), _difference(answer)
+    left, right = difference(gold), difference(answer)
     if left is None or right is None:
         return gold.texts == answer.texts and _parts_agree(gold.parts, answer.parts)
     return left.symbols == right.symbols and proportional(left, right, positive=False)
-
-
-def _difference(relation: Relation) -> Node | None:
-    left, right = relation.parts
-    if not isinstance(left, Expression) or not isinstance(right, Expression):
-        return None
-    return Node("add", (left.node, Node("neg", (right.node,))))
 
 
 def _same_inequality(gold: Relation, answer: Relation) -> bool:
@@ -251,66 +355,11 @@ def _same_inequality(gold: Relation, answer: Relation) -> bool:
         return False
     differences = []
     for relation in (gold, answer):
-        difference, operator = _difference(relation), relation.operators[0]
-        if difference is None or operator == "in":
+        side, operator = difference(relation), relation.operators[0]
+        if side is None or operator == "in":
             return False
         if operator in (">", "ge"):
-            difference, operator = Node("neg", (difference,)), _FLIPPED[operator]
-        differences.append((difference, operator))
+            side, operator = Node("neg", (side,)), FLIPPED[operator]
+        differences.append((side, operator))
     (a, first), (b, second) = differences
     return first == second and proportional(a, b, positive=first != "ne")
-
-
-def _interval(low: Node, high: Node, open_below: bool, open_above: bool) -> Collection:
-    """Return the numbers between two ends; a single number is closed with equal ends."""
-    brackets = "[("[open_below], "])"[open_above]
-    return Collection(*brackets, (Expression(low), Expression(high)))
-
-
-def _as_intervals(form: Form) -> list[Collection] | None:
-    """Return a form as disjoint parts of the real line; None if it is not a set of numbers."""
-    if isinstance(form, NamedSet):
-        line = [_interval(MINUS_INFINITY, INFINITY, True, True)]
-        return line if form.name == "R" else [] if form.name == "empty" else None
-    if isinstance(form, Union) or (isinstance(form, Collection) and not form.opening):
-        parts = [_as_intervals(item) for item in form.items]
-        return None if None in parts else list(chain(*(p or () for p in parts)))
-    if isinstance(form, Relation):
-        return _relation_intervals(form)
-    if not isinstance(form, Collection):
-        return None
-    nodes = [item.node for item in form.items if isinstance(item, Expression)]
-    if len(nodes) != len(form.items):
-        return None
-    if form.opening == "{":
-        return [_interval(n, n, False, False) for n in nodes]
-    if len(nodes) != 2:
-        return None
-    return [_interval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
-
-
-def _relation_intervals(relation: Relation) -> list[Collection] | None:
-    if relation.operators == ("in",):
-        return _as_intervals(relation.parts[1])
-    nodes = [p.node for p in relation.parts if isinstance(p, Expression)]
-    variables = [i for i, n in enumerate(nodes) if n.symbols]
-    if len(nodes) != len(relation.parts) or len(variables) != 1:
-        return None
-    if nodes[at := variables[0]].op != "sym":
-        return None
-    if len(nodes) == 2:
-        operator, bound = relation.operators[0], nodes[1 - at]
-        operator = _FLIPPED.get(operator, operator) if at == 1 else operator
-        below = _interval(MINUS_INFINITY, bound, True, operator != "le")
-        above = _interval(bound, INFINITY, operator != "ge", True)
-        point = _interval(bound, bound, False, False)
-        sets = {"<": [below], ">": [above], "ne": [below, above], "=": [point]}
-        return {**sets, "le": [below], "ge": [above]}.get(operator)
-    if len(nodes) != 3 or at != 1:
-        return None
-    low, high, (first, second) = nodes[0], nodes[2], relation.operators
-    if {first, second} <= {">", "ge"}:
-        low, high, first, second = high, low, _FLIPPED[second], _FLIPPED[first]
-    if not {first, second} <= {"<", "le"}:
-        return None
-    return [_interval(low, high, first == "<", second == "<")]

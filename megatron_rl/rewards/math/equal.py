@@ -6,6 +6,7 @@ cancellation: two values are equal only if that many digits agree, and over the 
 be had. Variables of integer functions take integers of many residues.
 """
 
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import cycle
 
@@ -62,13 +63,14 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
 
     For inequalities the constant must be `positive`.
     """
-    first: tuple[Number, Number] | None = None
+    first: tuple[Number, Number, int] | None = None
     compared = 0
     for context in _contexts(a, b):
         if (pair := _pair(a, b, context, full=True)) is None:
             continue
-        with mp.workdps(SURE):
-            x, y = pair[:2]
+        x, y, sure = pair
+        sure = min(sure, first[2]) if first else sure
+        with mp.workdps(sure + FIRST):
             if any(isinstance(v, mpmath.mpc) for v in (x, y)):
                 continue
             if (x == 0) != (y == 0):
@@ -78,8 +80,8 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
             if positive and (to_mp(x) > 0) != (to_mp(y) > 0):
                 return False
             if first is None:
-                first = x, y
-            elif not _close(_times(x, first[1]), _times(y, first[0]), SURE - 10):
+                first = pair
+            elif not _close(_times(x, first[1]), _times(y, first[0]), sure - 10):
                 return False
             compared += 1
     return compared >= (ENOUGH_POINTS if a.symbols | b.symbols else 1)
@@ -108,26 +110,25 @@ def _close(x: Number, y: Number, digits: int) -> bool:
     return bool(abs(x - y) <= max(abs(x), abs(y)) * mpmath.mpf(10) ** -digits)
 
 
-def _contexts(a: Node, b: Node, log_base: Fraction | None = None) -> list[Context]:
-    """Return the points at which to compare."""
+def _contexts(a: Node, b: Node, log_base: Fraction | None = None) -> Iterator[Context]:
+    """Yield the points at which to compare."""
     symbols = sorted(a.symbols | b.symbols)
     if len(symbols) > 12:
         raise OverLimit(f"{len(symbols)} variables: over the limit of 12")
     if not symbols:
-        return [Context(log_base=log_base)]
+        yield Context(log_base=log_base)
+        return
     integers = a.integer_symbols | b.integer_symbols
     if a.is_transcendental or b.is_transcendental:
         integers |= {s for s in symbols if s[0] in _INTEGER_NAMES}
     count = len(_INTEGERS) * min(len(integers), 2) or len(_REAL)
-    contexts = []
     for t, real in zip(range(count), cycle(_REAL)):
         values = {}
         for i, s in enumerate(symbols):
             steps = t * (i + 1) + 7 * i + t // len(_INTEGERS)
             integer = Fraction(_INTEGERS[steps % len(_INTEGERS)])
             values[s] = integer if s in integers else real[i % 5] + i // 5
-        contexts.append(Context(values, log_base))
-    return contexts
+        yield Context(values, log_base)
 
 
 def _pair(a: Node, b: Node, context: Context, *, full: bool) -> tuple[Number, Number, int] | None:
@@ -145,8 +146,9 @@ def _pair(a: Node, b: Node, context: Context, *, full: bool) -> tuple[Number, Nu
                 x, y = (_without_noise(evaluate(n, context), context) for n in (a, b))
             except (Undefined, ZeroDivisionError, OverflowError):
                 # A small difference may have vanished.
-                if full or not context.vanished:
+                if digits > FIRST or not context.vanished:
                     return None
+                sure = -int(0.302 * (context.lost + context.spread))
             else:
                 if isinstance(x, Fraction) and isinstance(y, Fraction) and not context.vanished:
                     return x, y, MOST
@@ -170,10 +172,9 @@ def _without_noise(x: Number, context: Context) -> Number:
 
 
 def _agree_in(a: Node, b: Node, log_base: Fraction | None) -> bool:
-    contexts = _contexts(a, b, log_base)
     for real in (True, False):
         compared, limit = 0, None
-        for context in contexts:
+        for context in _contexts(a, b, log_base):
             try:
                 agreed = _agree_at(a, b, context, real=real)
             except OverLimit as e:
@@ -183,7 +184,7 @@ def _agree_in(a: Node, b: Node, log_base: Fraction | None) -> bool:
             if agreed is False:
                 return False
             compared += agreed is True
-        if compared >= (ENOUGH_POINTS if contexts[0].values else 1):
+        if compared >= (ENOUGH_POINTS if a.symbols | b.symbols else 1):
             return True
         if limit is not None:
             raise limit

@@ -19,6 +19,7 @@ MAX_BITS = 200_000
 MAX_MANTISSA = 100_000_000
 """Largest power whose leading digits are computed."""
 MAX_FACTORIAL, MAX_ROOT = 20_000, 1_000_000
+FEW_DIGITS = 15
 GUARD_BITS = 40
 """Bits for the rounding errors of all steps together."""
 
@@ -135,7 +136,8 @@ def _power(base: Number, exponent: Number, context: Context) -> Number:
     a, b = context.real(base), context.real(exponent)
     if a == 0:
         raise Undefined("a power of zero")
-    logarithm = b * mpmath.log(a)
+    with mp.workdps(FEW_DIGITS):
+        logarithm = b * mpmath.log(a)
     if abs(logarithm) > 10**9:
         raise OverLimit("a power whose value has over 10^8 digits")
     if logarithm:

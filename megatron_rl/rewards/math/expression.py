@@ -20,7 +20,7 @@ from megatron_rl.rewards.math.node import (
 _CLOSERS = r") ] } \} \rceil \rfloor \rangle , = < > & ;"
 _STOPS = {"", *_CLOSERS.split()}
 _SIGNS = {"+": "plus", "-": "neg", "\\pm": "pm", "\\mp": "mp"}
-_TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv"}
+_TIMES = {"*": "mul", "\\times": "mul", "/": "inv", "\\div": "inv", ":": "inv", "\\bmod": "mod"}
 _BARS = ("|", "\\vert", "\\|")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _LETTERS = {"e": "e", "i": "imaginary"}
@@ -81,6 +81,10 @@ class _Parser:
             elif token in _TIMES:
                 self.i += 1
                 right = self.expression(_PRODUCT)
+                if _TIMES[token] == "mod":
+                    left = Node(made, tuple(parts)) if made else parts[0]
+                    parts, made = [Node("call", (left, right), name="mod")], ""
+                    continue
                 op, term = "mul", Node("inv", (right,)) if _TIMES[token] == "inv" else right
             else:
                 op, term = self.juxtapose(parts[0] if len(parts) == 1 else Node("mul"))
@@ -127,9 +131,7 @@ class _Parser:
                 else:
                     base = Node("pow", (base, self.script()))
             elif self.accept("!"):
-                if self.peek() == "!":
-                    raise Unreadable("a double factorial")
-                base = Node("fact", (base,))
+                base = Node("double" if self.accept("!") else "fact", (base,))
             elif self.accept("\\%"):
                 base = Node("percent", (base,))
             else:
@@ -249,6 +251,8 @@ class _Parser:
             return Node("root", (self.argument(), index))
         if name in _CONSTANTS:
             return Node(_CONSTANTS[name])
+        if name == "Gamma" and self.peek() == "(":
+            return Node("gamma", (self.atom(),))
         if name in GREEK:
             return self.symbol(f"\\{name}")
         if name in FUNCTIONS:

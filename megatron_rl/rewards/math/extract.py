@@ -10,6 +10,11 @@ _BRACE = re.compile(r"(?:\\.)+|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
 _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", re.DOTALL)
 _SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
+# A bullet has a space behind it.
+_MINUS = re.compile(r"(?:^|[\s=$(])-\$?$")
+_JOINED = re.compile(
+    r"[\s$]*(?:,\s*(?:and|or)?|;|(?:\\text\{)?\s*(?:and|or)\b\s*\}?)[\s$]*(?:[A-Za-z]\w*\s*=[\s$]*)?"
+)
 MAX_NESTED_BOXES = 10
 MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
 """Limits of one box, beyond any formula that can be parsed."""
@@ -37,6 +42,7 @@ def last_box(text: str) -> str | None:
     Raises `NoAnswer` if the last box is not closed, or empty.
     """
     content, position = None, 0
+    boxes: list[tuple[int, str, int]] = []  # start, content, end
     while (match := _BOX.search(text, position)) is not None:
         start = match.end()
         if text[start : start + 1] == "{":
@@ -47,13 +53,22 @@ def last_box(text: str) -> str | None:
             content, position = token.group(), token.end()
         else:
             content, position = "", max(start, match.start() + 1)
+        boxes.append((match.start(), content, position))
     if content is None:
         return None
     # A text that is too long to be parsed is not searched for more boxes either.
     inner = unbox(content) if len(content) <= MAX_CHARACTERS else content
     if not inner.strip():
         raise NoAnswer("the last box is empty")
-    return inner
+    parts, start = [inner], boxes[-1][0]
+    for first, content, end in boxes[-2 : -2 - MAX_NESTED_BOXES : -1]:
+        # x = \boxed{5} and y = \boxed{6} are one answer.
+        if start - end > 40 or not _JOINED.fullmatch(text, end, start):
+            break
+        parts, start = [content, *parts], first
+    if len(parts) == 1 and len(inner) <= MAX_CHARACTERS and _MINUS.search(text[:start][-3:]):
+        return f"-{inner}" if inner[0].isalnum() and inner.isalnum() else f"-({inner})"
+    return ", ".join(dict.fromkeys(parts))
 
 
 def unbox(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, islice, product
 
 import msgspec
 
@@ -17,7 +18,7 @@ from megatron_rl.rewards.math.node import (
     over_length,
     with_sign,
 )
-from megatron_rl.rewards.math.normalize import text_form, untext
+from megatron_rl.rewards.math.normalize import NOTATION, shortened, text_form, untext
 
 MAX_ITEMS = 200
 
@@ -29,9 +30,10 @@ class Expression(msgspec.Struct, frozen=True):
 
 
 class Collection(msgspec.Struct, frozen=True):
-    """Several values. Example: `(1, 2)` has the brackets `(` and `)`, a bare list has none.
+    r"""Several values. Example: `(1, 2)` has the brackets `(` and `)`, a bare list has none.
 
     `{` is a set; `(` and `[` with two members may be an interval, depending on the other side.
+    Values of which each may be the answer (`1/2` or `50\%`) have the brackets `""` and `or`.
     """
 
     opening: str
@@ -82,8 +84,8 @@ class Based(msgspec.Struct, frozen=True):
 Form = Expression | Collection | Union | Relation | Words | NamedSet | Matrix | Based
 
 _STATEMENT = re.compile(
-    r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|bmod|mod|mapsto|to|rightarrow|Rightarrow"
-    r"|implies|iff|Leftrightarrow|perp|parallel|triangle|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
+    r"\\(?:ldots|vdots|ddots|forall|exists|equiv|pmod|mod|mapsto|to|rightarrow|Rightarrow"
+    r"|implies|iff|Leftrightarrow|perp|parallel|cong|sim|subset|subseteq|nmid)(?![A-Za-z])"
     r"|\\begin\{(?:cases|aligned|array|align)"
 )
 # The arrow under a limit does not make a statement.
@@ -91,15 +93,32 @@ _UNDER_LIMIT = re.compile(r"\\lim\s*_\s*\{(?:[^{}]|\{[^{}]*\})*\}")
 _MATRIX = re.compile(r"^\\begin\{([pbvBV]?matrix)\}(.*)\\end\{\1\}$", re.DOTALL)
 _RELATION = re.compile(r"\\(le|ge|ne|in|approx)(?![A-Za-z])|([=<>])")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
-_OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle"}
+_OPENING = {"(": ")", "[": "]", "\\{": "\\}", "\\langle": "\\rangle", "{": "}"}
 _CLOSING = {*_OPENING.values(), "}", "\\rfloor", "\\rceil"}
 _OPEN = {*_OPENING, "{", "\\lfloor", "\\lceil"}
 _THOUSANDS = re.compile(r"^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$")
 _BASED = re.compile(r"^([0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$")
 _NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
 _ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
-_PLAIN_WORDS = re.compile(r"^[A-Za-z][A-Za-z' .-]*$")
-_SHORT_WORDS = ("yes", "no", "none", "true", "false", "all", "odd", "even", "dne")
+_PLAIN_WORDS = re.compile(r"^[A-Za-z\u4e00-\u9fff][A-Za-z\u4e00-\u9fff' .-]*$")
+_SHORT_WORDS = [
+    "是",
+    "否",
+    "无解",
+    "不存在",
+    "yes",
+    "no",
+    "none",
+    "true",
+    "false",
+    "all",
+    "odd",
+    "even",
+    "dne",
+]
+_SYNONYMS = {shortened(name): group[0] for group in NOTATION["synonyms"] for name in group}
+_SETS = {name: letter for letter, names in NOTATION["sets"].items() for name in names}
+_LONG_RUN = re.compile(r"(?<![A-Za-z\\_{])[A-Za-z]{4,}")
 _COMMA = re.compile("[,;]")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
@@ -116,19 +135,19 @@ def read_form(text: str) -> Form:
         return _matrix(matrix[2])
     if _STATEMENT.search(_UNDER_LIMIT.sub("", text)):
         return Words(text_form(text))
-    text = untext(text).strip()
-    if _PLAIN_WORDS.match(text):
-        longest = max(len(word) for word in re.split(r"[ .'-]+", text))
-        # Anything shorter is a product of variables such as `xy`.
-        if longest > (1 if all_text else 3) or text.lower() in _SHORT_WORDS:
-            return Words(" ".join(text.casefold().replace(".", " ").split()))
+    marked, plain = all_text is not None or "\\text" in text, untext(text).strip()
+    if (words := _statement(plain, marked=marked)) is not None:
+        return words
+    # Other words are names, or make a formula unreadable; they are no products of letters.
+    text = plain if all_text else untext(text, words=False).strip()
     if not text:
         raise Unreadable("the text is empty")
     if _THOUSANDS.match(text):
         return Expression(read_expression(text.replace(",", "")))
     for separator in (_COMMA, _JOIN):
         if matches := _outside(separator, text):
-            return Collection("", "", _items(_split(text, matches)))
+            closing = "or" if all(m[0].strip() == "or" for m in matches) else ""
+            return Collection("", closing, _items(_split(text, matches)))
     if (relation := _relation(text)) is not None:
         return relation
     if matches := _outside(_CUP, text):
@@ -144,11 +163,38 @@ def read_form(text: str) -> Form:
         return NamedSet(named[1])
     if text in ("\\emptyset", "\\{ \\}", "\\{\\}"):
         return NamedSet("empty")
+    if run := _LONG_RUN.search(text):
+        raise Unreadable(f"words inside a formula: {run[0]!r}")
     node = read_expression(text)
     if node.has("pm", "mp"):
         upper, lower = (Expression(with_sign(node, upper)) for upper in (True, False))
         return Collection("", "", (upper, lower))
     return Expression(node)
+
+
+def _statement(text: str, *, marked: bool) -> Form | None:
+    """Return the meaning of words; None for anything else, such as a product `xy`."""
+    if match := re.match(r"(?i)(yes|no),\s*[a-z' ]+\.?$", text):
+        text = match[1]
+    lengths = [len(word) for word in re.split(r"[ .'-]+", text) if word not in ("and", "or")]
+    longest = max(lengths, default=0)
+    is_text = longest > (1 if marked else 3) or text.lower() in _SHORT_WORDS
+    # XY is a name and not YX; xy is a product of variables.
+    if not re.fullmatch(r"[A-Z]{2,}", text) and not (is_text and _PLAIN_WORDS.match(text)):
+        return None
+    words = " ".join(text.casefold().replace(".", " ").split())
+    names = re.split(r"\s+and\s+", words)
+    if len(names) > 1:
+        return Collection("", "", tuple(Words(_canonical(name)) for name in names))
+    words = _canonical(words)
+    if words == "infinite":
+        return Expression(Node("infinity"))
+    return NamedSet(_SETS[words]) if words in _SETS else Words(words)
+
+
+def _canonical(words: str) -> str:
+    """Return the shortest words that mean the same."""
+    return _SYNONYMS.get(short := shortened(words), short)
 
 
 def _ratio(terms: tuple[Form, ...]) -> Collection:
@@ -220,7 +266,7 @@ def _side(text: str) -> Form:
     try:
         return read_form(text)
     except Unreadable:
-        if re.search(r"\d", text):
+        if re.search(r"\d", text) and not re.match(r"\\(?:sum|prod|int|lim)(?![A-Za-z])", text):
             raise
         return Words(text_form(text))
 
@@ -236,12 +282,24 @@ def _bracketed(text: str) -> Form | None:
         inside = text[len(opening) : end].strip()
         if opening == "\\{":
             return _set(inside)
+        if opening == "{":
+            return _set(inside) if _outside(_COMMA, inside) else None
         if not (commas := _outside(_COMMA, inside)):
             return None if last == closing and "\\cup" not in inside else read_form(inside)
         if opening == "\\langle" or last == "\\rangle":
             opening, last = "(", ")"
-        return Collection(opening, last, _items(_split(inside, commas)))
+        return _tuple(opening, last, _split(inside, commas))
     return None
+
+
+def _tuple(opening: str, closing: str, texts: list[str]) -> Collection:
+    r"""Return a tuple; `(\pm 1, \pm 2)` is a list of four."""
+    members = [_items([text]) for text in texts]
+    if "\\pm" not in "".join(texts):
+        return Collection(opening, closing, tuple(chain(*members)))
+    if len(tuples := list(islice(product(*members), MAX_ITEMS + 1))) > MAX_ITEMS:
+        raise OverLimit(f"over {MAX_ITEMS} tuples")
+    return Collection("", "", tuple(Collection(opening, closing, t) for t in tuples))
 
 
 def _set(inside: str) -> Form:

@@ -117,3 +117,10 @@ def with_sign(node: Node, upper: bool) -> Node:
         inner = with_sign(node.args[0], upper)
         return inner if (node.op == "pm") == upper else Node("neg", (inner,))
     return msgspec.structs.replace(node, args=tuple(with_sign(a, upper) for a in node.args))
+
+
+def substitute(node: Node, values: dict[str, Node]) -> Node:
+    """Replace variables, all at once."""
+    if node.op == "sym":
+        return values.get(node.name, node)
+    return msgspec.structs.replace(node, args=tuple(substitute(a, values) for a in node.args))

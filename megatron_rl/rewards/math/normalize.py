@@ -1,28 +1,28 @@
 r"""One spelling for equal texts: unicode, spacing, `\left`, `\dfrac`, plain `pi/2`."""
 
 import re
+from importlib import resources
 from itertools import batched
+from typing import Any
+
+import yaml
 
 from megatron_rl.rewards.math.node import FUNCTIONS
 
-_SYMBOLS = r"""
-≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ≡ \equiv ± \pm ∓ \mp × \times ✕ \times · \cdot ⋅ \cdot
-∙ \cdot ÷ / ∞ \infty ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ∀ \forall ∃ \exists √ \sqrt … \ldots ⋯ \ldots
-ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C}
-½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅛ \frac{1}{8}
-′ ' ％ \% ， , （ ( ） ) ： :
-α \alpha β \beta γ \gamma δ \delta ε \epsilon θ \theta λ \lambda μ \mu ν \nu ξ \xi π \pi ρ \rho
-σ \sigma τ \tau φ \phi χ \chi ψ \psi ω \omega Δ \Delta Γ \Gamma Θ \Theta Λ \Lambda Σ \Sigma Φ \Phi
-Ψ \Psi Ω \Omega
-"""
+NOTATION: dict[str, Any] = yaml.safe_load(
+    (resources.files(__package__) / "notation.yaml").read_text("utf-8")
+)
+"""The tables of `notation.yaml`."""
 _UNICODE = {
-    **dict.fromkeys("−–—‒﹣-", "-"),
+    **dict.fromkeys("−–—‒﹣", "-"),
     **dict.fromkeys("\xa0\u2009\u202f\u200b\u2002\u2003\u3000\t\n\r", " "),
     "∛": "\\sqrt[3] ",
     "°": "^\\circ ",
-    **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
+    # Full-width signs, digits and letters.
+    **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},
+    "％": "\\%",
     # A command that ends in a letter needs a space.
-    **{k: f"{v} " if v[-1].isalpha() else v for k, v in batched(_SYMBOLS.split(), 2)},
+    **{k: f"{v} " if v[-1].isalpha() else v for k, v in batched(NOTATION["symbols"].split(), 2)},
 }
 _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
@@ -30,24 +30,21 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
-_SPELLINGS = """
-frac dfrac tfrac cfrac; binom dbinom tbinom choose
-le leq leqslant leqq; ge geq geqslant geqq; ne neq
-ldots dots cdots dotsc dotsb dotsm hdots; times ast cdot bullet
-emptyset varnothing; vert lvert rvert mid; circ degree degrees; cup bigcup; cap bigcap
-phi varphi; epsilon varepsilon; theta vartheta; wedge land; vee lor; infty infin
-{ lbrace; } rbrace; [ lbrack; ] rbrack; ( lparen; ) rparen; < lt; > gt; : colon
-"""
-"""Groups of a command and its other names."""
-_GROUPS = [group.split() for group in re.split(r"[;\n]", _SPELLINGS.strip())]
+_GROUPS = [group.split() for group in NOTATION["spellings"].split(";")]
 _RENAMES = {name: first for first, *names in _GROUPS for name in names}
-_DROPPED_NAMES = """
-left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle displaystyle
-textstyle scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace
-negthinspace nobreakspace hspace boxed fbox bm boldsymbol mathbf mathit mathsf mathcal
-mathrel mathord bf it rm ensuremath phantom vphantom hphantom
-"""
-_DROPPED = frozenset(_DROPPED_NAMES.split())
+_DROPPED = frozenset(NOTATION["dropped"].split())
+_REWRITES = [(re.compile(pattern), new) for pattern, new in NOTATION["rewrites"]]
+_UNITS = {name: n for n, name in enumerate(NOTATION["numbers"].split())}
+_UNITS |= {name: 10 * n for n, name in enumerate(NOTATION["tens"].split(), 2)}
+_FILLERS = frozenset(NOTATION["fillers"])
+_POWERS: dict[str, int] = NOTATION["powers"]
+_NUMBER = re.compile(
+    rf"(?i)(?<![A-Za-z\\])(?:{'|'.join(sorted(_UNITS, key=len, reverse=True))})\b"
+    rf"(?:(?:\s+and)?[\s-]+(?:{'|'.join([*sorted(_UNITS, key=len, reverse=True), *_POWERS])})\b)*"
+)
+_POWER = re.compile(
+    rf"(?i)([\d}}])\s*(\\text[a-z]*\s*\{{\s*|\s+|(?=[百千万亿]))({'|'.join(_POWERS)})(?:s?\b|(?<=[百千万亿]))\s*"
+)
 _TEXT_COMMANDS = (
     r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
 )
@@ -58,7 +55,10 @@ _STYLE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom|vphantom)\*?\{[^{}]*\}
 _E_ROMAN = re.compile(
     rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*([eidx])\s*\}}|\\(?:mathrm|rm)\s+([eid])(?![A-Za-z])"
 )
-_NAMED = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}")
+_NAMED = re.compile(
+    # 5\text{ min} is a time.
+    rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}(?<!min\}})(?!\s*$)"
+)
 _PLAIN_FUNCTIONS = re.compile(
     r"(?<![A-Za-z\\])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
     # "5 min" is a time, min(2, 3) is a function.
@@ -69,6 +69,36 @@ _PLAIN_WORDS = re.compile(
 )
 _PLAIN_NAMES = {"infinity": "infty", "oo": "infty", "inf": "infty"}
 _ASIN = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+
+
+def rewrite(text: str) -> str:
+    r"""Apply the rewrites of `notation.yaml` and write numbers in digits.
+
+    Example: `\textbf{Answer: } twenty-one` becomes `21`, `5\text{ million}` has a power of ten.
+    """
+    for pattern, new in _REWRITES:
+        text = pattern.sub(new, text)
+    text = _NUMBER.sub(_digits, text)
+    for _ in range(3):  # five hundred thousand
+        text = _POWER.sub(lambda m: rf"{m[1]}\times 10^{{{_POWERS[m[3].lower()]}}}{m[2]}", text)
+    return re.sub(r"\\text[a-z]*\s*\{\s*\}", " ", text)
+
+
+def _digits(match: re.Match[str]) -> str:
+    """Return the words of a number in digits; several numbers one by one."""
+    total, current, last = 0, 0, 100
+    for word in re.split(r"\s+and[\s-]+|[\s-]+", match[0].lower()):
+        value, power = _UNITS.get(word), _POWERS.get(word, 0)
+        if value is not None and (last >= 100 or (last in range(20, 100, 10) and 0 < value < 10)):
+            current, last = current + value, value
+        elif value is None and power > 1 and current:
+            # two hundred and five thousand: hundreds are part of the thousands
+            current, last = current * 10**power, 10**power
+            if power > 2:
+                total, current = total + current, 0
+        else:
+            return re.sub("[A-Za-z]+", lambda m: str(_UNITS.get(m[0].lower(), m[0])), match[0])
+    return str(total + current)
 
 
 def clean(text: str) -> str:
@@ -94,7 +124,7 @@ def _rename(match: re.Match[str]) -> str:
     name = match[1]
     if name in _DROPPED:
         return " "
-    new = _RENAMES.get(name, name)
+    new = str(_RENAMES.get(name, name))
     return new if new in "<>:[]()" else f"\\{new}"
 
 
@@ -120,11 +150,18 @@ def _plain_part(text: str) -> str:
 
 _ANY_TEXT = re.compile(rf"(\\(?:{_TEXT_COMMANDS})\s*\{{[^{{}}]*\}})")
 _TEXT = re.compile(rf"\\(?:{_TEXT_COMMANDS})\s*(?:\{{([^{{}}]*)\}}|(?=\s))")
+_TEXT_NAME = re.compile(
+    rf"\\(?:{_TEXT_COMMANDS})\s*\{{([^{{}}A-Za-z]*|\s*,?\s*(?:and|or|[a-z]|[A-Z]+)\s*)\}}"
+)
 
 
-def untext(text: str) -> str:
-    r"""Replace `\text{...}` by its words, with a space on both sides."""
-    return _TEXT.sub(lambda m: f" {m[1] or ''} ", text)
+def untext(text: str, *, words: bool = True) -> str:
+    r"""Replace `\text{...}` by its words, with a space on both sides.
+
+    Without `words`, only numbers, names such as `AB`, and "and" and "or" are replaced.
+    """
+    pattern = _TEXT if words else _TEXT_NAME
+    return pattern.sub(lambda m: f" {m[1] or ''} ", text)
 
 
 def text_form(text: str) -> str:
@@ -133,7 +170,17 @@ def text_form(text: str) -> str:
     Example: `1, 2,\ldots ,n` and `1,2,\ldots,n` both become `1,2,\ldots,n`.
     """
     text = untext(text).replace("\\{", "⦃").replace("\\}", "⦄")
-    # Braces around one character and spaces have no meaning.
+    # Braces around one character and spaces have no meaning, except between digits.
     text = re.sub(r"\{\s*([^{}\\\s])\s*\}", r"\1", text)
     text = re.sub(r"\\(times|cdot)(?![A-Za-z])", "*", text)
+    text = re.sub(r"(?<=[\d.])\s+(?=[\d.])", "⎵", text)
     return re.sub(r"\s+", "", text).rstrip(".")
+
+
+def shortened(words: str) -> str:
+    """Return a statement without articles, plurals and the like; "n odd" is "odd n"."""
+    for ending in NOTATION["endings"]:
+        words = words.removesuffix(f" {ending}")
+    singular = [w[:-1] if len(w) > 3 and re.search("[^s]s$", w) else w for w in words.split()]
+    kept = sorted((w for w in singular if w not in _FILLERS), key=lambda w: len(w) == 1)
+    return " ".join(kept) or words
