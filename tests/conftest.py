@@ -25,8 +25,11 @@ settings.register_profile(
 )
 settings.load_profile("shared")
 
-ONE_WORKER = {"tests/generator/test_weight_updates.py": "tests/generator/test_engine.py"}
-"""File -> file whose engines it shares: on two workers each of them would start all."""
+ONE_WORKER = {
+    f"tests/generator/test_{name}.py": "tests/generator/test_engine.py"
+    for name in ("multimodal", "routes", "weight_updates")
+}
+"""File -> file whose engines or trainer it shares: on its own, each worker would start all."""
 
 LONGEST = (
     "tests/e2e/test_examples.py",
