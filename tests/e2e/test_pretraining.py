@@ -1,168 +1,215 @@
-"""Megatron's own `pretrain` with the plug-in: pretraining, then RL from its checkpoint.
+"""Megatron's own `pretrain` with the plug-in: the commands of docs/pretraining.md, as they stand.
 
-One script (examples/extend_pretraining.py) does both, on a mixture of experts under tensor,
-sequence and expert parallelism, with a live generator. The RL part is stopped and resumed.
+One script (examples/pretrain_gpt.py) pretrains a mixture of experts on one rank, then does RL from
+its checkpoint over two pipeline stages with a live generator. Ctrl-C interrupts the RL part; it is
+resumed on one rank, with the model from a provider function in place of a model configuration.
 """
 
 from __future__ import annotations
 
-import ast
-import json
+import os
 import re
+import runpy
+import signal
+import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from megatron_rl.config import load_config
-from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start
+from megatron_rl.cli import app
+from megatron_rl.commands.doctor.script import PretrainingScript
+from tests.e2e.processes import ROOT, finish, hide, rows, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-EXAMPLE = "examples/extend_pretraining.py"
-PRETRAINING, STOP_AT, STEPS = 30, 5, 10
-# The sizes of `tiny_qwen3_moe`. CPU: what a machine without a GPU needs.
-MODEL = """
-  --num-layers 3 --hidden-size 64 --num-attention-heads 2 --kv-channels 32 --ffn-hidden-size 192
-  --num-experts 4 --moe-ffn-hidden-size 96 --moe-router-topk 2 --moe-router-dtype fp32
-  --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --qk-layernorm
-  --max-position-embeddings 256 --position-embedding-type rope --rotary-base 1000
-  --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
-  --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-  --make-vocab-size-divisible-by 16 --tokenizer-type HuggingFaceTokenizer
-"""
-TRAINING = """
-  --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2
-  --expert-tensor-parallel-size 1 --seq-length 64 --micro-batch-size 8 --global-batch-size 32
-  --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --log-interval 1
-  --eval-interval 5 --eval-iters 0 --num-workers 0 --calculate-per-token-loss
-"""
-CPU = """
-  --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-persist-layer-norm
-  --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-  --no-bias-dropout-fusion --use-cpu-initialization
-"""
-RL = """
-output_dir: {output}
-model: {model}
-task: {{train_prompts: 400, heldout_prompts: 8}}
-schedule: {{prompts_per_step: 4, completions_per_prompt: 8, micro_batch_tokens: 2048}}
-generation:
-  max_prompt_tokens: 16
-  thinking_budget_tokens: [28, 28]
-  answer_budget_tokens: 8
-  interruption_phrase: </think>
-  concurrent_completions: 32
-  kv_cache_gib: 0.25
-# After 30 steps of pretraining no answer is right: short completions are rewarded instead.
-algorithm:
-  zero_variance_filter: false
-  length_penalty: all
-  length_max_tokens: 36
-  length_cache_tokens: 32
-  routing_replay: compare
-evaluation: {{samples_per_prompt: 4}}
-metrics: {{terminal: plain, logprob_check_every_steps: 1}}
-fit: {{compute: tokens}}
-"""
+PAGE = (ROOT / "docs" / "pretraining.md").read_text()
+EXAMPLE = "examples/pretrain_gpt.py"
+PRETRAINING, INTERRUPT_AT, STEPS = 15, 2, 12
+WORDS = 32
+"""Of the tokenizer; Megatron's vocabulary has 128 rows."""
+MAIN = """
+ from megatron.core.enums import ModelType
+ from megatron.training import pretrain
+ from megatron.training.argument_utils import pretrain_cfg_container_from_args
+ from megatron.training.arguments import parse_and_validate_args
+ if __name__ == "__main__":"""
+"""What the diffs of the page leave out."""
 
 
-def megatron(ranks: int, arguments: list[str], log: Path) -> str:
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "megatron_rl.compat.megatron_cpu"]
-    command += [EXAMPLE, *f"{MODEL}{TRAINING}{CPU}".split(), *arguments]
-    return finish(start(command, log), log)
+def blocks(language: str) -> list[str]:
+    """Return the page's blocks of code in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
 
 
-def write_demonstrations(path: Path) -> None:
-    from megatron_rl.data.prompts import demonstrations
+def shell() -> tuple[str, list[str]]:
+    """Return (the settings, the commands) of the page's last shell block."""
+    *_, text = blocks("bash")
+    settings, _, commands = text.partition("\n\n")
+    lines = commands.replace("\\\n", " ").splitlines()
+    return settings, [line for line in lines if not line.startswith("#")]
 
-    config = load_config(ROOT / "examples/scalerl_tiny.yaml", ["--sft.prompts", "500"])
-    rows = [{"prompt": p, "completion": c} for p, c in demonstrations(config)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+@dataclass(frozen=True)
+class Run:
+    """What the commands left behind."""
+
+    folder: Path
+    pretraining: str
+    first: str
+    second: str
+    interrupted_at: int
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        return rows(self.folder / "runs/rl", kind)
+
+
+def interrupt(process: Any, output: Path, log: Path) -> int:
+    """Send Ctrl-C's signal after a few steps; return the number of steps at the end."""
+    deadline = time.monotonic() + 420
+
+    def steps() -> int:
+        # The file is created a moment before its first line is written.
+        path = output / "metrics.jsonl"
+        return len(rows(output, "step")) if path.exists() and path.read_bytes() else 0
+
+    while steps() < INTERRUPT_AT:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.wait(60)
+    return steps()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
-    """Return the folder of the RL run, and the logs of pretraining and of its two halves."""
-    from megatron_rl.data.prompt_format import save_tiny_tokenizer
-    from megatron_rl.models import tiny
-
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("pretraining")
-    tiny.create("tiny_qwen3_moe", folder / "model", save_tiny_tokenizer)
-    (folder / "model" / "model.safetensors").unlink()  # the weights are Megatron's
-    write_demonstrations(folder / "examples.jsonl")
-    (folder / "rl.yaml").write_text(RL.format(output=folder / "rl", model=folder / "model"))
-    shared = ["--tokenizer-model", str(folder / "model"), "--lr", "1e-3"]
-    pretraining = f"""
-      --train-iters {PRETRAINING} --save-interval {PRETRAINING}
-      --examples {folder}/examples.jsonl --save {folder}/pretrained
-    """.split()
-    reinforcement = f"""
-      --rl-config {folder}/rl.yaml --train-iters {STEPS} --save {folder}/trained --save-interval 5
-    """.split()
-    first = f"""
-      --load {folder}/pretrained --finetune --no-load-optim --no-load-rng
-      --exit-interval {STOP_AT}
-    """.split()
-    second = ["--load", f"{folder}/trained"]
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for text in [*blocks("yaml"), *blocks("python")]:
+        (folder / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+    settings, (prepare, pretrain, first, second, convert) = shell()
+    tokens = ",".join(map(str, range(STEPS)))
+    more = f" metrics.token_dump_steps=[{tokens}]"  # continues --rl-set
+    settings = settings.replace("routing_replay=compare", f"routing_replay=compare{more}")
+
+    def started(command: str, log: str) -> Any:
+        # The shell gives way to torchrun, which gets the signals.
+        script = f"cd {folder}; {settings}\nexec {command}"
+        return start(["bash", "-c", script], folder / log)
+
+    def finished(command: str, log: str) -> str:
+        return finish(started(command, log), folder / log)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", hide(folder / "hidden", "modelopt", "wandb"))
-        return {
-            "output": folder / "rl",
-            "pretraining": megatron(2, [*shared, *pretraining], folder / "pretraining.log"),
-            "first": megatron(3, [*shared, *reinforcement, *first], folder / "first.log"),
-            "second": megatron(3, [*shared, *reinforcement, *second], folder / "second.log"),
-        }
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        hidden = hide(folder / "hidden", "modelopt", "wandb")
+        patch.setenv("PYTHONPATH", f"{hidden}{os.pathsep}{ROOT}")
+        patch.chdir(folder)
+        runpy.run_path(prepare.split()[1])
+        pretraining = finished(pretrain, "pretraining.log")
+        process = started(f"{first} --model-from config", "first.log")
+        interrupted_at = interrupt(process, folder / "runs/rl", folder / "first.log")
+        second = finished(f"{second} --model-from provider", "second.log")
+        saved = convert.replace(f"{STEPS:07d}", f"{interrupted_at:07d}")
+        result = CliRunner().invoke(app, saved.split()[1:])
+        assert result.exit_code == 0, result.output
+    first = (folder / "first.log").read_text()
+    return Run(folder, pretraining, first, second, interrupted_at)
 
 
-def logged(log: Path | str, name: str) -> dict[int, float]:
+def logged(log: str, name: str) -> dict[int, float]:
     pattern = rf"iteration +(\d+)/.*?{name}: ([-+.0-9E]+)"
-    return {int(i): float(v) for i, v in re.findall(pattern, str(log))}
+    return {int(i): float(v) for i, v in re.findall(pattern, log)}
 
 
-def test_pretraining_learns_and_the_plugin_takes_no_part(run: dict[str, Path | str]) -> None:
-    losses = logged(run["pretraining"], "lm loss")
+def test_pretraining_learns_and_the_plugin_takes_no_part(run: Run) -> None:
+    losses = logged(run.pretraining, "lm loss")
     assert max(losses) == PRETRAINING
     assert losses[PRETRAINING] < 0.8 * losses[2]
 
 
-def test_reinforcement_continues_where_it_was_stopped(run: dict[str, Path | str]) -> None:
-    first, second = logged(run["first"], "grad norm"), logged(run["second"], "grad norm")
-    assert (max(first), min(second), max(second)) == (STOP_AT, STOP_AT + 1, STEPS)
-    steps = [row["step"] for row in rows(Path(run["output"]), "step")]
-    assert steps == list(range(STEPS))
-    evaluated = {row["step"] for row in rows(Path(run["output"]), "eval")}
-    assert {0, STOP_AT, STEPS} <= evaluated
+def test_ctrl_c_saves_a_checkpoint_from_which_the_run_continues(run: Run) -> None:
+    assert INTERRUPT_AT <= run.interrupted_at < STEPS
+    saved = {path.name for path in (run.folder / "trained").glob("iter_*")}
+    assert saved == {f"iter_{step:07d}" for step in (run.interrupted_at, STEPS)}
+    first, second = logged(run.first, "grad norm"), logged(run.second, "grad norm")
+    assert [*first, *second] == list(range(1, STEPS + 1))
+    assert max(first) == run.interrupted_at
+    assert all(norm > 0 for norm in [*first.values(), *second.values()])
+    assert [row["step"] for row in run.rows("step")] == list(range(STEPS))
+    assert {0, 5, 10, STEPS} <= {row["step"] for row in run.rows("eval")}
 
 
-def test_every_step_has_a_loss_and_a_gradient(run: dict[str, Path | str]) -> None:
-    losses = [row["loss"] for row in rows(Path(run["output"]), "step")]
-    norms = [*logged(run["first"], "grad norm").values()]
-    norms += logged(run["second"], "grad norm").values()
-    assert len(losses) == len(norms) == STEPS
-    assert all(loss != 0 for loss in losses)
-    assert all(norm > 0 for norm in norms)
-
-
-def test_the_generator_samples_from_the_trained_weights(run: dict[str, Path | str]) -> None:
-    steps = rows(Path(run["output"]), "step")
-    checked = [row["logprob_error_max"] for row in steps if "logprob_error_max" in row]
-    assert checked
-    assert max(checked) < 1e-4
-    # The routers of all tensor-parallel ranks agree under the same weights only.
+def test_the_generator_samples_from_the_trained_weights(run: Run) -> None:
+    steps = run.rows("step")
+    checked = {row["step"]: row["logprob_error_max"] for row in steps if "logprob_error_max" in row}
+    assert min(checked) == 0 and max(checked) >= run.interrupted_at
+    assert max(checked.values()) < 1e-4
+    # The routers of the trainer are the generator's under the same weights only.
     differing = [row["routes_differing_fraction"] for row in steps]
     assert differing[0] == 0.0 < max(differing)
 
 
-def test_the_documented_difference_is_all_that_the_plug_in_adds() -> None:
-    page = (ROOT / "docs" / "pretraining.md").read_text()
-    (diff,) = re.findall(r"```diff\n(.*?)```", page, re.S)
-    plain = (ROOT / EXAMPLE).read_text()
-    changed = [line for line in diff.splitlines() if line[:1] in ("+", "-")]
-    assert 0 < len([line for line in changed if line[1:].strip()]) <= 15
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
-        lines = [(line[:1], line[1:] + "\n") for line in hunk.splitlines()]
-        extended = "".join(text for sign, text in lines if sign != "-")
-        assert plain.count(extended) == 1, extended
-        plain = plain.replace(extended, "".join(text for sign, text in lines if sign != "+"))
-    code = ast.unparse(ast.parse(plain).body[1:])  # without the docstring
-    assert not re.search(r"megatron_rl|megatron_plugin|\brl\b", code)
+def test_the_reward_is_that_of_the_own_function(run: Run) -> None:
+    rewards = [row["reward_mean"] for row in run.rows("step")]
+    assert all(-0.09 < reward <= 1.0 for reward in rewards)
+    assert any(reward not in (0.0, 1.0, -1.0) for reward in rewards)
+
+
+def test_the_exported_checkpoint_is_the_model_that_was_trained(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    from megatron_rl.config import load_config
+    from megatron_rl.data import load_prompts
+    from megatron_rl.data.prompt_format import read_format
+
+    monkeypatch.chdir(run.folder)
+    config = load_config(run.folder / "runs/rl/config.yaml")
+    tokenizer = Tokenizer.from_file(str(run.folder / "hf/tokenizer.json"))
+    form = read_format(run.folder / "hf", config.generation.think_start)
+    prompts = {p.id: p.token_ids for p in load_prompts(config, tokenizer, form).train}
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "exported")
+    assert model.get_output_embeddings().weight.shape[0] == WORDS
+
+    def error(step: int) -> float:
+        """Return the largest difference from the trainer's log-probs in a step."""
+        dumps = (run.folder / "runs/rl/tokens").glob(f"{step}-*.npy")
+        tokens = np.concatenate([np.load(path) for path in dumps])
+        tokens = np.sort(tokens, order=["prompt_id", "completion", "position"])
+        starts = np.flatnonzero(tokens["position"] == 0)
+        assert len(starts) > 8
+        errors = []
+        for part in np.split(tokens, starts[1:]):
+            assert list(part["position"]) == list(range(len(part)))
+            prompt, ids = prompts[part["prompt_id"][0]], part["token"].tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[range(len(ids)), ids].numpy()
+            errors.append(abs(logprobs - part["trainer_logprob"]).max())
+        return float(max(errors))
+
+    # The step after Ctrl-C is computed with the weights that it saved.
+    assert error(run.interrupted_at) < 1e-4
+    assert error(run.interrupted_at + 1) > 1e-3
+
+
+def test_the_documented_lines_are_those_that_the_doctor_writes() -> None:
+    diffs = blocks("diff")
+    assert len(diffs) == 2
+    for diff in diffs:
+        diff = diff.replace("@@ imports\n", "").replace("@@ __main__", MAIN)
+        plain, changed = (
+            "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] != sign)
+            for sign in "+-"
+        )
+        assert PretrainingScript(plain, Path("pretrain_gpt.py")).changed() == changed
+    example = (ROOT / EXAMPLE).read_text()
+    assert PretrainingScript(example, Path(EXAMPLE)).changed() == example
