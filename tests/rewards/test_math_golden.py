@@ -19,6 +19,12 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 GOLDEN = Path(__file__).with_name("golden_math.jsonl")
 CASES: list[dict[str, str]] = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
+READINGS: list[dict[str, str]] = [
+    json.loads(line)
+    for line in GOLDEN.with_name("golden_readings.jsonl").read_text("utf-8").split("\n")
+    if line
+]
+"""Spellings of data sets and models, and wrong answers that other rules would let pass."""
 # (gold, answer, outcome): each is a fault of math-verify 0.9.0 or of a framework around it.
 PITFALLS = [
     ("2", "\\boxed{1}. Wait, ... \\boxed{2}", "correct"),
@@ -58,6 +64,16 @@ def test_golden_case(case: dict[str, str]) -> None:
     verdict = math_verdict(case["answer"], case["gold"])
     assert verdict.outcome == case["verdict"], f"{verdict.reason} ({case['why']})"
     assert verdict.reason
+
+
+def test_readings() -> None:
+    verdicts = [math_verdict(c["answer"], c["gold"]) for c in READINGS]
+    pairs = zip(READINGS, verdicts, strict=True)
+    failures = [(c, v.reason) for c, v in pairs if v.outcome != c["verdict"]]
+    assert failures == []
+    outcomes = Counter(v.outcome.value for v in verdicts)
+    assert outcomes["correct"] > 150
+    assert sum(outcomes.values()) - outcomes["correct"] > 120
 
 
 def test_all_cases_from_the_main_thread() -> None:

@@ -47,6 +47,24 @@ def test_the_right_answer_passes_and_rubbish_does_not() -> None:
     assert failures == []
 
 
+def test_an_answer_in_latex_is_the_answer() -> None:
+    spellings = {
+        ("chain_sum", "-4"): ["x=-4", "$-4$", "\\text{-4}", "\\,-4"],
+        ("calendar_arithmetic", "Tuesday"): ["\\text{Tuesday}", "\\mathrm{Tuesday}"],
+        ("prime_factorization", "11 × 23"): ["11 \\times 23", "11 \\cdot 23"],
+        ("count_bits", "5"): ["n = 5"],
+    }
+    for (task, gold), answers in spellings.items():
+        metadata = {"task": "weekday_offset", "number": 253}
+        meta = {"dataset": task, "entry": {"answer": gold, "metadata": metadata}}
+        for answer in answers:
+            verdict = verify(f"</think>\\boxed{{{answer}}}", gold, meta)
+            assert verdict.passed, f"{task} {answer}: {verdict.reason}"
+    meta = {"dataset": "chain_sum", "entry": {"answer": "-4", "metadata": {}}}
+    for wrong in ("x=4", "-4 \\times 1", "x=-4, y=3", "\\text{not} -4", "4=-4"):
+        assert not verify(f"</think>\\boxed{{{wrong}}}", "-4", meta).passed, wrong
+
+
 @pytest.mark.parametrize("task", GATED)
 def test_answers_that_would_run_code_are_unparsable_and_run_nothing(
     task: str, tmp_path: Path

@@ -36,6 +36,13 @@ _DROPPED = frozenset(NOTATION["dropped"].split())
 _REWRITES = [(re.compile(pattern), new) for pattern, new in NOTATION["rewrites"]]
 _UNITS = {name: n for n, name in enumerate(NOTATION["numbers"].split())}
 _UNITS |= {name: 10 * n for n, name in enumerate(NOTATION["tens"].split(), 2)}
+MAX_REWRITTEN = 500
+"""Longer texts are no words around a value."""
+# Formulas that no rewrite changes.
+_PLAIN = re.compile(
+    r"(?:[-+/^=<>()\[\],|.!\d{}]|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"
+    r"|(?<![A-Za-z])[a-z](?![A-Za-z]))*"
+)
 _FILLERS = frozenset(NOTATION["fillers"])
 _POWERS: dict[str, int] = NOTATION["powers"]
 _NUMBER = re.compile(
@@ -76,6 +83,9 @@ def rewrite(text: str) -> str:
 
     Example: `\textbf{Answer: } twenty-one` becomes `21`, `5\text{ million}` has a power of ten.
     """
+    text = text.rpartition("####")[2].strip()
+    if len(text) > MAX_REWRITTEN or _PLAIN.fullmatch(text):
+        return text
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _NUMBER.sub(_digits, text)

@@ -86,7 +86,8 @@ def split_unit(text: str, *, letters: bool = True) -> tuple[str, Unit] | None:
         unit = _unit(match["unit"] + (match["power"] or ""), noun=2)
     elif (match := _WORDS.match(text)) is not None:
         counted = re.fullmatch(r"[-\d.,/]+", match["value"]) is not None and match["space"]
-        unit = _unit(match["unit"], noun=4 if counted else 0)
+        noun = 1 if not match["unit"].isascii() else 4 if counted else 0
+        unit = _unit(match["unit"], noun=noun)
         if unit is not None and len(match["unit"].rstrip(".")) == 1:
             if not letters:
                 return None

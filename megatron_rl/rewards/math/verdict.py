@@ -202,10 +202,11 @@ def read(text: str, *, is_gold: bool) -> Readings:
     """Return the readings of a normalized text, the most likely first."""
     readings: list[Reading] = []
     error, over_limit = "", False
-    if (match := _APPROXIMATION.match(text)) is not None:
+    rounded = "\\approx" in text or "\\sim" in text
+    if rounded and (match := _APPROXIMATION.match(text)) is not None:
         exact = read(match[1].strip(), is_gold=is_gold)
-        rounded = read((match[2] + match[3]).strip(), is_gold=is_gold)
-        if _is_rounded(exact, rounded):
+        decimal = read((match[2] + match[3]).strip(), is_gold=is_gold)
+        if _is_rounded(exact, decimal):
             return exact
     for value, unit in _candidates(text, is_gold):
         try:
