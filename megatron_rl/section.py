@@ -1,7 +1,9 @@
 """Base class of the sections of the configuration, and its files; imports no other module here."""
 
+import contextlib
 import json
 import os
+import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -36,11 +38,14 @@ class Section(BaseModel):
             return values
         kinds = {name: field.annotation for name, field in cls.model_fields.items()}
         sections = {name for name, kind in kinds.items() if sections_of(kind) or entries_of(kind)}
-        return {
-            k: os.path.expanduser(v) if isinstance(v, str) and v.startswith("~/") else v
-            for k, v in values.items()
-            if v is not None or k not in sections
-        }
+        return {k: _home(v) for k, v in values.items() if v is not None or k not in sections}
+
+
+def _home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_home(each) for each in value]
+    is_path = isinstance(value, str) and re.match(r"~[\w-]*/", value)
+    return os.path.expanduser(value) if is_path else value
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
@@ -106,10 +111,8 @@ def read_yaml(path: str | Path) -> Any:
     """
     try:
         return yaml.load(Path(path).read_bytes(), TextLoader)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file") from None
     except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+        raise ConfigError(f"{path}: no such configuration file: {e.strerror}") from None
     except yaml.YAMLError as e:
         raise ConfigError(f"{path}: not valid YAML: {e}") from None
 
@@ -120,8 +123,8 @@ def typed(value: Any) -> Any:
         return {key: typed(each) for key, each in value.items()}
     if isinstance(value, list):
         return [typed(each) for each in value]
-    word = {"True": "true", "False": "false", "None": "null"}.get(str(value), value)
-    try:
-        return json.loads(word, parse_constant=str) if isinstance(word, str) else value
-    except ValueError:
-        return value
+    if isinstance(value, str):
+        word = {"True": "true", "False": "false", "None": "null"}.get(value, value)
+        with contextlib.suppress(ValueError):
+            return json.loads(word, parse_constant=str)
+    return value

@@ -76,8 +76,8 @@ def test_text_of_the_command_line_has_the_type_of_its_field() -> None:
         (["--optimizer.learning_rate", "5E-7"], "optimizer.learning_rate", 5e-7),
         (["--sft.against", "[no, 2024-01-01]"], "sft.against", ("no", "2024-01-01")),
         (["--sft.against="], "sft.against", ()),
-        (["--generation.thinking_budget_tokens", "10,12"], "generation.thinking_budget_tokens",
-         (10, 12)),
+        *((["--generation.thinking_budget_tokens", text], "generation.thinking_budget_tokens",
+           (10, 12)) for text in ("10,12", "10 12", "[10, 12]", "(10, 12)")),
     ):  # fmt: skip
         assert value(load_config(None, [*TASK, *option]), key) == expected, option
 
@@ -122,7 +122,7 @@ def test_a_file_that_would_be_misread_is_refused(
 
 
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="no such configuration file: Is a directory"):
         load_config(tmp_path)
 
 
@@ -142,6 +142,9 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert value(config, "tasks.jsonl.path") == tmp_path / "a.jsonl"
     assert config.weights.directory == tmp_path / "w"
     assert config.sft.source == f"{tmp_path}/rows.jsonl"
+    config = read(tmp_path, "sft: {against: [~/a.jsonl, aime2024]}\n")
+    assert config.sft.against == (f"{tmp_path}/a.jsonl", "aime2024")
+    assert read(tmp_path, "output_dir: runs/~/x\n").output_dir == Path("runs/~/x")
 
 
 def test_a_section_without_keys_has_its_values(tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_a_section_without_keys_has_its_values(tmp_path: Path) -> None:
         read(tmp_path, "schedule: {steps: }\n")
 
 
-def test_a_pair_given_as_two_words_is_refused_with_a_hint() -> None:
+def test_a_pair_given_as_two_words_is_refused_with_a_hint(tmp_path: Path) -> None:
     for options, remedy in (
         (["--generation.thinking_budget_tokens", "10", "12"],
          "--generation.thinking_budget_tokens 10,12"),
@@ -162,6 +165,10 @@ def test_a_pair_given_as_two_words_is_refused_with_a_hint() -> None:
         with pytest.raises(ConfigError, match="is not an option; write the values as one") as e:
             load_config(None, options)
         assert remedy in str(e.value)
+    with pytest.raises(
+        ConfigError, match=r"thinking_budget_tokens is '10 12'.*; write it as \[1, 2\]"
+    ):
+        read(tmp_path, "generation: {thinking_budget_tokens: 10 12}\n")
     with pytest.raises(ConfigError, match="12 is not an option; use --KEY VALUE"):
         load_config(None, ["--seed", "3", "12"])
 

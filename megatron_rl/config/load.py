@@ -117,8 +117,9 @@ def _parse_value(text: str, kind: str) -> Any:
     if text in ("null", "None") and (not kind or "None" in kind):
         return None
     if kind.startswith("tuple"):
-        items = text.strip(" ()[]")
-        return [item.strip(" '\"") for item in items.split(",")] if items else []
+        text = text.strip(" ()[]")
+        words = text.split(",") if "str" in kind else text.replace(",", " ").split()
+        return [word.strip(" '\"") for word in words if word.strip()]
     if kind.startswith("str") or text[:1] not in ("[", "{"):
         return text
     try:
@@ -149,7 +150,8 @@ def _message(error: ValidationError, one_task: bool) -> str:
             # Messages of RunConfig have full keys, those of a task only the name of the field.
             lines.append(f"{key}.{message}" if keys[:1] in (["task"], ["tasks"]) else message)
         else:
-            lines.append(f"{key} is {value}: {message[0].lower()}{message[1:]}")
+            hint = "; write it as [1, 2]" if e["type"] == "tuple_type" else ""
+            lines.append(f"{key} is {value}: {message[0].lower()}{message[1:]}{hint}")
     return "\n".join(lines)
 
 

@@ -31,12 +31,12 @@ def gold_text(value: Any, kind: str) -> str:
 def unreadable(question: Question) -> str:
     """Return the reason why the verifier can never accept an answer; empty if it can."""
     if question.kind == "code":
-        from megatron_rl.rewards.code.cases import BadTests, read_cases
+        from megatron_rl.rewards.code.cases import read_cases
         from megatron_rl.rewards.code.code_verdict import function_name
 
         try:
             read_cases(question.gold, function_name(question.meta))
-        except (BadTests, TypeError, AttributeError, LookupError, RecursionError) as e:
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as e:
             return str(e)[:200]
     if question.kind == "math":
         from megatron_rl.rewards.math.verdict import is_readable

@@ -65,7 +65,7 @@ def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> li
         remedy = f"use one of {', '.join(BENCHMARKS)}, a file, or owner/name"
         raise DataError(f"evaluation set {entry!r} is unknown: {remedy}")
     return read_questions(
-        Source(os.path.expanduser(local) or benchmark.source, split=benchmark.split),
+        Source(os.path.expanduser(local or benchmark.source), split=benchmark.split),
         kind=benchmark.kind,
         fields=benchmark.fields,
         template="{prompt}" if plain else None,

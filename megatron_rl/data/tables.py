@@ -24,7 +24,11 @@ LOADERS = {".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (".jsonl", ".csv", ".json", *LOADERS)
 
 _SURROGATE = re.compile(r"\\u[dD]")
-_JSON_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
+_TURNS_TEXT = re.compile(
+    r"\s*\[?\s*\{\s*['\"](?:role|content|from|value)['\"]\s*:|.*<\|(?:im_start|start_header_id)\|>"
+)
+_PARTS = ("context", "passage", "choices", "options")
+"""Fields of a table that are a part of the question in another field."""
 USUAL_NAMES = {
     "prompt": ("prompt", "problem", "question", "question_content", "instruction", "input"),
     "gold": (
@@ -224,9 +228,14 @@ def _contest_date(row: TableRow) -> date:
 def _prompt(values: dict[str, Any], fields: Fields) -> Any:
     """Return the text or the turns of a prompt; an instruction has its input after it (Alpaca)."""
     prompt, more = _require(values, fields, "prompt"), values.get("input")
+    if not fields.prompt and (
+        parts := [n for n in _PARTS if _present(values.get(n)) and values[n]]
+    ):
+        remedy = "join them, or name the field of the prompt"
+        raise DataError(f"{', '.join(parts)} may be a part of the question: {remedy}")
     if prompt is values.get("instruction") and not fields.prompt and _present(more):
         return f"{prompt}\n\n{more}"
-    if isinstance(prompt, str) and _JSON_TURNS.match(prompt):
+    if isinstance(prompt, str) and _TURNS_TEXT.match(prompt):
         raise DataError(f"the prompt is a text of turns, expected turns: {prompt[:80]}")
     return prompt
 
@@ -264,7 +273,7 @@ def _lookup(values: Any, name: str) -> Any:
 def _present(value: Any) -> bool:
     """Return False for a missing value: none, blank, or the NaN of a table's export."""
     if isinstance(value, str):
-        return value.strip().lower() not in ("", "nan")
+        return value.strip().lower() not in ("", "nan", "<na>")
     return value is not None and value == value
 
 

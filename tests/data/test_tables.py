@@ -198,7 +198,8 @@ def test_a_prompt_may_be_one_users_turn_and_no_other_structure(tmp_path: Path) -
     path = write(tmp_path / "b.jsonl", {"prompt": [system, user], "answer": "2"})
     (question,) = read_questions(Source(path), fields=Fields(prompt="prompt.1.content"))
     assert question.prompt == "1+1?"
-    for text in (json.dumps([user]), str([user]), '[{"content": "1+1?", "role": "user"}]'):
+    again = ('[{"content": "1+1?", "role": "user"}]', '{"from": "human", "value": "1+1?"}')
+    for text in (json.dumps([user]), str([user]), *again):
         path = write(tmp_path / "c.jsonl", {"prompt": text, "answer": "2"})
         with pytest.raises(DataError, match=r"c\.jsonl:1: the prompt is a text of turns"):
             read_questions(Source(path))
