@@ -228,16 +228,15 @@ def _contest_date(row: TableRow) -> date:
 def _prompt(values: dict[str, Any], fields: Fields) -> Any:
     """Return the text or the turns of a prompt; an instruction has its input after it (Alpaca)."""
     prompt, more = _require(values, fields, "prompt"), values.get("input")
-    if not fields.prompt and (
-        parts := [n for n in _PARTS if _present(values.get(n)) and values[n]]
-    ):
-        remedy = "join them, or name the field of the prompt"
-        raise DataError(f"{', '.join(parts)} may be a part of the question: {remedy}")
-    if prompt is values.get("instruction") and not fields.prompt and _present(more):
-        return f"{prompt}\n\n{more}"
     if isinstance(prompt, str) and _TURNS_TEXT.match(prompt):
         raise DataError(f"the prompt is a text of turns, expected turns: {prompt[:80]}")
-    return prompt
+    if fields.prompt:
+        return prompt
+    if parts := [name for name in _PARTS if _present(values.get(name)) and values[name]]:
+        remedy = "join them, or name the field of the prompt"
+        raise DataError(f"{', '.join(parts)} may be a part of the question: {remedy}")
+    joined = prompt is values.get("instruction") and _present(more)
+    return f"{prompt}\n\n{more}" if joined else prompt
 
 
 def _turns(value: Any, role: str) -> list[Turn]:
