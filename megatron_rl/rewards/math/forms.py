@@ -118,7 +118,9 @@ _SHORT_WORDS = [
 ]
 _SYNONYMS = {shortened(name): group[0] for group in NOTATION["synonyms"] for name in group}
 _SETS = {name: letter for letter, names in NOTATION["sets"].items() for name in names}
-_LONG_RUN = re.compile(r"(?<![A-Za-z\\_{])[A-Za-z]{4,}")
+_WORD_RUN = re.compile(
+    r"(?<![A-Za-z\\_{])(?:[A-Za-z]{4,}|(?:and|or|not|is|of|if|to|the|it|are|for|but)(?![A-Za-z]))"
+)
 _COMMA = re.compile("[,;]")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
@@ -163,7 +165,7 @@ def read_form(text: str) -> Form:
         return NamedSet(named[1])
     if text in ("\\emptyset", "\\{ \\}", "\\{\\}"):
         return NamedSet("empty")
-    if run := _LONG_RUN.search(text):
+    if run := _WORD_RUN.search(text):
         raise Unreadable(f"words inside a formula: {run[0]!r}")
     node = read_expression(text)
     if node.has("pm", "mp"):
