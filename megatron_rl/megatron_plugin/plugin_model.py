@@ -83,9 +83,9 @@ class PluginModel(ModelShards):
         With a loss per token Megatron multiplies each micro-batch's by its tokens, and divides all
         gradients by those of the step; here the loss weights hold that divisor already.
         """
-        # 0.18 leaves out the ranks that share a micro-batch.
+        # 0.18 leaves out the ranks that share a micro-batch. A filtered step may have no tokens.
         ranks = parallel_state.get_tensor_and_context_parallel_group().size()
-        scale = (ranks if Version(core_version) < Version("0.19") else 1) / tokens
+        scale = (ranks if Version(core_version) < Version("0.19") else 1) / max(tokens, 1)
         for config, name, value in self._router_losses:
             scaled = [v * scale for v in value] if isinstance(value, list) else value * scale
             setattr(config, name, scaled)

@@ -109,6 +109,17 @@ def test_a_model_of_other_sizes_is_refused_by_field(world: None, directory: Path
         PluginModel(config, [module], use_te=False, micro_batches=1)
 
 
+def test_router_losses_are_means_over_the_tokens_of_a_step_also_of_none(
+    world: None, directory: Path
+) -> None:
+    config = run_config(directory)
+    module = script_model(Policy(config, directory), moe_z_loss_coeff=0.5)
+    plugged = PluginModel(config, [module], use_te=False, micro_batches=1)
+    for tokens, coefficient in ((4, 0.125), (0, 0.5), (2, 0.25)):
+        plugged.divide_router_losses(tokens)
+        assert module.config.moe_z_loss_coeff == coefficient
+
+
 def test_the_orchestrators_state_is_saved_beside_megatrons(tmp_path: Path) -> None:
     said = []
 
