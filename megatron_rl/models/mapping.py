@@ -83,8 +83,8 @@ class Along(Split):
 
     @override
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        blocks = full.chunk(self.parts, self.dim)
-        return torch.cat([b.chunk(size, self.dim)[rank] for b in blocks], self.dim)
+        blocks = full.unflatten(self.dim, (self.parts, size, -1)).select(self.dim + 1, rank)
+        return blocks.clone(memory_format=torch.contiguous_format).flatten(self.dim, self.dim + 1)
 
     @override
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
