@@ -149,17 +149,13 @@ def test_the_page_is_the_table() -> None:
 
 @pytest.mark.e2e
 def test_a_started_script_ends_with_the_flag_and_the_remedy(tmp_path: Path) -> None:
-    from megatron_rl.data.prompt_format import save_tiny_tokenizer
-    from megatron_rl.models import tiny
-    from tests.e2e.test_pretraining import CPU, MODEL, RL, TRAINING
-
-    tiny.create("tiny_qwen3_moe", tmp_path / "model", save_tiny_tokenizer)
     config = tmp_path / "rl.yaml"
-    config.write_text(RL.format(output=tmp_path / "rl", model=tmp_path / "model"))
+    config.write_text(
+        f"output_dir: {tmp_path}/rl\nmodel: tiny_dense\nroles: {{generator_ranks: 1}}\n"
+    )
     command = [*TORCHRUN, "--nproc-per-node=2", "-m", "megatron_rl.compat.megatron_cpu"]
-    command += ["examples/pretrain_gpt.py", *MODEL.split(), *TRAINING.split(), *CPU.split()]
-    command += ["--tokenizer-model", str(tmp_path / "model"), "--lr", "1e-3", "--train-iters", "2"]
-    command += ["--rl-config", str(config), "--moe-router-topk-scaling-factor", "2.5"]
+    command += ["examples/pretrain_gpt.py", *NEEDED, "--rl-config", str(config)]
+    command += ["--moe-router-topk-scaling-factor", "2.5"]
     path = {"PYTHONPATH": hide(tmp_path / "hidden", "modelopt", "wandb")}
     began = time.perf_counter()
     ended = subprocess.run(
