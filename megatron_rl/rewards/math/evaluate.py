@@ -49,9 +49,9 @@ class Context(msgspec.Struct):
         return to_mp(x)
 
     def argument(self, size: int) -> None:
-        """Count the bits of an argument of 2^size: exp(2^-n) is 1 but for n bits."""
+        """Count the bits of an argument of 2^size: cos(2^-n) is 1 but for 2n bits."""
         self.lost += max(size, 0)
-        self.spread += abs(size)
+        self.spread += 2 * abs(size)
 
     def settled(self, x: mpmath.mpf | mpmath.mpc, size: int) -> "Number":
         """Return a result of operands of 2^size, or zero if it is below its rounding error."""

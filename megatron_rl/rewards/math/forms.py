@@ -121,6 +121,7 @@ _SETS = {name: letter for letter, names in NOTATION["sets"].items() for name in 
 _WORD_RUN = re.compile(
     r"(?<![A-Za-z\\_{])(?:[A-Za-z]{4,}|(?:and|or|not|is|of|if|to|the|it|are|for|but)(?![A-Za-z]))"
 )
+_QUANTITY = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])|[PEN]\s*\(")
 _COMMA = re.compile("[,;]")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _JOIN = re.compile(r"\s(?:and|or)\s|\\vee(?![A-Za-z])|\\wedge(?![A-Za-z])")
@@ -268,7 +269,7 @@ def _side(text: str) -> Form:
     try:
         return read_form(text)
     except Unreadable:
-        if re.search(r"\d", text) and not re.match(r"\\(?:sum|prod|int|lim)(?![A-Za-z])", text):
+        if re.search(r"\d", text) and not _QUANTITY.match(text):
             raise
         return Words(text_form(text))
 

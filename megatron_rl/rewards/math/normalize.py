@@ -34,6 +34,7 @@ _GROUPS = [group.split() for group in NOTATION["spellings"].split(";")]
 _RENAMES = {name: first for first, *names in _GROUPS for name in names}
 _DROPPED = frozenset(NOTATION["dropped"].split())
 _REWRITES = [(re.compile(pattern), new) for pattern, new in NOTATION["rewrites"]]
+_MULTIPLIERS = [(re.compile(pattern), new) for pattern, new in NOTATION["multipliers"]]
 _UNITS = {name: n for n, name in enumerate(NOTATION["numbers"].split())}
 _UNITS |= {name: 10 * n for n, name in enumerate(NOTATION["tens"].split(), 2)}
 MAX_REWRITTEN = 500
@@ -48,9 +49,6 @@ _POWERS: dict[str, int] = NOTATION["powers"]
 _NUMBER = re.compile(
     rf"(?i)(?<![A-Za-z\\])(?:{'|'.join(sorted(_UNITS, key=len, reverse=True))})\b"
     rf"(?:(?:\s+and)?[\s-]+(?:{'|'.join([*sorted(_UNITS, key=len, reverse=True), *_POWERS])})\b)*"
-)
-_POWER = re.compile(
-    rf"(?i)([\d}}])\s*(\\text[a-z]*\s*\{{\s*|\s+|(?=[百千万亿]))({'|'.join(_POWERS)})(?:s?\b|(?<=[百千万亿]))\s*"
 )
 _TEXT_COMMANDS = (
     r"text|textrm|textbf|textit|textnormal|textsf|textup|mathrm|operatorname\*?|mbox|hbox|emph"
@@ -89,8 +87,8 @@ def rewrite(text: str) -> str:
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _NUMBER.sub(_digits, text)
-    for _ in range(3):  # five hundred thousand
-        text = _POWER.sub(lambda m: rf"{m[1]}\times 10^{{{_POWERS[m[3].lower()]}}}{m[2]}", text)
+    for pattern, new in _MULTIPLIERS:
+        text = pattern.sub(new, text)
     return re.sub(r"\\text[a-z]*\s*\{\s*\}", " ", text)
 
 
