@@ -31,7 +31,7 @@ from megatron_rl.rewards.math.units import Unit, split_unit
 SHOWN = 80
 _HALF = Fraction(1, 2)
 _INTEGER = re.compile(r"^([-+]?)0*([0-9]+)$")
-_GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d])")
+_GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: +\d{3})+)(?![\d])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)(?!,)")
 _CHOICE = re.compile(
     r"^(?:(?:the\s+)?(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s*:?\s*)?\(?\s*([A-Ja-dfghj])\s*"
