@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_rl.config import ConfigError, RunConfig, load_config
 from megatron_rl.megatron_plugin import flags
@@ -40,11 +39,7 @@ def extend(parser: Parser) -> Parser:
     """
     add_arguments(parser)
     flags.set_defaults(parser)
-    try:
-        flags.refuse(parser, sys.argv[1:])
-    except ConfigError as error:
-        get_error_handler().record_exception(error)  # torchrun's last lines are then of it
-        raise
+    flags.refuse(parser, sys.argv[1:])
     return parser
 
 
@@ -84,12 +79,15 @@ def megatron_keys_in(own: argparse.Namespace) -> list[str]:
 def of_megatron(args: Any, generator_ranks: int) -> list[str]:
     """Return the keys that Megatron's arguments decide, as dotted options.
 
+    Without `--eval-interval`, evaluations are at the start and the end; Megatron needs a number.
+
     Raises:
         ConfigError: they do not say how long the run is.
     """
     if not args.train_iters and not args.train_samples:
         raise ConfigError("neither --train-iters nor --train-samples is set: set the run's steps")
     steps = args.train_iters or args.train_samples // args.global_batch_size
+    args.eval_interval = min(args.eval_interval or steps, steps)
     keys = {
         "roles.trainer_ranks": args.world_size,
         "roles.generator_ranks": generator_ranks,
@@ -106,9 +104,8 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
         "precision.params": "bf16" if args.bf16 else "fp32",
         "optimizer.learning_rate": args.lr,
         "optimizer.clip_grad_norm": args.clip_grad,
+        "evaluation.every_steps": args.eval_interval,
     }
-    if args.eval_interval:
-        keys["evaluation.every_steps"] = min(args.eval_interval, steps)
     return [part for key, value in keys.items() for part in (f"--{key}", str(value))]
 
 

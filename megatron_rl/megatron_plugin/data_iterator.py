@@ -23,7 +23,7 @@ from megatron_rl.trainer.step import next_batch
 from megatron_rl.trainer.step_metrics import report
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     batch: messages.Batch
     micro_batches: list[MicroBatch]
@@ -31,7 +31,6 @@ class _Step:
     head: LmHead
     started: float
     wait_seconds: float
-    reported: bool = False
 
 
 class PluginSteps:
@@ -67,8 +66,7 @@ class PluginSteps:
     def begin(self, step: int, chunks: Sequence[Any]) -> None:
         """Publish the weights and fetch the batch of a step; collective, before its schedule.
 
-        Within the schedule, pipeline stages reach their data iterators at different times. A second
-        schedule of the same step (Megatron's rerun of a step with a NaN) keeps the batch.
+        Within the schedule, pipeline stages reach their data iterators at different times.
 
         Args:
             step: optimizer steps that Megatron has made.
@@ -78,8 +76,6 @@ class PluginSteps:
             ConfigError: no more batches, or more micro-batches than Megatron makes of a step.
             OrchestratorGone: no batch in time.
         """
-        if step == self._step:
-            return
         config, model = self._config, self._model
         model.complete(chunks)
         self.publish(step)
@@ -126,9 +122,8 @@ class PluginSteps:
             ConfigError: the generators have another model (`StartComparison`).
         """
         current = self._current
-        if current is None or current.reported:
-            return
-        current.reported, batch = True, current.batch
+        assert current is not None
+        batch = current.batch
         metrics, probe = report(batch, current.micro_batches, current.objective, self._model)
         self._comparison.check(metrics, self._step)
         if self._client is not None:

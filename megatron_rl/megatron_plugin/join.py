@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.compat.megatron_schedule import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
+from megatron_rl.files import report_failure
 from megatron_rl.launch import connect_store, generator_python
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.megatron_plugin.data_iterator import (
@@ -51,6 +52,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
+    sys.excepthook = _report
     config = arguments.read(own, [])
     arguments.check_config(config)
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -67,6 +69,12 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     # Megatron reads WORLD_SIZE: show it the trainer ranks only.
     os.environ["WORLD_SIZE"] = str(trainers)
     return PretrainingPlugin(own, store)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show the error that ends this rank in torchrun's last lines, too."""
+    report_failure(f"{kind.__name__}: {error}")
+    sys.__excepthook__(kind, error, trace)
 
 
 def _serve(store: Any) -> None:

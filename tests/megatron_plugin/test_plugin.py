@@ -182,11 +182,11 @@ def test_megatrons_arguments_decide_their_keys(own: Any) -> None:
     [
         ({"train_iters": None, "train_samples": 330}, 20, 5),
         ({"train_iters": 3}, 3, 3),
-        ({"eval_interval": None}, 20, None),
+        ({"eval_interval": None}, 20, 20),
     ],
 )
 def test_samples_and_the_evaluation_interval_are_those_of_megatron(
-    own: Any, change: dict[str, Any], steps: int, every: int | None
+    own: Any, change: dict[str, Any], steps: int, every: int
 ) -> None:
     args = SimpleNamespace(**{**vars(MEGATRON), **change})
     config = arguments.read(own, arguments.of_megatron(args, generator_ranks=1))
