@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import msgspec
 import numpy as np
 import pytest
@@ -219,11 +221,11 @@ def test_a_resumed_run_makes_up_a_sets_evaluation_and_goes_on_with_its_curve(tmp
 
 def test_evaluations_are_known_again_from_the_file_of_metrics(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as w:
-        w.eval({"step": 0, "pass_rate": 0.1})
-        w.eval({"step": 4, "sets": {"aime": {"pass_rate": 0.1}}})
-        w.step({"step": 4, "tasks": {"sums": {}}})
-        w.eval({"step": 5, "sets": {"lcb": {"pass_rate": 0.1}}})
+    with closing(MetricsWriter(path)) as w:
+        w.write("eval", {"step": 0, "pass_rate": 0.1})
+        w.write("sets", {"step": 4, "sets": {"aime": {"pass_rate": 0.1}}})
+        w.write("step", {"step": 4, "tasks": {"sums": {}}})
+        w.write("sets", {"step": 5, "sets": {"lcb": {"pass_rate": 0.1}}})
     assert evaluations_in(read_metrics(path)) == {("", 0), ("aime", 4), ("lcb", 5)}
     MetricsWriter(path, resume_step=4).close()
     assert evaluations_in(read_metrics(path)) == {("", 0), ("aime", 4)}
