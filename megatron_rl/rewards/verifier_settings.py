@@ -50,7 +50,7 @@ class SandboxSettings(Section):
 
     isolation: Literal["strong", "weak"] = "strong"
     """`strong`: separate namespaces (bubblewrap), an error if the host has none. `weak`: rlimits
-    and seccomp only, the program can read the host's files."""
+    and seccomp only, refused as root: the program can read the files of the run's user."""
     cpu_seconds: PositiveFloat = 6.0
     """CPU time of one test."""
     wall_seconds: PositiveFloat = 10.0
@@ -64,11 +64,18 @@ class SandboxSettings(Section):
     file_mib: PositiveInt = 16
     """Largest file, and size of the scratch file system (strong)."""
     output_kib: PositiveInt = 4096
-    """Longest standard output of one test; a longer one fails the test."""
+    """Longest standard output of one test, or four times the longest expected one if that is more;
+    a longer one fails the test."""
     max_tests: NonNegativeInt = 0
     """Tests to run per problem, the longest inputs first; 0 runs all of them."""
     read_only_paths: tuple[str, ...] = ()
     """Additional folders of the host that programs may read (strong)."""
+    modules: tuple[str, ...] = (
+        *("numpy", "scipy", "sympy", "mpmath", "networkx", "sortedcontainers"),
+        *("pandas", "dateutil", "six"),
+    )
+    """Third-party modules that programs may import, as far as they are installed for the run
+    (strong), with those that they need; a program that imports another one fails by its name."""
 
 
 class VerifierSettings(Section):

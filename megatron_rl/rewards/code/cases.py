@@ -6,9 +6,15 @@ import io
 import json
 import math
 import pickle
+import re
+import reprlib
+import sys
 import zlib
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain, permutations
 from typing import Any
 
 import msgspec
@@ -17,6 +23,8 @@ from megatron_rl.rewards.code.sandbox import ProgramResult
 
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute tolerance of expected outputs that have a decimal point."""
+MAX_NUMBER = 1000
+"""Longest word that is compared as a number."""
 
 
 class BadTests(ValueError):
@@ -30,6 +38,8 @@ class Case(msgspec.Struct, frozen=True):
     """Input for the harness; never contains the expected result."""
     expected: Any
     """Text of standard output, or a function's result."""
+    wrapped: bool = False
+    """True if the result may also be a list of the expected one."""
 
 
 def read_cases(text: str, function: str | None = None) -> list[Case]:
@@ -38,28 +48,59 @@ def read_cases(text: str, function: str | None = None) -> list[Case]:
     Args:
         text: JSON: `{"inputs": [...], "outputs": [...], "fn_name": ...}` (TACO, APPS), a list of
             `{"input", "output", "testtype" or "type", "fn_name"}` (DeepCoder, LiveCodeBench,
-            PrimeIntellect), a list of `assert f(x) == y` (MBPP); or LiveCodeBench's packed form.
-            `BadTests` if it is none of these, or has no test.
+            PrimeIntellect), a list of `assert f(x) == y` (MBPP) or of scripts with asserts; or a
+            script itself (HumanEval's `check`, KodCode's functions `test_...`); or LiveCodeBench's
+            packed form.
         function: name of the function if the tests do not have it.
+
+    Raises:
+        BadTests: the text is none of these, or has no test.
     """
-    data = _decode(text)
-    data = data.get("assert", data) if isinstance(data, dict) else data
-    if isinstance(data, dict):
-        cases = _from_columns(data, function)
-    elif isinstance(data, list) and data and all(isinstance(t, str) for t in data):
-        cases = [_from_assert(t) for t in data]
-    elif isinstance(data, list):
-        cases = [_from_row(t, function) for t in data]
-    else:
-        raise BadTests(f"tests are a {type(data).__name__}: expected a list or a mapping")
+    with giant_integers():
+        try:
+            cases = _read(_decode(text), function)
+        except (TypeError, AttributeError, LookupError, RecursionError) as e:
+            raise BadTests(f"a test has another form: {type(e).__name__}: {e}") from None
     if not cases:
         raise BadTests("the problem has no tests")
     return cases
 
 
+def _read(data: Any, function: str | None) -> list[Case]:
+    if isinstance(data, dict):
+        data = next((data[key] for key in _LISTS if key in data), data)
+    if isinstance(data, str):
+        data = [data]
+    if isinstance(data, dict):
+        return _from_columns(data, function)
+    if not isinstance(data, list):
+        raise BadTests(f"tests are a {type(data).__name__}: expected a list or a mapping")
+    if data and all(isinstance(t, str) for t in data):
+        return [_from_asserts(t, function) for t in data]
+    cases = [_from_row(t, function) for t in data]
+    return _unwrapped(cases)
+
+
+_LISTS = ("assert", "assert_case", "test_cases", "test_list", "tests")
+"""Keys under which data sets keep the list of tests."""
+
+
+@contextmanager
+def giant_integers() -> Iterator[None]:
+    """Lift Python's limit of 4,300 digits, as the sandbox does, whose time is limited."""
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(digits)
+
+
 def _decode(text: str) -> Any:
     with suppress(ValueError):
         return json.loads(text)
+    if "assert" in text:
+        return text
     try:
         packed = zlib.decompress(base64.b64decode(text, validate=True))
         return json.loads(_StringOnly(io.BytesIO(packed)).load())
@@ -75,19 +116,16 @@ class _StringOnly(pickle.Unpickler):
 
 
 def _from_columns(data: dict[str, Any], function: str | None) -> list[Case]:
-    if not {"inputs", "outputs"} <= set(data):
+    inputs, outputs = (data.get(f"{side}s", data.get(side)) for side in ("input", "output"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise BadTests(f"tests have the keys {sorted(data)}: expected inputs and outputs")
     name = data.get("fn_name") or function
-    if len(data["inputs"]) != len(data["outputs"]):
-        raise BadTests(f"{len(data['inputs'])} inputs, {len(data['outputs'])} outputs")
-    pairs = zip(data["inputs"], data["outputs"], strict=True)
+    if len(inputs) != len(outputs):
+        raise BadTests(f"{len(inputs)} inputs, {len(outputs)} outputs")
+    pairs = zip(inputs, outputs, strict=True)
     if name is None:
         return [Case({"stdin": _text(i)}, _text(o)) for i, o in pairs]
-    # APPS and TACO write a function's result as a list of one.
-    return [
-        Case({"call": name, "args": list(i)}, o[0] if isinstance(o, list) and len(o) == 1 else o)
-        for i, o in pairs
-    ]
+    return _unwrapped([_call(name, i, o) for i, o in pairs])
 
 
 def _from_row(row: Any, function: str | None) -> Case:
@@ -99,26 +137,84 @@ def _from_row(row: Any, function: str | None) -> Case:
     name = row.get("fn_name") or (row.get("metadata") or {}).get("func_name") or function
     if not name:
         raise BadTests("a functional test without the function's name")
-    args = row["input"]
+    return _call(name, row["input"], row["output"])
+
+
+def _call(name: str, args: Any, output: Any) -> Case:
+    """Return a call's test: arguments and result are JSON values, or texts of one value a line."""
     if isinstance(args, str):
         args = [parsed(line) for line in args.splitlines() if line.strip()]
-    return Case({"call": name, "args": list(args)}, parsed(row["output"]))
+        output = parsed(output)
+    return Case({"call": name, "args": list(args)}, output)
 
 
-def _from_assert(text: str) -> Case:
-    """Split `assert f(1) == 2`: the sandbox evaluates f(1), and 2 is compared outside."""
+def _unwrapped(cases: list[Case]) -> list[Case]:
+    """Take results out of lists of one (APPS, TACO, PrimeIntellect) if all of a problem have one.
+
+    The functions of such a problem may also return lists of one: both forms are accepted.
+    """
+    calls = [c for c in cases if "call" in c.run]
+    if not all(isinstance(c.expected, list) and len(c.expected) == 1 for c in calls):
+        return cases
+    return [Case(c.run, c.expected[0], wrapped=True) if "call" in c.run else c for c in cases]
+
+
+def _from_asserts(text: str, function: str | None) -> Case:
+    """Split `assert f(1) == 2`: the sandbox evaluates f(1), and 2 is compared outside.
+
+    Anything but asserts in a row, or HumanEval's `check` with asserts alone, runs as a script.
+    """
     try:
         tree = ast.parse(text.strip())
     except SyntaxError as e:
         raise BadTests(f"test {text[:80]!r}: {e}") from None
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
-        raise BadTests(f"test {text[:80]!r}: expected one assert")
-    test = tree.body[0].test
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise BadTests(f"test {text[:80]!r}: expected one assert or more")
+    defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    calls = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    if "check" in defined and not calls:
+        if not function:
+            raise BadTests("a function check without the name of the function to check")
+        tree.body += ast.parse(f"check({function})").body
+    tree.body += [
+        call for name in defined if name.startswith("test_") for call in ast.parse(f"{name}()").body
+    ]
+    body = _body_of_check(tree)
+    asserts = [n.test for n in body if isinstance(n, ast.Assert)]
+    if len(asserts) < len(body):
+        return Case({"script": ast.unparse(tree)}, True)
+    parts = [_split(part) for test in asserts for part in _conjuncts(test)]
+    return Case({"asserts": [left for left, _ in parts]}, [right for _, right in parts])
+
+
+def _body_of_check(tree: ast.Module) -> list[ast.stmt]:
+    """Return the statements of `def check(candidate)` for its one call, else those of the tree."""
+    rest = [n for n in tree.body if ast.unparse(n)[:10] != "METADATA ="]
+    match rest:
+        case [
+            ast.FunctionDef(name="check", args=ast.arguments(args=[ast.arg(arg=name)]), body=body),
+            ast.Expr(ast.Call(func=ast.Name("check"), args=[ast.Name(function)])),
+        ]:
+            for node in (n for statement in body for n in ast.walk(statement)):
+                if isinstance(node, ast.Name) and node.id == name:
+                    node.id = function
+            return body
+    return tree.body
+
+
+def _conjuncts(test: ast.expr) -> list[ast.expr]:
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return [part for value in test.values for part in _conjuncts(value)]
+    return [test]
+
+
+def _split(test: ast.expr) -> tuple[str, Any]:
+    """Return the expression for the sandbox, and the value that it must equal."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        with suppress(ValueError):
-            expected = ast.literal_eval(test.comparators[0])
-            return Case({"asserts": [ast.unparse(test.left)]}, [expected])
-    return Case({"asserts": [f"bool({ast.unparse(test)})"]}, [True])
+        for left, right in permutations((test.left, test.comparators[0])):
+            with suppress(ValueError, TypeError):
+                return ast.unparse(left), ast.literal_eval(right)
+    return f"bool({ast.unparse(test)})", True
 
 
 def _text(value: Any) -> str:
@@ -126,25 +222,64 @@ def _text(value: Any) -> str:
 
 
 def parsed(text: Any) -> Any:
-    """Parse JSON; return what is not a text, or not JSON, as it is."""
+    """Parse JSON, else a literal of Python; return what is neither as it is."""
     if isinstance(text, str):
-        with suppress(ValueError):
-            return json.loads(text)
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, TypeError, MemoryError):
+                return parse(text)
     return text
 
 
 def failure(case: Case, result: ProgramResult) -> str:
     """Return the reason why a result is wrong; empty if it is right."""
     if result.status != "ok":
-        lines = result.error.strip().splitlines()
-        return _STATUS.get(result.status, result.status) + (f": {lines[-1][:120]}" if lines else "")
+        line = "".join(result.error.strip().splitlines()[-1:])[:120]
+        if re.match(r"(Syntax|Indentation|Tab)Error", line):
+            return f"the program does not compile: {line}"
+        if line.startswith("ModuleNotFoundError"):
+            line += " in the sandbox (verifier.sandbox.modules)"
+        return _STATUS.get(result.status, result.status) + (f": {line}" if line else "")
     if "stdin" in case.run:
         return "" if same_output(case.expected, result.stdout) else "wrong output"
     try:
-        value = json.loads(result.value)
-    except ValueError:
-        return "the function's result is not JSON"
-    return "" if same_value(case.expected, value) else f"wrong result {str(value)[:60]}"
+        value = decode(json.loads(result.value))
+    except (ValueError, TypeError, RecursionError):
+        return "the function returned no value that can be compared"
+    if "call" in case.run:
+        right = same_value(case.expected, value)
+        right = right or (case.wrapped and same_value([case.expected], value))
+    else:
+        right = bool(case.expected == value)
+    return "" if right else f"wrong result {reprlib.repr(value)[:60]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """A value of a type of the program's own, which equals nothing."""
+
+    text: str
+
+
+def decode(value: Any) -> Any:
+    """Return the value that the harness's `plain` encoded."""
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](map(decode, content))
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in content}
+    return _SCALARS[kind](content)
+
+
+_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "complex": lambda pair: complex(*pair),
+    "ratio": lambda pair: Fraction(*(int(text, 16) for text in pair)),
+    "object": Foreign,
+}
 
 
 _STATUS = {
@@ -168,25 +303,45 @@ def same_output(expected: str, output: str) -> bool:
 def _same_word(expected: str, output: str) -> bool:
     if expected == output or ("." not in expected and "e" not in expected.lower()):
         return expected == output
+    if len(output) > MAX_NUMBER:
+        return False
     try:
-        a, b = float(expected), float(output)
+        return _close(float(expected), float(output))
     except ValueError:
         return False
-    return math.isclose(a, b, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Compare results: tuples are lists, keys are strings, floats have a tolerance."""
+    """Compare a call's result with JSON: tuples are lists, keys are strings, floats have tolerance.
+
+    Sets are sorted lists. The texts "True", "False" and "None" are also those values.
+    """
+    if isinstance(expected, str) and expected in _WORDS and not isinstance(value, str):
+        return value is _WORDS[expected]
     if isinstance(expected, bool) or isinstance(value, bool):
         return expected is value
     if isinstance(expected, float) and isinstance(value, int | float):
-        return math.isclose(expected, value, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        return _close(expected, value)
+    expected, value = (
+        sorted(v, key=repr) if isinstance(v, set | frozenset) else v for v in (expected, value)
+    )
     if isinstance(expected, list | tuple):
-        same_length = isinstance(value, list) and len(expected) == len(value)
+        same_length = isinstance(value, list | tuple) and len(expected) == len(value)
         return same_length and all(map(same_value, expected, value))
-    if isinstance(expected, set | frozenset):
-        return same_value(sorted(expected, key=repr), value)
     if isinstance(expected, dict):
-        same_keys = isinstance(value, dict) and set(map(str, expected)) == set(value)
-        return same_keys and all(same_value(v, value[str(k)]) for k, v in expected.items())
+        if not isinstance(value, dict):
+            return False
+        named = {str(k): v for k, v in value.items()}
+        same_keys = len(named) == len(value) and set(map(str, expected)) == set(named)
+        return same_keys and all(same_value(v, named[str(k)]) for k, v in expected.items())
     return bool(expected == value)
+
+
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _close(a: float, b: float) -> bool:
+    try:
+        return math.isclose(a, b, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    except OverflowError:  # an integer beyond the floats
+        return False

@@ -1,31 +1,77 @@
-"""Task kind `code`: the last code block after thinking must pass every test."""
+"""Task kind `code`: the last Python block after thinking must pass every test."""
 
 import re
+import textwrap
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.code import isolation
-from megatron_rl.rewards.code.cases import BadTests, Case, failure, parsed, read_cases
+from megatron_rl.rewards.code.cases import (
+    BadTests,
+    Case,
+    failure,
+    giant_integers,
+    parsed,
+    read_cases,
+)
 from megatron_rl.rewards.code.sandbox import run_tests
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 
-_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_OPENING = re.compile(r"([^`]*?)(`{3,}|(?<![^\s>])~{3,})[ \t]*([^`\n]*)")
+_PYTHON = re.compile(r"\{?\.?(i?python|py(py)?)[\d.]*(?![\w+#-])", re.IGNORECASE)
 MAX_SOURCE = 256 * 1024
 
 
 def extract_code(completion: str, think_end: str) -> tuple[str | None, str]:
-    """Return the last closed code block after thinking, or None and the reason."""
+    """Return the program after thinking, or None and the reason.
+
+    It is the last closed block tagged as Python, or without one the last that has no tag.
+    """
     head, ended, tail = completion.partition(think_end)
     if not ended and think_end.replace("/", "") in completion:
         return None, "thinking did not end"
-    blocks = _BLOCK.findall(tail if ended else head)
-    if not blocks:
+    blocks = list(_blocks(tail if ended else head))
+    sources = [source for tag, source in blocks if _PYTHON.match(tag)]
+    sources = sources or [source for tag, source in blocks if not tag]
+    if not sources:
         return None, "no closed ```python block"
-    source = str(blocks[-1])
+    source = sources[-1]
     if len(source) > MAX_SOURCE:
         return None, f"a program of {len(source)} characters: over the limit of {MAX_SOURCE}"
     return (source, "") if source.strip() else (None, "the last code block is empty")
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield tag and text of the closed fenced blocks, as CommonMark has them.
+
+    In addition a block may open and close within a line of text, and a Python block ends one of
+    another language that was not closed.
+    """
+    prefix = fence = tag = ""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        rest = line.rstrip("\r")
+        indent = rest.lstrip(" \t>")
+        after = indent.lstrip(fence[:1] or " ")
+        closes = len(indent) - len(after) >= len(fence) and not re.match(r"\w", after)
+        if fence and closes and len(rest) - len(indent) <= len(prefix) + 3:
+            source = "\n".join([*lines, ""])
+            if ">" in prefix:
+                source = re.sub(r"(?m)^[ \t]*> ?", "", source)
+            yield tag, textwrap.dedent(source) if source[:1] in " \t" else source
+            fence, rest = "", after
+        opening = _OPENING.fullmatch(rest)
+        inside = not fence or (tag and not _PYTHON.match(tag) and _opens_python(opening))
+        if opening and inside and (not opening[1].strip(" \t>") or " " not in opening[3].strip()):
+            prefix, fence, tag, lines = opening[1], opening[2], opening[3].strip(), []
+        else:
+            lines.append(line)
+
+
+def _opens_python(opening: re.Match[str] | None) -> bool:
+    return bool(opening and not opening[1].strip() and _PYTHON.match(opening[3]))
 
 
 def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
@@ -36,30 +82,36 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
         source, reason = extract_code(completion, think_end)
         if source is None:
             return Verdict(Outcome.NO_ANSWER, reason)
-        try:
-            cases = read_cases(gold, function_name(meta))
-        except BadTests as e:
-            raise VerifierDown(f"tests of a programming problem: {e}; check the data set") from e
-        if 0 < settings.max_tests < len(cases):
-            cases = sorted(cases, key=lambda c: len(str(c.run)), reverse=True)[: settings.max_tests]
-        return verify_program(source, cases, settings)
+        with giant_integers():
+            try:
+                cases = read_cases(gold, function_name(meta))
+            except BadTests as e:
+                raise VerifierDown(f"tests of a programming problem: {e}; check the data") from e
+            if 0 < settings.max_tests < len(cases):
+                longest = sorted(cases, key=lambda c: len(str(c.run)), reverse=True)
+                cases = longest[: settings.max_tests]
+            return verify_program(source, cases, settings)
 
     return verify
 
 
 def function_name(meta: dict[str, Any]) -> str | None:
-    """Return the function that the tests call: `fn_name`, or in LiveCodeBench's `metadata`."""
+    """Return the function that the tests call.
+
+    It is `fn_name`, HumanEval's `entry_point`, or in LiveCodeBench's `metadata`.
+    """
     metadata = parsed(meta.get("metadata"))
-    name = meta.get("fn_name") or (isinstance(metadata, dict) and metadata.get("func_name"))
+    name = meta.get("fn_name") or meta.get("entry_point")
+    name = name or (isinstance(metadata, dict) and metadata.get("func_name"))
     return str(name) if name else None
 
 
 def verify_program(source: str, cases: list[Case], settings: SandboxSettings) -> Verdict:
     """Run the tests up to the first that fails."""
-    try:
-        compile(source, "program.py", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        return Verdict(Outcome.WRONG, f"the program does not compile: {e}")
+    expected = max((len(c.expected) for c in cases if isinstance(c.expected, str)), default=0)
+    # In whole KiB and with a margin, so that a program learns nothing from its limit.
+    output_kib = max(settings.output_kib, expected // 256)
+    settings = settings.model_copy(update={"output_kib": output_kib})
     # The sandbox may die. Retry once; if it dies again while other programs run, fail this one.
     if verdict := _run(source, cases, settings) or _run(source, cases, settings):
         return verdict

@@ -15,36 +15,59 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
-PRELUDE = (
-    "import sys, math, re, string, random, itertools, functools, collections, heapq, bisect, copy\n"
-    "import operator\n"
-    "from typing import *\nfrom collections import *\nfrom functools import *\n"
-    "from itertools import *\nfrom heapq import *\nfrom bisect import *\nfrom math import *\n"
+MODULES = (
+    "typing string re datetime collections heapq bisect copy math random statistics itertools"
+    " functools operator io sys json time"
 )
+# LiveCodeBench's prelude: each module's names, the modules, and last the builtins they hid.
+PRELUDE = "".join(f"from {name} import *\n" for name in [*MODULES.split(), "builtins"])
+PRELUDE += f"import {', '.join(MODULES.split())}\nsys.setrecursionlimit(50000)\n"
 ERROR_BYTES = 2000
 SETUP_SECONDS = 30.0
+POLL_SECONDS = 0.05
+"""Pause between looks at whether the program ended while a pipe is still open."""
 
 
-def main() -> None:
-    """Run the tests of the job on standard input."""
+def main() -> tuple[str, dict[str, Any], int] | None:
+    """Run the tests of the job on standard input; return only in a test's own process.
+
+    There it returns what `execute` needs, so that the program ends with the interpreter.
+    """
+    sys.set_int_max_str_digits(0)  # the time limit bounds giant integers
     job = json.loads(sys.stdin.buffer.read())
     take_uid(job.get("uid"))
     libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which the change of user cleared
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the program cannot look into this process
+    # The first process of a namespace gets only signals that it handles: no SIGKILL, no SIGSTOP.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    sys.path.append(job["library"])
+    exec(PRELUDE, {})  # loads the modules once, for all tests
     for test in job["tests"]:
         result = run_test(job, test, libc, channel)
+        if isinstance(result, int):
+            return job["source"], test, result
         channel.write(json.dumps(result).encode() + b"\n")
         channel.flush()
         if job.get("namespace"):
             # Kill what the test left behind; without a process namespace it can start no process.
-            with contextlib.suppress(OSError):
+            kill_others()
+    return None
+
+
+def kill_others() -> None:
+    """Kill all other processes of the namespace and wait until none is left."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def take_uid(uid: int | None) -> None:
@@ -57,8 +80,8 @@ def take_uid(uid: int | None) -> None:
 
 def run_test(
     job: dict[str, Any], test: dict[str, Any], libc: ctypes.CDLL, channel: BinaryIO
-) -> dict[str, Any]:
-    """Run the program on one test and return its result."""
+) -> dict[str, Any] | int:
+    """Fork; return the program's result here, and in its process the pipe for a value."""
     stdin = os.memfd_create("stdin")
     with open(stdin, "wb", closefd=False) as file:
         file.write(test.get("stdin", "").encode("utf-8", "replace"))
@@ -70,17 +93,19 @@ def run_test(
         for source, target in ((stdin, 0), (out_write, 1), (error_write, 2)):
             os.dup2(source, target)
         ends = (stdin, out_read, out_write, error_read, error_write, value_read, ready_read)
-        for fd in (*ends, channel.fileno()):
+        for fd in ends:
             os.close(fd)
-        become_program(job, test, libc, value_write, ready_write)
+        channel.close()
+        become_program(job, libc, ready_write)
+        return value_write
     for fd in (stdin, out_write, error_write, value_write, ready_write):
         os.close(fd)
     # The clock starts when the limits are set; the program runs only after that.
     ready = select.select([ready_read], [], [], SETUP_SECONDS)[0] and os.read(ready_read, 1)
     os.close(ready_read)
     started = time.monotonic()
-    limits = {out_read: job["output_bytes"], error_read: 1 << 20, value_read: job["output_bytes"]}
-    texts, stopped = collect(limits, started + job["wall_seconds"] * bool(ready))
+    limits = {out_read: job["output_bytes"], error_read: 0, value_read: job["output_bytes"]}
+    texts, stopped = collect(child, limits, started + job["wall_seconds"] * bool(ready))
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -107,59 +132,50 @@ def exit_kind(status: int, error: bytearray) -> str:
     return "memory" if b"MemoryError" in error[-ERROR_BYTES:] else "error"
 
 
-def collect(limits: dict[int, int], deadline: float) -> tuple[dict[int, bytearray], str]:
-    """Read each pipe until all are closed, one is over its limit, or time is up."""
+def collect(
+    child: int, limits: dict[int, int], deadline: float
+) -> tuple[dict[int, bytearray], str]:
+    """Read each pipe until all are closed, the child ended, one is over its limit, or time is up.
+
+    Of a pipe with limit 0 only the end is kept.
+    """
     texts = {fd: bytearray() for fd in limits}
     open_fds = set(limits)
+    ended = False
     while open_fds:
         left = deadline - time.monotonic()
-        ready = select.select(list(open_fds), [], [], max(left, 0))[0]
-        if not ready:
+        if left <= 0:
             return texts, "time"
+        wait = 0 if ended else min(left, POLL_SECONDS)
+        ready = select.select(list(open_fds), [], [], wait)[0]
+        if not ready:
+            if ended:
+                break  # what still holds a pipe is a process that the program left behind
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, child, flags) is not None
         for fd in ready:
             part = os.read(fd, 1 << 16)
             if not part:
                 open_fds.discard(fd)
             texts[fd] += part
-            if len(texts[fd]) > limits[fd]:
-                if limits[fd] == 1 << 20:
-                    del texts[fd][: -ERROR_BYTES * 2]
-                    continue
+            if not limits[fd]:
+                del texts[fd][: -ERROR_BYTES * 2]
+            elif len(texts[fd]) > limits[fd]:
                 return texts, "output"
     return texts, ""
 
 
-def become_program(
-    job: dict[str, Any], test: dict[str, Any], libc: ctypes.CDLL, value_fd: int, ready_fd: int
-) -> NoReturn:
-    """Limit this process, run the program in it, and end it."""
-    code = 1
-    try:
-        os.setsid()
-        limit(job)
-        libc.prctl(4, 1, 0, 0, 0)
-        take_uid(job.get("program_uid"))
-        if "seccomp" in job:
-            sys.path.append(job["library"])
-            make_filter(job["seccomp"]).load()  # bubblewrap loads the filter of strong isolation
-        os.write(ready_fd, b"1")
-        os.close(ready_fd)
-        source = job["source"]
-        job.clear()
-        code = execute(source, test, value_fd)
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-        if isinstance(e.code, str):
-            sys.stderr.write(e.code)
-    except BaseException:  # noqa: BLE001 - a program may raise anything
-        import traceback
-
-        traceback.print_exc()
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
-    with contextlib.suppress(BaseException):
-        sys.stderr.flush()
-    os._exit(code & 0xFF)
+def become_program(job: dict[str, Any], libc: ctypes.CDLL, ready_fd: int) -> None:
+    """Limit this process and say that it is ready for the program."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    limit(job)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(4, 1, 0, 0, 0)
+    if "seccomp" in job:
+        make_filter(job["seccomp"]).load()  # bubblewrap loads the filter of strong isolation
+    os.write(ready_fd, b"1")
+    os.close(ready_fd)
 
 
 def limit(job: dict[str, Any]) -> None:
@@ -199,32 +215,37 @@ def make_filter(rules: list[Any]) -> Any:
     return filter_
 
 
-def execute(source: str, test: dict[str, Any], value_fd: int) -> int:
-    """Run the program, make the test's call, and return the exit status."""
+def execute(source: str, test: dict[str, Any], value_fd: int) -> None:
+    """Run the program as `__main__`, or the test's call or asserts after it, and send the value."""
     import types
 
-    sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
     text: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "closefd": False}
-    sys.stdout = open(1, "w", **text)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, **text)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = open(0, **text)  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", **text)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, **text)  # type: ignore[misc]  # noqa: SIM115
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
+    # KodCode's tests import from `solution`.
+    sys.modules["__main__"] = sys.modules["solution"] = module
     space = module.__dict__
-    if "call" not in test and "asserts" not in test:
-        os.close(value_fd)
-        exec(compile(source, "program.py", "exec"), space)
-        return 0
-    space["__name__"] = "program"
     exec(PRELUDE, space)
-    exec(compile(source, "program.py", "exec"), space)
-    if "asserts" in test:
-        value = [eval(compile(check, "test", "eval"), space) for check in test["asserts"]]
-    else:
+    program = compile(source, "program.py", "exec", dont_inherit=True)
+    if "stdin" in test:
+        del sys.modules["solution"]
+        os.close(value_fd)
+        exec(program, space)
+        return
+    space["__name__"] = "program"
+    exec(program, space)
+    if "call" in test:
         value = find(space, test["call"])(*test["args"])
+    elif "script" in test:
+        exec(compile(test["script"], "test", "exec", dont_inherit=True), space)
+        value = True
+    else:
+        value = [eval(compile(check, "test", "eval"), space) for check in test["asserts"]]
     with open(value_fd, "w") as file:
         json.dump(plain(value), file)
-    return 0
 
 
 def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
@@ -238,17 +259,26 @@ def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: tuples to lists, sets to sorted lists."""
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(v) for v in value), key=repr)
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    """Convert a value to JSON that `cases.decode` reads: other types as [type, content]."""
+    if value is None or isinstance(value, (bool, float, str)):
         return value
-    return repr(value)
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [plain(v) for v in value]]
+    if isinstance(value, dict):
+        return ["dict", [[plain(k), plain(v)] for k, v in value.items()]]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if isinstance(value, int):
+        return ["int", hex(value)]
+    if type(value).__module__ in ("fractions", "decimal"):
+        return ["ratio", [hex(n) for n in value.as_integer_ratio()]]
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return plain(value.item())
+    return ["object", repr(value)[:200]]
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__" and (program := main()):
+    execute(*program)

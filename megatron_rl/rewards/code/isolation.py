@@ -23,6 +23,10 @@ HARNESS = Path(__file__).with_name("harness.py").read_text()
 PROBE_SECONDS = 30
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+PYTHON_OPTIONS = ("-s", "-P", "-B", "-c")  # -I would ignore the hash seed
+MODULES = "/modules"
+"""Folder of third-party modules in strong isolation."""
 # Unused user ids: process limits count per user, and other users' files stay closed.
 _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
 
@@ -88,7 +92,12 @@ def require(settings: SandboxSettings) -> None:
                 "weak isolation needs seccomp: install megatron_rl[rewards] (pyseccomp) and the"
                 " system's libseccomp"
             )
-    elif problem := _probe(settings.read_only_paths):
+        if os.getuid() == 0:
+            raise SandboxUnavailable(
+                "weak isolation is refused as root, whose files and processes a program could read:"
+                " start as another user, or use strong isolation (verifier.sandbox.isolation)"
+            )
+    elif problem := _probe(settings.read_only_paths, settings.modules):
         raise SandboxUnavailable(
             f"strong isolation is not available on this host: {problem}. Allow user namespaces"
             " (sysctl user.max_user_namespaces, the container's seccomp profile) and install"
@@ -99,13 +108,14 @@ def require(settings: SandboxSettings) -> None:
 
 
 @cache
-def _probe(read_only_paths: tuple[str, ...]) -> str:
+def _probe(read_only_paths: tuple[str, ...], modules: tuple[str, ...]) -> str:
     """Return the reason why bubblewrap does not work here; empty if it does."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
     if bubblewrap() is None:
         return "bubblewrap (bwrap) is not installed"
-    launch = strong(SandboxSettings(read_only_paths=read_only_paths), program="print('ready')")
+    settings = SandboxSettings(read_only_paths=read_only_paths, modules=modules)
+    launch = strong(settings, program="print('ready')")
     options: dict[str, Any] = {"env": ENVIRONMENT, "pass_fds": launch.fds, "capture_output": True}
     try:
         done = subprocess.run(
@@ -131,7 +141,8 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         raise SandboxUnavailable("bubblewrap (bwrap) is not installed")
     scratch = ["--perms", "1777", "--size", str(settings.file_mib * 2**20), "--tmpfs"]
     command = [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"]
+    command += ["--cap-drop", "ALL"]
     if root:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -149,6 +160,9 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
             command += ["--symlink", os.readlink(link), str(link)]
         elif link.is_dir():
             command += ["--ro-bind", str(link), str(link)]
+    command += ["--perms", "0755", "--dir", MODULES]
+    for module in module_paths(settings.modules):
+        command += ["--ro-bind", str(module), f"{MODULES}/{module.name}"]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--remount-ro", "/dev"]
     command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv", "--hostname", "sandbox"]
     for name, value in ENVIRONMENT.items():
@@ -160,28 +174,29 @@ def strong(settings: SandboxSettings, program: str = HARNESS) -> Launch:
         os.lseek(fds[0], 0, os.SEEK_SET)
         command += ["--seccomp", str(fds[0])]
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    command += ["--", python, "-I", "-B", "-c", program]
+    command += ["--", python, *PYTHON_OPTIONS, program]
     # Before Linux 5.14 the limit counts the user's processes outside the sandbox as well.
     kernel = [int(n) for n in re.findall(r"\d+", os.uname().release)[:2]]
     processes = settings.processes + 2 if root or kernel >= [5, 14] else 0
     uid = next(_UIDS) if root else None
-    return Launch(command, fds, {"uid": uid, "namespace": True, "processes": processes})
+    job = {"uid": uid, "namespace": True, "processes": processes, "library": MODULES}
+    return Launch(command, fds, job)
+
+
+@cache
+def module_paths(modules: tuple[str, ...]) -> list[Path]:
+    """Return the installed files and folders of third-party modules, with their libraries."""
+    specs = (importlib.util.find_spec(name) for name in modules)
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
+    paths = [file.parent if file.name == "__init__.py" else file for file in files]
+    libraries = [path.with_name(f"{path.name}.libs") for path in paths]
+    return [*paths, *(path for path in libraries if path.is_dir())]
 
 
 def weak(settings: SandboxSettings) -> Launch:
-    """Isolate by rlimits and seccomp in the host's namespaces; as root by a separate user id."""
-    job = {
-        "program_uid": next(_UIDS) if os.getuid() == 0 and _others_can_read() else None,
-        "seccomp": weak_rules(),
-        "library": seccomp_library(),
-    }
-    return Launch([sys.executable, "-I", "-B", "-c", HARNESS], [], job)
-
-
-def _others_can_read() -> bool:
-    """Return True if another user can read the interpreter, which imports lazily."""
-    folders = [Path(os.path.realpath(p)) for p in (sys.prefix, sys.base_prefix)]
-    return all(p.stat().st_mode & 0o001 for f in folders for p in (f, *f.parents))
+    """Isolate by rlimits and seccomp in the host's namespaces, never as root (see `require`)."""
+    job = {"seccomp": weak_rules(), "library": seccomp_library()}
+    return Launch([sys.executable, *PYTHON_OPTIONS, HARNESS], [], job)
 
 
 def seccomp_library() -> str:

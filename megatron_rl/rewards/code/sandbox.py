@@ -66,7 +66,7 @@ def run_tests(
             process.stdin.write(json.dumps(job).encode())
         yield from _results(process, len(tests), settings)
     finally:
-        _kill(process)
+        _kill(process, settings.isolation == "strong")
 
 
 def _results(
@@ -121,16 +121,30 @@ def _memory(pid: int) -> int:
         try:
             resident, shared = Path(f"/proc/{current}/statm").read_text().split()[1:3]
             total += (int(resident) - int(shared)) * page
-            for task in os.listdir(f"/proc/{current}/task"):
-                children = Path(f"/proc/{current}/task/{task}/children").read_text()
-                queue.extend(int(child) for child in children.split())
+            queue.extend(_children(current))
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return total
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def _kill(process: subprocess.Popen[bytes], strong: bool) -> None:
     """Kill the sandbox; its process namespace dies with its first process."""
+    children: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        children = _children(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        if not strong:
+            os.killpg(process.pid, signal.SIGKILL)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+    # Bubblewrap reaps the first process and ends; killed, it would leave that to the host.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=EXIT_SECONDS if children else 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
