@@ -24,7 +24,7 @@ GIANTS = (
     "\\frac{e^{900}}{\\pi^{-900}}",
     "(1+\\sqrt2)^{2023}",
     "e^{-2000}",
-    "1000!\\pi",
+    "100!\\pi",
 )
 ZERO = frozenset({"0", "f(x)=0", "\\forall x>0, f(x)=0"})
 """Gold answers of the table whose value is the difference of two equal giants."""
