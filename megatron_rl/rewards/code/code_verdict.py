@@ -54,13 +54,16 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     for line in text.split("\n"):
         rest = line.rstrip("\r")
         indent = rest.lstrip(" \t>")
+        if fence and rest.endswith(fence) and rest.count(fence) == 1 and indent != fence:
+            lines.append(rest.removesuffix(fence))  # code and fence in one line
+            rest = indent = fence
         after = indent.lstrip(fence[:1] or " ")
         closes = len(indent) - len(after) >= len(fence) and not re.match(r"\w", after)
         if fence and closes and len(rest) - len(indent) <= len(prefix) + 3:
             source = "\n".join([*lines, ""])
             if ">" in prefix:
                 source = re.sub(r"(?m)^[ \t]*> ?", "", source)
-            yield tag, textwrap.dedent(source) if source[:1] in " \t" else source
+            yield tag, textwrap.dedent(source) if source.lstrip("\r\n")[:1] in " \t" else source
             fence, rest = "", after
         opening = _OPENING.fullmatch(rest)
         inside = not fence or (tag and not _PYTHON.match(tag) and _opens_python(opening))
@@ -86,7 +89,8 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
             try:
                 cases = read_cases(gold, function_name(meta))
             except BadTests as e:
-                raise VerifierDown(f"tests of a programming problem: {e}; check the data") from e
+                message = f"tests of a programming problem: {e}; check the data set"
+                raise VerifierDown(message) from e
             if 0 < settings.max_tests < len(cases):
                 longest = sorted(cases, key=lambda c: len(str(c.run)), reverse=True)
                 cases = longest[: settings.max_tests]

@@ -273,8 +273,6 @@ def plain(value: Any) -> Any:
         return ["complex", [value.real, value.imag]]
     if isinstance(value, int):
         return ["int", hex(value)]
-    if type(value).__module__ in ("fractions", "decimal"):
-        return ["ratio", [hex(n) for n in value.as_integer_ratio()]]
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return plain(value.item())
     return ["object", repr(value)[:200]]
