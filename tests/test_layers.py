@@ -34,7 +34,7 @@ LAYERS = {
     "launch": "config generator",
     "generator_rank": "config launch generator",
     "train": "config messages compat launch models weights orchestrator generator trainer",
-    "megatron_plugin": "config messages compat launch models weights orchestrator trainer",
+    "megatron_plugin": "files config messages compat launch models weights orchestrator trainer",
     "commands": (
         "files config messages recipes rewards scaling compat kernels models data metrics weights"
         " orchestrator generator launch"

@@ -91,8 +91,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
     """
     digest = hashlib.blake2b(digest_size=16)
     limit = config.generation.max_prompt_tokens
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    unknown_id = tokenizer.token_to_id(unknown) if unknown else None
+    unknown_id = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
     splits = {name: load_split(t, config.seed_of(name)) for name, t in config.tasks.items()}
     # Never train on a prompt that another task holds out.
     excluded = {q.prompt for _, heldout in splits.values() for q in heldout}
@@ -116,7 +115,7 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
         dropped = 0
         for q in questions:
             prompt = make_prompt(q, first_id + len(into), name, tokenizer, form)
-            if unknown_id is not None and unknown_id in prompt.token_ids:
+            if unknown_id in prompt.token_ids:
                 raise ConfigError(
                     f"{key}: question {q.id} has characters that the model's tokenizer does not"
                     f" know: {prompt.text[:80]!r}; take another task, or another model"
@@ -133,10 +132,8 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = T
                 dropped += 1
         if dropped:
             reason = f"longer than generation.max_prompt_tokens = {limit}"
-            print(
-                f"{key}: {dropped} of {len(questions)} {part} prompts dropped, {reason}",
-                file=sys.stderr,
-            )
+            count = f"{dropped} of {len(questions)} {part} prompts"
+            print(f"{key}: {count} dropped, {reason}", file=sys.stderr)
     step, total = config.schedule.prompts_per_step, len(prompts["train"])
     if total < step:
         problem = f"the tasks have {total} training prompts"
