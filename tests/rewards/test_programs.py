@@ -15,6 +15,8 @@ from megatron_rl.rewards.code.sandbox import ProgramResult, run_tests
 from tests.rewards.test_sandbox import KINDS, STRONG, run_one, settings_of
 
 F = "```"
+WIDE = {"memory_mib": 1024, "cpu_seconds": 10.0, "wall_seconds": 60.0, "total_seconds": 120.0}
+"""Limits for programs that end by themselves, on a loaded machine."""
 THREAD = (
     "import sys, threading\n"
     "def main():\n"
@@ -33,7 +35,10 @@ ENDS: dict[str, tuple[str, str]] = {
     "sys.stdout.buffer.write(b'5')": ("ok", "5"),
     "sys.__stdout__.write('5')": ("ok", "5"),
     "class A:\n    def __del__(self): print(5)\na = A()": ("ok", "5"),
-    "import threading\nthreading.Thread(target=input, daemon=True).start()\nprint(5)": ("ok", "5"),
+    "import threading\nthreading.Thread(target=sleep, args=[99], daemon=True).start()\nprint(5)": (
+        "ok",
+        "5",
+    ),
     "print(5)\nexit()": ("ok", "5"),
     "print(5)\nsys.exit(None)": ("ok", "5"),
     "print(5)\nsys.exit('no')": ("error", "5"),
@@ -55,9 +60,11 @@ ENDS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_ends_as_cpython_ends_it(kind: str) -> None:
-    writable = {s: e for s, e in ENDS.items() if kind == "strong" or "/dev/stdout" not in s}
-    got = {s: one(kind, s, memory_mib=512) for s in writable}
-    assert {s: (r.status, r.stdout.strip()) for s, r in got.items()} == writable
+    # Weak isolation denies opening a file for writing, and signals, to oneself too.
+    denied = () if kind == "strong" else ("/dev/stdout", "KeyboardInterrupt")
+    ends = {s: end for s, end in ENDS.items() if not any(word in s for word in denied)}
+    got = {s: one(kind, s, **WIDE) for s in ends}
+    assert {s: (r.status, r.stdout.strip()) for s, r in got.items()} == ends
 
 
 def one(kind: str, source: str, **more: object) -> ProgramResult:
@@ -97,10 +104,9 @@ def test_third_party_modules_are_there_or_named(kind: str) -> None:
     source = "import numpy\nfrom sortedcontainers import SortedList\n"
     source += "print(int(numpy.sum(SortedList([2, 3]))))"
     gold = json.dumps({"inputs": [""], "outputs": ["5"]})
-    limits = {"memory_mib": 1024, "cpu_seconds": 6.0, "wall_seconds": 20.0}
-    verdict = make_code_verifier(settings_of(kind, **limits), "</think>")(fenced(source), gold, {})
+    verdict = make_code_verifier(settings_of(kind, **WIDE), "</think>")(fenced(source), gold, {})
     assert verdict.passed, verdict.reason
-    bare = make_code_verifier(settings_of(kind, modules=()), "</think>")
+    bare = make_code_verifier(settings_of(kind, modules=(), **WIDE), "</think>")
     reason = bare(fenced(source), gold, {}).reason
     assert "No module named 'numpy' in the sandbox (verifier.sandbox.modules)" in reason
 
@@ -167,7 +173,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "nested": ({"test_cases": [{"type": "x", "fn_name": "f", "input": [2], "output": 3}]}, {}),
     "humaneval": (HUMANEVAL, {"entry_point": "f"}),
     "check": ([HUMANEVAL + "check(f)"], {}),
-    "in a row": (["assert f(1) == 2\nassert f(2) == 3 and 4 == f(3)"], {}),
+    "in a row": (["assert f(1) == 2\nassert f(2) == 3, 'no'\nassert 4 == f(3)"], {}),
     "list": ({"test_list": ["assert f(1) == 2"]}, {}),
     "statements": (["x = f(1)\nassert x == 2"], {}),
     "kodcode": (KODCODE, {}),
@@ -175,20 +181,19 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 WRONG = {
     "another result": ADD_ONE.replace("1", "2"),
     "an early end": f"{ADD_ONE}\nimport os\nos._exit(0)",
+    "equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(a): return E()",
     "an early exit": f"{ADD_ONE}\nimport sys\nsys.exit(0)",
 }
-EQUAL = "class E:\n    def __eq__(self, other): return True\ndef f(a): return E()"
 
 
 @pytest.mark.parametrize("kind", STRONG)
 def test_every_form_of_a_functions_tests_tells_right_from_wrong(kind: str) -> None:
-    verify = make_code_verifier(settings_of(kind), "</think>")
+    verify = make_code_verifier(settings_of(kind, **WIDE), "</think>")
     for name, (tests, meta) in FORMATS.items():
         gold = tests if isinstance(tests, str) else json.dumps(tests)
         verdict = verify(fenced(ADD_ONE), gold, meta)
         assert verdict.passed, f"{name}: {verdict.reason}"
-        hacks = {**WRONG, **({} if name in ("statements", "kodcode") else {"equals all": EQUAL})}
-        for how, source in hacks.items():
+        for how, source in WRONG.items():
             assert verify(fenced(source), gold, meta).outcome is Outcome.WRONG, (name, how)
 
 
@@ -238,7 +243,7 @@ TEXTS: list[tuple[str, str, bool]] = [
 
 @pytest.mark.parametrize("kind", STRONG)
 def test_results_of_asserts_compare_as_python_and_those_of_calls_as_json(kind: str) -> None:
-    verify = make_code_verifier(settings_of(kind), "</think>")
+    verify = make_code_verifier(settings_of(kind, **WIDE), "</think>")
     for value, expected, right in RESULTS:
         source = f"def f(): return {value}"
         verdict = verify(fenced(source), json.dumps([f"assert f() == {expected}"]), {})
@@ -255,7 +260,7 @@ def test_results_of_asserts_compare_as_python_and_those_of_calls_as_json(kind: s
 
 @pytest.mark.parametrize("kind", STRONG)
 def test_outputs_larger_than_the_limit_pass_if_they_are_expected(kind: str) -> None:
-    verify = make_code_verifier(settings_of(kind, output_kib=64), "</think>")
+    verify = make_code_verifier(settings_of(kind, output_kib=64, **WIDE), "</think>")
     gold = json.dumps({"inputs": [""], "outputs": ["x" * 2**20]})
     assert verify(fenced("print('x' * 2**20)"), gold, {}).passed
     assert "output limit" in verify(fenced("while True: print('x' * 2**20)"), gold, {}).reason
@@ -264,6 +269,13 @@ def test_outputs_larger_than_the_limit_pass_if_they_are_expected(kind: str) -> N
 @pytest.mark.parametrize("kind", STRONG)
 def test_tests_in_no_known_form_are_an_error_and_no_verdict(kind: str) -> None:
     verify = make_code_verifier(settings_of(kind), "</think>")
-    for gold in ('{"inputs": ["1"], "outputs": ["1", "2"]}', '[{"input": 1}]', '[["x"]]', "[3]"):
+    for gold in (
+        '{"inputs": ["1"], "outputs": ["1", "2"]}',
+        '[{"input": 1}]',
+        '[["x"]]',
+        "[3]",
+        '["def test_a(b): assert b"]',
+        '["def check(c): assert c(1)"]',
+    ):
         with pytest.raises(VerifierDown, match="check the data"):
             verify(fenced("print(1)"), gold, {})

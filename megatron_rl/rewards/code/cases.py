@@ -149,9 +149,10 @@ def _call(name: str, args: Any, output: Any) -> Case:
 
 
 def _from_asserts(text: str, function: str | None) -> Case:
-    """Split `assert f(1) == 2`: the sandbox evaluates f(1), and 2 is compared outside.
+    """Turn `assert f(1) == 2` into a record of f(1), which is compared with 2 outside the sandbox.
 
-    Anything but asserts in a row, or HumanEval's `check` with asserts alone, runs as a script.
+    So are the asserts of HumanEval's `check` and of functions `test_...`. Those within other
+    statements stay as they are, and the sandbox evaluates them.
     """
     try:
         tree = ast.parse(text.strip())
@@ -159,41 +160,22 @@ def _from_asserts(text: str, function: str | None) -> Case:
         raise BadTests(f"test {text[:80]!r}: {e}") from None
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise BadTests(f"test {text[:80]!r}: expected one assert or more")
-    defined = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    tests = [n for n in functions if n.name == "check" or n.name.startswith("test_")]
+    expected: list[Any] = []
+    for body in [tree.body, *(n.body for n in tests)]:
+        for index, node in enumerate(body):
+            if isinstance(node, ast.Assert):
+                left, right = _split(node.test)
+                body[index : index + 1] = ast.parse(f"__assert__({len(expected)}, {left})").body
+                expected.append(right)
     calls = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
-    if "check" in defined and not calls:
-        if not function:
-            raise BadTests("a function check without the name of the function to check")
-        tree.body += ast.parse(f"check({function})").body
-    tests = (name for name in defined if name.startswith("test_"))
-    tree.body += ast.parse("\n".join(f"{name}()" for name in tests)).body
-    body = _body_of_check(tree)
-    asserts = [n.test for n in body if isinstance(n, ast.Assert)]
-    if len(asserts) < len(body):
-        return Case({"script": ast.unparse(tree)}, True)
-    parts = [_split(part) for test in asserts for part in _conjuncts(test)]
-    return Case({"asserts": [left for left, _ in parts]}, [right for _, right in parts])
-
-
-def _body_of_check(tree: ast.Module) -> list[ast.stmt]:
-    """Return the statements of `def check(candidate)` for its one call, else those of the tree."""
-    rest = [n for n in tree.body if ast.unparse(n)[:10] != "METADATA ="]
-    match rest:
-        case [
-            ast.FunctionDef(name="check", args=ast.arguments(args=[ast.arg(arg=name)]), body=body),
-            ast.Expr(ast.Call(func=ast.Name("check"), args=[ast.Name(function)])),
-        ]:
-            for node in (n for statement in body for n in ast.walk(statement)):
-                if isinstance(node, ast.Name) and node.id == name:
-                    node.id = function
-            return body
-    return tree.body
-
-
-def _conjuncts(test: ast.expr) -> list[ast.expr]:
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return [part for value in test.values for part in _conjuncts(value)]
-    return [test]
+    for test in () if calls else tests:
+        given = [a.arg for a in test.args.args]
+        if len(given) != (test.name == "check") or test.decorator_list or (given and not function):
+            raise BadTests(f"the function {test.name}({', '.join(given)}) cannot be called")
+        tree.body += ast.parse(f"{test.name}({function if given else ''})").body
+    return Case({"script": ast.unparse(tree)}, expected)
 
 
 def _split(test: ast.expr) -> tuple[str, Any]:
@@ -230,14 +212,17 @@ def failure(case: Case, result: ProgramResult) -> str:
     if "stdin" in case.run:
         return "" if same_output(case.expected, result.stdout) else "wrong output"
     try:
-        value = decode(json.loads(result.value))
+        value = json.loads(result.value)
+        if "call" in case.run:
+            value = decode(value)
+            right = same_value(case.expected, value)
+            right = right or (case.wrapped and same_value([case.expected], value))
+        else:
+            value = [(index, decode(v)) for index, v in value]
+            right = {index for index, _ in value} == set(range(len(case.expected)))
+            right = right and all(bool(case.expected[index] == v) for index, v in value)
     except (ValueError, TypeError, RecursionError):
         return "the function returned no value that can be compared"
-    if "call" in case.run:
-        right = same_value(case.expected, value)
-        right = right or (case.wrapped and same_value([case.expected], value))
-    else:
-        right = bool(case.expected == value)
     return "" if right else f"wrong result {reprlib.repr(value)[:60]}"
 
 

@@ -41,7 +41,7 @@ def run_tests(
 ) -> Generator[ProgramResult, None, None]:
     """Yield the results of the tests in order; closing the generator kills the sandbox.
 
-    A test is `{"stdin": text}`, `{"call": name, "args": list}` or `{"asserts": expressions}`.
+    A test is `{"stdin": text}`, `{"call": name, "args": list}` or `{"script": text}`.
     Raises `SandboxUnavailable` if the sandbox itself did not start.
     """
     launch = (isolation.strong if settings.isolation == "strong" else isolation.weak)(settings)
