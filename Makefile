@@ -2,9 +2,9 @@
 VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
-# Three workers keep two cores busy: many tests wait for processes that they start. A file stays on
-# one worker. Files go in the order of their names: xdist's own order leaves the longest to the end.
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Two workers: many tests wait for processes that they start. A file stays on one worker. Files go
+# in the order of their names: xdist's own order leaves the longest to the end.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(abspath $(VENV))/bin
 
 # Three ranks share two cores: one thread per rank is fastest.
