@@ -253,6 +253,9 @@ def test_results_of_asserts_compare_as_python_and_those_of_calls_as_json(kind: s
         source = f"def f(a): return {value}"
         verdict = verify(fenced(source), json.dumps([{**row, "output": expected}]), {})
         assert verdict.passed is right, (value, expected, verdict.reason)
+    search = "class Solution:\n    def search(self, a): return a"  # the prelude has re.search
+    method = [{**row, "fn_name": "search", "output": "2"}]
+    assert verify(fenced(search), json.dumps(method), {}).passed
     for output in (["True"], "True", [True], True):
         native = [{"type": "function_call", "fn_name": "f", "input": [], "output": output}]
         assert verify(fenced("def f(): return True"), json.dumps(native), {}).passed, output

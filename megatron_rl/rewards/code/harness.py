@@ -248,13 +248,13 @@ def execute(source: str, test: dict[str, Any], value_fd: int) -> None:
 
 
 def find(space: dict[str, Any], name: str) -> Callable[..., Any]:
-    """Return a function of the program, or a method of its class Solution."""
-    if name in space:
-        return space[name]
-    solution = space.get("Solution")
-    if solution is None or not hasattr(solution, name):
+    """Return a method of the program's class Solution, or a function of the program."""
+    solution: Any = space.get("Solution")
+    if hasattr(solution, name):  # first, because the prelude has functions of many names
+        return getattr(solution(), name)
+    if name not in space:
         raise NameError(f"the program defines no {name}")
-    return getattr(solution(), name)
+    return space[name]
 
 
 def plain(value: Any) -> Any:
