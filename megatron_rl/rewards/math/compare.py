@@ -36,6 +36,7 @@ _FUNCTION = re.compile(r"^([A-Za-z])\(([A-Za-z])\)$")
 _NAME = re.compile(
     r"^(?:\\?[A-Za-z]+|\\(?:overline|angle|widehat|vec|hat|bar)\s*\{?[A-Za-z]+\}?)(?:_\{?\w+\}?|')*"
     r"(?:\^\{?-1\}?)?(?:\([A-Za-z_0-9,+\\-]*\))?$"
+    r"|^[A-Z]+(?:_\{?\w+\}?)?:[A-Z]+(?:_\{?\w+\}?)?$|^\\frac\{[A-Z]{2}\}\{[A-Z]{2}\}$"  # ratios
 )
 
 
@@ -347,6 +348,8 @@ def _same_equation(gold: Relation, answer: Relation) -> bool:
     left, right = difference(gold), difference(answer)
     if left is None or right is None:
         return gold.texts == answer.texts and _parts_agree(gold.parts, answer.parts)
+    if not left.symbols:
+        return _parts_agree(gold.parts, answer.parts)  # 1 = 2 is no multiple of 3 = 5
     return left.symbols == right.symbols and proportional(left, right, positive=False)
 
 
@@ -362,4 +365,4 @@ def _same_inequality(gold: Relation, answer: Relation) -> bool:
             side, operator = Node("neg", (side,)), FLIPPED[operator]
         differences.append((side, operator))
     (a, first), (b, second) = differences
-    return first == second and proportional(a, b, positive=first != "ne")
+    return first == second and bool(a.symbols) and proportional(a, b, positive=first != "ne")

@@ -12,8 +12,9 @@ _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", 
 _SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 # A bullet has a space behind it.
 _MINUS = re.compile(r"(?:^|[\s=$(])-\$?$")
+_GAP = r"(?:[\s$~]|\\q?quad(?![A-Za-z])|\\[ ,;:()\[\]])*"
 _JOINED = re.compile(
-    r"[\s$]*(?:,\s*(?:and|or)?|;|(?:\\text\{)?\s*(?:and|or)\b\s*\}?)[\s$]*(?:[A-Za-z]\w*\s*=[\s$]*)?"
+    rf"{_GAP}(?:,\s*(?:and|or)?|;|(?:\\text\{{)?\s*(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z]\w*\s*={_GAP})?"
 )
 MAX_NESTED_BOXES = 10
 MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
