@@ -25,7 +25,7 @@ BAD_INPUT, ILL_CONDITIONED = 2, 3
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-FORMATS = "metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files; run directories"
+FORMATS = "metrics.jsonl, CSV, JSONL, Parquet, TensorBoard files, offline wandb; run directories"
 Files = Annotated[list[Path], typer.Argument(help=FORMATS)]
 Json = Annotated[Path | None, typer.Option("--json", help="Write JSON here ('-': standard output)")]
 Overlay = Annotated[

@@ -70,10 +70,12 @@ class Series:
                 raise PointsError(text, remedy, file=source, line=line, column=columns[column])
         notes = list(repairs)
         if np.any(np.diff(c) < 0):
+            back = c[np.argmax(np.diff(c) < 0) + 1]
+            remedy = "if it starts again after a resume, add the compute before it"
+            notes.append(f"sorted by compute, which goes back to {back:g}: {remedy}")
             order = np.argsort(c, kind="stable")
             c, r = c[order], r[order]
             s, e = (None if x is None else x[order] for x in (s, e))
-            notes.append("sorted by compute")
         if np.any(np.diff(c) == 0):
             e = None if e is None else e[np.unique(c, return_index=True)[1]]
             c, r, s, merged = _merge(c, r, s)
@@ -87,7 +89,7 @@ def _checks(c: Array, r: Array, s: Array | None) -> Iterator[tuple[int, Array, M
     yield 0, c, ~np.isfinite(c), "compute is not a finite number", fix
     yield 0, c, c < 0, "compute is negative", start
     yield 1, r, ~np.isfinite(r), "pass rate is not a finite number", fix
-    percent = "Give fractions, or --percent for a column in percent"
+    percent = "Give fractions, or --percent; of other rewards divide by the largest possible one"
     if len(r) and np.nanmin(r) < 0:
         percent = "This is no pass rate: of rewards of -1 and 1 give (1 + reward) / 2"
     yield 1, r, (r < 0) | (r > 1), "pass rate outside [0, 1]", percent

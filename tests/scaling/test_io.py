@@ -153,6 +153,12 @@ def test_number_of_samples_gives_standard_errors(tmp_path):
             "gpu_hours,reward\n1,-.2\n2,.4\n",
             r"line 2, column 'reward'.*outside \[0, 1\] \(-0.2\). This is no pass rate: .*\(1 \+ r",
         ),
+        ("gpu_hours,reward\n1,200\n2,500\n", r"\(200\). Give fractions.* divide by"),
+        ("gpu_hours,pass_rate\n1,2%\n2,.3\n", r"line 3, .*only some cells have"),
+        ("gpu_hours,pass_rate\n1,5,0,25\n", r"line 2: 4 cells under 2 columns.*decimal points"),
+        ("gpu_hours,pass_rate\n1'125,.2\n", r"line 2, column 'gpu_hours'.*no separator of thous"),
+        ("gpu_hours,pass_rate\n1 125,.2\n", r"line 2, column 'gpu_hours'.*no separator of thous"),
+        ("Step,a - x/score,a - y/score\n1,.1,.2\n", r"be the reward: a - x/score, a - y/score. "),
         ("gpu_hours;pass_rate\n1;0,25\n", r"line 2, column 'pass_rate'.*'0,25'. Write a decimal p"),
         ('gpu_hours,pass_rate\n"1,125",.2\n', r"line 2, column 'gpu_hours'.*no separator of thous"),
         ("1,.1\n2,.2\n", r"line 1: no header line"),
@@ -179,7 +185,7 @@ def test_missing_names_are_listed_with_the_existing_ones(tmp_path):
         read(path, ReadOptions(compute_column="flops"))
     with pytest.raises(PointsError, match="no such file"):
         read(tmp_path / "absent.csv")
-    with pytest.raises(PointsError, match="unknown format '.wandb'.*exported from a chart"):
+    with pytest.raises(PointsError, match="not a file of a wandb run.*exported from a chart"):
         read(write(tmp_path / "run.wandb", ""))
     with pytest.raises(PointsError, match="line 2: not JSON"):
         read(write(tmp_path / "x.jsonl", '{"a": 1}\n{oops\n{"a": 2}\n'))
@@ -263,6 +269,24 @@ RUNS = "0,.2\n{0},10,.3\n{1},0,.4\n{1},10,.6\n"
         ("x.txt", "# gpu_hours pass_rate\n1.0e+00 2.0e-01\n", {"x": ([1], [0.2])}, None),
         ("x.csv", "gpu_hours\tpass_rate\n1\t.2\n", {"x": ([1], [0.2])}, None),
         ("x.csv", "gpu_hours;pass_rate\n1;.2\n", {"x": ([1], [0.2])}, None),
+        ("x.csv", "# of me\n# gpu_hours,pass_rate\n# of Monday\n1,.2\n", {"x": ([1], [0.2])}, None),
+        ("x.txt", "# gpu_hours pass_rate\n1\t.2\n", {"x": ([1], [0.2])}, None),
+        ("x.txt", "gpu_hours   pass_rate\n  1.0   0.2  \n", {"x": ([1], [0.2])}, None),
+        ("x.csv", "sep=;\ngpu_hours;pass_rate\n1;.2\n", {"x": ([1], [0.2])}, None),
+        # A percent sign counts below 1 too.
+        ("x.csv", "gpu_hours,pass_rate\n1,0.5%\n2,0.9 %\n", {"x": ([1, 2], [0.005, 0.009])}, "per"),
+        # The reward of a chart with several metrics; names of runs that hold the separator.
+        (
+            "x.csv",
+            "Step,r - v1 - eval/pass_rate,r - v2 - eval/pass_rate,r - v1 - loss,r - v2 - loss\n"
+            "0,.1,.2,.5,.6\n",
+            {"r - v1": ([0], [0.1]), "r - v2": ([0], [0.2])},
+            None,
+        ),
+        ("x.csv", "step,gpu_hours,acc\n0,0,.2\n0,0,.3\n", {"x": ([0], [0.3])}, "the last counts"),
+        # A counter that a checkpoint restored repeats about the same compute.
+        ("x.csv", "step,gpu_hours,pass_rate\n0,0,.2\n20,1,.3\n40,2,.35\n40,1.7,.36\n60,3,.4\n",
+         {"x": ([0, 1, 1.7, 3], [0.2, 0.3, 0.36, 0.4])}, "the last counts"),
         # Charts and histories of runs with several tasks.
         (
             "x.csv",
@@ -290,6 +314,21 @@ def test_tables_of_other_tools_give_the_right_series(tmp_path, name, text, serie
         assert repair is None or any(repair in r for r in s.repairs)
 
 
+EMPTY_CELLS = "nan,NaN,-nan,inf,-inf,1e999,None,NULL,N/A,#N/A,<NA>,NaT,-,--,?,#DIV/0!, ,missing"
+
+
+def test_every_spelling_of_no_number_is_left_out_and_reported(tmp_path):
+    for cell in EMPTY_CELLS.split(","):
+        for row, column in ((f"2,{cell}", "pass_rate"), (f"{cell},.3", "gpu_hours")):
+            (s,) = read(write(tmp_path / "x.csv", f"gpu_hours,pass_rate\n1,.2\n{row}\n3,.4\n"))
+            assert (s.compute.tolist(), s.reward.tolist()) == ([1, 3], [0.2, 0.4]), cell
+            assert s.repairs == (f"1 rows without {column} left out",), cell
+    lines = [{"gpu_hours": 1, "pass_rate": 0.2}, {"gpu_hours": 2, "pass_rate": float("nan")}]
+    lines += [{"gpu_hours": float("inf"), "pass_rate": 0.3}, {"gpu_hours": 3}]
+    (s,) = read(write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, lines))))
+    assert (s.compute.tolist(), len(s.repairs)) == ([1], 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -297,6 +336,12 @@ def test_tables_of_other_tools_give_the_right_series(tmp_path, name, text, serie
             "step,gpu_hours,pass_rate\n0,0,.2\n10,1,.3\n20,2,.4\n30,.5,.45\n40,1.5,.5\n",
             "line 5, column 'gpu_hours': compute goes back to .5 at step 30. Does it start again",
         ),
+        (
+            "iteration,tokens,pass_rate\n0,0,.2\n20,10,.3\n40,20,.4\n40,10.2,.45\n60,20,.5\n",
+            "line 5, column 'tokens': compute goes back to 10.2 at iteration 40. Does it start",
+        ),
+        ("run_id,Step,pass_rate\n1," + RUNS.format("1", "2"), "rows of 1 and 2.*column 'run_id'"),
+        ("trial,Step,pass_rate\n0,0,.2\n1,0,.3\n0,9,.4\n1,9,.6\n", "rows of 0 and 1.*'trial'"),
         ("who,Step,pass_rate\na," + RUNS.format("a", "b"), "rows of a and b.*series-column 'who'"),
         ("seed,Step,pass_rate\n1," + RUNS.format("1", "2"), "mixes rows of 1 and 2.*column 'seed'"),
     ],
@@ -306,7 +351,7 @@ def test_mixed_runs_are_refused_with_the_remedy(tmp_path, text, message):
     with pytest.raises(PointsError, match=message):
         read(path)
     column = text.partition(",")[0]
-    if column != "step":
+    if column not in ("step", "iteration"):
         assert [len(s) for s in read(path, ReadOptions(series_column=column))] == [2, 2]
 
 
@@ -356,3 +401,42 @@ def test_own_tensorboard_mirror_of_several_tasks_gives_the_series_of_metrics_jso
         assert a.unit == b.unit
         np.testing.assert_allclose(a.compute, b.compute, rtol=1e-6)
         np.testing.assert_allclose(a.reward, b.reward, rtol=1e-6)
+
+
+def test_offline_wandb_run_that_was_resumed_is_one_series_with_its_tasks(tmp_path):
+    pytest.importorskip("wandb")
+    from megatron_rl.metrics.mirrors import WandbMirror
+
+    rates = {"math": 0.5, "code": 0.25}
+    rows = [
+        evaluation(20 * i, r, tasks={task: {"pass_rate": r * x} for task, x in rates.items()})
+        for i, r in enumerate(R)
+    ]
+    resumed = [evaluation(20, 0.35), *rows[2:]]
+    for first_step, part in ((0, rows[:3]), (20, resumed)):
+        mirror = WandbMirror(tmp_path / "run", mode="offline", first_step=first_step)
+        for row in part:
+            mirror.log({"kind": "step", "step": row["step"], "pass_rate": 0.9, "label": "x"})
+            mirror.log(row)
+        mirror.close()
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    files = [next(folder.glob("*.wandb")) for folder in folders]
+    for paths in ([tmp_path / "run"], [tmp_path / "run" / "wandb"], folders, files, files[1:]):
+        series = {s.name: s for s in read_many(paths)}
+        assert set(series) == {"run", "run:math", "run:code"}, paths
+        np.testing.assert_allclose(series["run"].compute, [0, 0.2, 0.4, 0.6, 0.8])
+        np.testing.assert_allclose(series["run"].reward, [0.2, 0.35, *R[2:]])
+        np.testing.assert_allclose(series["run"].stderr, 0.013)
+        assert any("the last counts" in repair for repair in series["run"].repairs)
+        np.testing.assert_allclose(series["run:math"].reward[2:], np.array(R[2:]) / 2)
+    # A kill tears the last record; the rows before it are read.
+    files[1].write_bytes(files[1].read_bytes()[:-700])
+    s = read(folders[0])[0]
+    np.testing.assert_allclose(s.reward, [0.2, 0.35, *R[2:4]])
+    assert any("torn" in repair for repair in s.repairs)
+    # A second run in the same folder, without tasks, is a second series.
+    mirror = WandbMirror(tmp_path / "run", mode="offline")
+    mirror.log(evaluation(0, 0.1))
+    mirror.close()
+    assert [len(s) for s in read(tmp_path / "run") if ":" not in s.name] == [4, 1]

@@ -1,8 +1,8 @@
 """Reading of evaluations: a reader per format makes a Table, and series are selected from it.
 
 The format follows from the name: ``.csv``, ``.tsv``, ``.txt`` and ``.dat``, ``.jsonl`` (a run's
-``metrics.jsonl`` as it is), ``.parquet``, TensorBoard event files or a directory of them. CSV
-exported from wandb's charts has columns "run - metric". ``published:NAME`` are published points.
+``metrics.jsonl`` as it is), ``.parquet``, TensorBoard event files or a directory of them, wandb's
+offline runs. CSV of wandb's charts has columns "run - metric". ``published:NAME``: of the paper.
 """
 
 import csv
@@ -17,10 +17,12 @@ from ..errors import PointsError, require
 from ..options import ReadOptions
 from ..series import Series
 from .table import Rows, Table, is_number, select
+from .wandb_files import read_wandb, wandb_files
 
 __all__ = ["ReadOptions", "Table", "read", "read_many"]
 
 SCHEMA = "megatron_rl.metrics/"
+COMMENT = re.compile("#(?!(N/A|NUM!|DIV/0!|VALUE!))|% ")  # no cell of a spreadsheet's errors
 
 
 def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
@@ -40,7 +42,9 @@ def read(path: str | Path, options: ReadOptions | None = None) -> list[Series]:
 
 def read_many(paths: Sequence[str | Path], options: ReadOptions | None = None) -> list[Series]:
     """Read several files; names that occur in more than one are prefixed by file or directory."""
-    series = [(Path(p), s) for p in paths for s in read(p, options)]
+    # The folders of an offline run of wandb, one for each start, are read once.
+    runs = {tuple(wandb_files(Path(p))) or i: Path(p) for i, p in enumerate(paths)}
+    series = [(p, s) for p in runs.values() for s in read(p, options)]
     for depth in ("file", "directory"):
         names = [s.name for _, s in series]
         for i, (p, s) in enumerate(series):
@@ -57,41 +61,35 @@ def _read_table(path: Path) -> Table:
         return read_jsonl(path / "metrics.jsonl")
     if "tfevents" in path.name or any(path.rglob("*tfevents*")):
         return read_tensorboard(path)
-    if path.is_dir():
-        problem = "the directory has no metrics.jsonl or *tfevents* file"
-        raise PointsError(problem, "Name the file itself", file=str(path))
-    if path.suffix.lower() not in READERS:
-        remedy = "Give .csv, .tsv, .jsonl, .parquet or a TensorBoard event file; of a wandb run "
-        remedy += "its metrics.jsonl, or the CSV exported from a chart"
-        raise PointsError(f"unknown format '{path.suffix}'", remedy, file=str(path))
-    return READERS[path.suffix.lower()](path)
+    if wandb_files(path):
+        return read_wandb(path)
+    if (reader := READERS.get(path.suffix.lower())) is None or path.is_dir():
+        none = "the directory has no metrics.jsonl, *tfevents* or run-*.wandb file"
+        problem = none if path.is_dir() else f"unknown format '{path.suffix}'"
+        remedy = "Give .csv, .tsv, .jsonl, .parquet, .wandb or a TensorBoard event file"
+        raise PointsError(problem, remedy, file=str(path))
+    return reader(path)
 
 
 def read_csv(path: Path) -> Table:
     """Read text with a header line; lines that start with # are comments.
 
     The delimiter is that of the header: tab, semicolon, comma or blanks. A comment above numbers is
-    the header, as numpy.savetxt writes it.
+    the header if it has as many cells, as numpy.savetxt writes it.
     """
-    file = str(path)
+    file, raw = str(path), path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as e:
         raise PointsError(f"not UTF-8 text ({e.reason})", "Save it as UTF-8", file=file) from None
-    lines = [(n, t) for n, t in enumerate(text.splitlines(), 1) if t.strip()]
-    kept = [(n, t) for n, t in lines if t[0] != "#"]
-    cells = [re.split(r"[\s,;]+", t.strip("# ,;\t")) for _, t in lines]
-    if kept and all(map(is_number, cells[above := lines.index(kept[0])])):
-        if above == 0 or len(cells[above - 1]) != len(cells[above]):
-            remedy = "Name the columns in a first line, for example gpu_hours,pass_rate"
-            raise PointsError("no header line", remedy, file=file, line=kept[0][0])
-        kept.insert(0, (lines[above - 1][0], lines[above - 1][1].lstrip("# ")))
+    lines = [(n, t.strip(" ")) for n, t in enumerate(text.splitlines(), 1) if t.strip()]
+    lines = [line for line in lines if not re.fullmatch("sep=.", line[1])]  # of a spreadsheet
+    kept = [(n, t) for n, t in lines if not COMMENT.match(t)]
+    if kept and all(map(is_number, _split(kept[0][1]))):
+        kept.insert(0, _commented_header(file, lines[: lines.index(kept[0]) + 1]))
     if len(kept) < 2:
-        problem = "the file is empty or has no rows"
-        raise PointsError(problem, "Give a header line and rows", file=file)
-    first = kept[0][1]
-    semicolon = ";" in first and "," not in first
-    delimiter = next((d for d in ("\t", ";" if semicolon else ",", " ") if d in first), ",")
+        raise PointsError("the file is empty or has no rows", "Give header and rows", file=file)
+    delimiter = _delimiter(kept[0][1])
     reader = csv.reader([t for _, t in kept], delimiter=delimiter, skipinitialspace=True)
     header = [name.strip() for name in next(reader)]
     table = Table(file, path.stem, [])
@@ -103,9 +101,33 @@ def read_csv(path: Path) -> Table:
         line = kept[reader.line_num - 1][0]
         if len(row) != len(header):
             problem = f"{len(row)} cells under {len(header)} columns"
-            raise table.error(problem, "Quote cells that contain the delimiter", None, line)
+            remedy = "Quote cells that contain the delimiter; write decimal points, not commas"
+            raise table.error(problem, remedy, None, line)
         table.rows.append((line, dict(zip(header, row, strict=True))))
     return table
+
+
+def _delimiter(line: str) -> str:
+    """Return the delimiter of a line: of those outside quotes tab, semicolon, comma or blanks."""
+    bare = re.sub(r'"[^"]*"', "", line)
+    semicolon = ";" in bare and "," not in bare
+    return next((d for d in ("\t", ";" if semicolon else ",", " ") if d in bare), ",")
+
+
+def _split(line: str) -> list[str]:
+    return re.split(r"[\s,;]+", line.strip("#% ,;\t"))
+
+
+def _commented_header(file: str, lines: list[tuple[int, str]]) -> tuple[int, str]:
+    """Return the last comment with as many cells as the numbers in the last of these lines."""
+    *comments, (first, numbers) = lines
+    delimiter, size = _delimiter(numbers), len(_split(numbers))
+    for split in (lambda t: t.lstrip("#% ").rstrip(" ,;\t").split(delimiter), _split):
+        for n, t in reversed(comments):
+            if len(names := split(t)) == size:
+                return n, delimiter.join(names)
+    remedy = "Name the columns in a first line, for example gpu_hours,pass_rate"
+    raise PointsError("no header line", remedy, file=file, line=first)
 
 
 def read_jsonl(path: Path) -> Table:

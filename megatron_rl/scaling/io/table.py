@@ -1,5 +1,6 @@
 """A table with line numbers, and the choice of its columns: by name, else by well-known names."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ COMPUTE_NAMES = (
 )  # fmt: skip
 REWARD_NAMES = ("pass_rate", "reward", "accuracy", "acc", "score", "value")
 SERIES_NAMES = ("series", "run", "run_name", "method", "name", "experiment")
-STEP_NAMES = ("step", "_step", "global_step")
-EMPTY = {"", "nan", "none", "null", "n/a", "na", "inf", "+inf", "-inf", "infinity", "-infinity"}
+STEP_NAMES = ("step", "_step", "global_step", "train_step", "iteration", "iter", "update")
+LABEL = re.compile(r"(?:^|[\W_])(?:seed|id|trial|replica|repeat|rank|fold|run)$")  # may be numbers
+EMPTY = {"", "none", "null", "n/a", "na", "<na>", "#n/a", "nat", "nil", "undefined", "missing"}
+EMPTY |= {"-", "--", "?", "∞", "-∞", "#num!", "#div/0!", "#value!"}  # of spreadsheets
 SECONDS = {"hours": 3600, "seconds": 1}
 UNITS = [f"{kind}{time}" for kind in ("GPU-", "device-", "") for time in SECONDS]
 UNITS += ["FLOPs", "tokens", "steps"]
@@ -55,7 +58,7 @@ class Table:
             if not is_number(text):
                 shown = repr(value) if has(column, [(line, cells)]) else "empty"
                 remedy = "Correct the cell or remove the row"
-                if "," in shown:
+                if re.search(r"\d[,'’\s]+\d", text):
                     remedy = "Write a decimal point, and no separator of thousands"
                 raise self.error(f"not a number: {shown}", remedy, column, line)
             numbers.append(float(text))
@@ -64,7 +67,8 @@ class Table:
 
 def has(column: str, rows: Rows) -> bool:
     """Return True if no cell of a column is empty, NaN or infinite in these rows."""
-    return not any(str(cells.get(column)).strip().lower() in EMPTY for _, cells in rows)
+    texts = (str(cells.get(column)).strip().lower() for _, cells in rows)
+    return all(t not in EMPTY and (not is_number(t) or math.isfinite(float(t))) for t in texts)
 
 
 def is_number(text: str) -> bool:
@@ -103,6 +107,7 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
             (n + end, column, [row for row in r if _may_have(row[1], column)])
             for end, column in columns
             for n, r in groups.items()
+            if not end or any(has(column, [row]) for row in r)  # runs may have other tasks
         ]
     series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
     names = [s.name for s in series]
@@ -147,13 +152,19 @@ def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
         return [(w, _find_column(table, w, (), "reward")) for w in wanted]
     if any(name in table.columns for name in wanted or REWARD_NAMES):
         return []
-    pairs = []
-    for column in table.columns:
-        run, separator, metric = column.rpartition(" - ")
-        extra = column.endswith(("__MIN", "__MAX", "_step"))
-        match = not wanted or wanted[0] in (metric, metric.rsplit("/", 1)[-1])
-        if separator and match and not extra:
-            pairs.append((f"{run}:{task}" if (task := _task(metric)) else run, column))
+    pairs: list[tuple[str, str]] = []
+    extra = ("__MIN", "__MAX", "_step")
+    charts = [c for c in table.columns if " - " in c and not c.endswith(extra)]
+    for name in wanted or (*REWARD_NAMES, None):  # None: whatever the chart shows
+        for column in charts:
+            run, _, metric = column.rpartition(" - ")
+            if name in (None, metric, metric.rsplit("/", 1)[-1]):
+                pairs.append((f"{run}:{task}" if (task := _task(metric)) else run, column))
+        if pairs:
+            break
+    if len({run for run, _ in pairs}) < len(pairs):
+        problem = f"several columns could be the reward: {', '.join(c for _, c in pairs)}"
+        raise table.error(problem, "Choose one with --reward-column", None)
     return pairs
 
 
@@ -187,7 +198,11 @@ def _series(
     rows = _last_of_each_step(table, rows, compute, repairs)
     c, r = table.numbers(compute, rows), table.numbers(reward, rows)
     stderr, stderr_name = _stderr(table, options.stderr_column, reward, rows)
-    percent = options.percent
+    signs = {str(cells[reward]).strip().endswith("%"): line for line, cells in rows}
+    if len(signs) > 1:
+        problem = "only some cells have a percent sign"
+        raise table.error(problem, "Write all alike", reward, max(signs.values()))
+    percent = options.percent if options.percent is not None else True in signs or None
     if percent is None and len(r) and r.max() > 1 and np.median(r) > 1:
         percent = bool(r.min() >= 0 and r.max() <= 100)
     if percent:
@@ -208,14 +223,15 @@ def _check_text(table: Table, name: str, rows: Rows, compute: str, reward: str) 
     for column in table.columns:
         kept = [row for row in rows if has(column, [row])]
         values = [str(cells[column]).strip() for _, cells in kept]
-        numbers = column.lower() != "seed" and all(map(is_number, values))
+        numbers = not LABEL.search(column.lower()) and all(map(is_number, values))
         if column in (compute, reward) or numbers:
             continue
         at = table.numbers(compute, kept)
         spans = [(at[[v == w for w in values]], v) for v in dict.fromkeys(values)]
+        spans = [span for span in spans if len(span[0]) > 1]
         spans.sort(key=lambda span: float(span[0].min()))
         for (one, first), (two, second) in pairwise(spans):
-            if min(len(one), len(two)) > 1 and two.min() < one.max():
+            if two.min() < one.max():
                 problem = f"series '{name}' mixes rows of {first} and {second}, perhaps runs"
                 remedy = f"For a series each give --series-column '{column}', else remove it"
                 raise table.error(problem, remedy, column)
@@ -223,23 +239,30 @@ def _check_text(table: Table, name: str, rows: Rows, compute: str, reward: str) 
 
 def _last_of_each_step(table: Table, rows: Rows, compute: str, repairs: list[str]) -> Rows:
     """Return the last row of each step (a resumed run repeats some), or else of each compute."""
-    names = (n for n in table.columns if re.split("[./]", n.lower())[-1] in STEP_NAMES)
+    names = [n for n in table.columns if re.split("[./]", n.lower())[-1] in STEP_NAMES]
+    names.sort(key=lambda n: n.startswith("_"))  # wandb's own step counts calls, and last
     step = next((n for n in names if has(n, rows)), compute)
-    numbers = table.numbers(step, rows)
-    last = dict(zip(numbers.tolist(), rows, strict=True))
+    numbers, at = table.numbers(step, rows), table.numbers(compute, rows)
+    last: dict[float, int] = {}
+    back: list[int] = []
+    for i, n in enumerate(numbers.tolist()):
+        if n in last:
+            before = max((at[k] for m, k in last.items() if m < n), default=np.nan)
+            # A counter that was saved comes to about the same again, one that starts at 0 does not.
+            if at[last[n]] > before >= at[i] - (at[last[n]] - before) / 4:
+                back.append(i)
+        last[n] = i
     if len(last) < len(rows):
         note = f"{len(rows) - len(last)} evaluations at a repeated {step}, as after a resume: "
         repairs.append(note + "the last counts")
-    if step == compute:
-        return list(last.values())
-    rows = [last[n] for n in sorted(last)]
-    back = np.flatnonzero(np.diff(table.numbers(compute, rows)) < 0)
-    if len(back):
-        line, cells = rows[int(back[0]) + 1]
+    order = [*last.values()] if step == compute else [last[n] for n in sorted(last)]
+    back += [i for before, i in pairwise(order) if at[i] < at[before]]
+    if back and step != compute:
+        line, cells = rows[back[0]]
         problem = f"compute goes back to {cells[compute]} at {step} {cells[step]}"
         remedy = "Does it start again after a resume? Then add the compute before it"
         raise table.error(problem, remedy, compute, line)
-    return rows
+    return [rows[i] for i in order]
 
 
 def _unit(column: str) -> str:
