@@ -28,8 +28,12 @@ settings.load_profile("shared")
 ONE_WORKER = {
     f"tests/generator/test_{name}.py": "tests/generator/test_engine.py"
     for name in ("multimodal", "routes", "weight_updates")
+} | {
+    f"tests/rewards/test_{name}.py": "tests/rewards/test_sandbox.py"
+    for name in ("code", "programs")
 }
-"""File -> file whose engines or trainer it shares: on its own, each worker would start all."""
+"""File -> file whose engines or trainer it shares (on its own, each worker would start all), or
+whose short limits of time its processes would use up."""
 
 LONGEST = (
     "tests/e2e/test_examples.py",

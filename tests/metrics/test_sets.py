@@ -39,7 +39,7 @@ def written(path: Path) -> Path:
 
 def test_a_set_has_a_curve_of_its_own_and_the_fit_of_the_run_is_without_it(tmp_path: Path) -> None:
     path = written(tmp_path / "metrics.jsonl")
-    summary = write_report(tmp_path, path, phases={}, fit_compute="tokens")
+    summary = write_report(tmp_path, path, phases={}, fit_compute="tokens", versions={})
     assert summary["fit"]["points"] == 13
     assert summary["fit"]["A"]["low"] <= 0.8 <= summary["fit"]["A"]["high"]
     fit = summary["sets"]["aime"]["fit"]

@@ -13,12 +13,14 @@ SANDBOX_UIDS = range(1_900_000_000, 1_900_001_000)
 
 
 def descendants() -> dict[int, str]:
-    """Return process id -> command line of this process's descendants and of sandboxes.
+    """Return process id -> command line of this process's descendants and of orphaned sandboxes.
 
-    An orphan is no longer a descendant; its user id or its command identifies it.
+    An orphan is no longer a descendant; its user id or its command identifies it. A sandbox below
+    another Python is that of another test worker.
     """
     parents: dict[int, int] = {}
-    out: dict[int, str] = {}
+    commands: dict[int, str] = {}
+    sandboxes: set[int] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -29,15 +31,19 @@ def descendants() -> dict[int, str]:
             continue
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         parents[int(entry)] = int(fields["PPid"])
-        text = command.decode(errors="replace")
+        text = commands[int(entry)] = command.decode(errors="replace")
         if int(fields["Uid"].split()[0]) in SANDBOX_UIDS or "bwrap --unshare" in text:
-            out[int(entry)] = text
+            sandboxes.add(int(entry))
+    out: dict[int, str] = {}
     for pid in parents:
-        above = pid
+        above, of_another = pid, False
         while above in parents and above != os.getpid():
             above = parents[above]
-        if above == os.getpid() and pid != os.getpid():
-            out[pid] = out.get(pid, "descendant")
+            outside = above not in sandboxes and above != os.getpid()
+            of_another |= outside and "python" in commands.get(above, "")
+        ours = above == os.getpid() and pid != os.getpid()
+        if ours or (pid in sandboxes and not of_another):
+            out[pid] = commands[pid] or "descendant"
     return out
 
 
