@@ -131,6 +131,7 @@ setup(
             "megatron_plugin/*.yaml",
             "metrics/*.yaml",
             "recipes/*.yaml",
+            "rewards/math/*.yaml",
             "commands/*/*.yaml",
             "kernels/csrc/*",
             "models/configs/*.json",
