@@ -44,7 +44,7 @@ def respelt(text: str, rng: random.Random) -> str:
         # A command before a letter needs its space; \sqrt[3] allows none before `[`.
         if re.match(r"\\[A-Za-z]+$", token) and following[:1].isalpha():
             out.append(" ")
-        elif token[:1] != "\\" and following not in ("", "}") and token not in ("^", "_"):
+        elif token[:1] not in "\\ ^_" and following not in ("", "}"):
             out.append(rng.choice(["", " ", "\\,", "\\;", " "]))
     return "".join(out)
 
