@@ -17,6 +17,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.rewards import publish
 from megatron_rl.rewards.math.verdict import math_verdict
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +74,7 @@ def main() -> None:
         lines.append(f"| {title} | {errors[name].total()} | {counts} | {seconds[name]:.1f} |")
     lines += ["", "math-verify's errors by kind: "]
     lines[-1] += ", ".join(f"{kind} {n}" for kind, n in kinds["stock"].most_common()) + "."
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if write:
-        RESULT.write_text(text)
+    publish(lines, RESULT if write else None)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.rewards import publish
 from megatron_rl.rewards.math import math_verdict
 from tests.rewards.hacks import hacks
 from tests.rewards.test_math_hacks import KINDS
@@ -53,10 +54,7 @@ def main() -> None:
         each = 1000 * seconds[family] / count
         name = family.replace("_", " ")
         lines.append(f"| {name} | {count:,} | {passed[family]} | {each:.2f} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        RESULT.write_text(text)
+    publish(lines, RESULT if arguments.write else None)
 
 
 if __name__ == "__main__":

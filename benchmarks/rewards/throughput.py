@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.rewards import publish
 from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
@@ -102,10 +103,7 @@ def main() -> None:
         f"Rate lost to the bombs: {lost:.1%} by the clock, {lost_cpu:.1%} by CPU time. `changed`"
         " counts good verdicts that are not the golden table's.",
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        RESULT.write_text(text)
+    publish(lines, RESULT if arguments.write else None)
 
 
 if __name__ == "__main__":
