@@ -281,9 +281,9 @@ class PretrainingPlugin:
         return own.forward(model, next(data_iterator)), loss_function(own.micro_batch_multiple)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        assert self._steps is not None
         finalize_gradients(*args, **kwargs)
-        if self._steps is not None:
-            self._steps.trained()
+        self._steps.trained()
 
 
 def _micro_batches(args: Any) -> int:
