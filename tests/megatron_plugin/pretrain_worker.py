@@ -99,7 +99,9 @@ def main(rank: int, folder: Path) -> None:
 
     def observed(self: Any) -> None:
         if case.get("gradients") and self._step == 0:
-            torch.save(gradients(self._model), folder / "gradients.pt")
+            whole = gradients(self._model)  # on every rank
+            if rank == 0:
+                torch.save(whole, folder / "gradients.pt")
         trained(self)
         if rank == 0:
             out["rows"] = self._client.rows
