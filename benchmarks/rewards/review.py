@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rewards import processor
 from benchmarks.rewards.golden_vs_stock import stock
 from megatron_rl.data.golds import gold_text
 from megatron_rl.data.question import DataError
@@ -176,13 +177,6 @@ def review(rows: list[Row], kinds: dict[str, Row], seconds: dict[str, float]) ->
         for row in sorted(wrong, key=lambda row: row["kind"]) if len(row["answer"]) <= SHOWN
     ]  # fmt: skip
     return result
-
-
-def processor() -> str:
-    """Return the name of this machine's processor and the number of its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}"
 
 
 def main() -> None:
