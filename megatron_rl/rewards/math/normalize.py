@@ -28,6 +28,7 @@ _TABLE = str.maketrans(_UNICODE)
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_ROOT = re.compile(r"√\s*(\d+)")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
 _GROUPS = [group.split() for group in NOTATION["spellings"].split(";")]
@@ -41,9 +42,10 @@ MAX_REWRITTEN = 500
 """Longer texts are no words around a value."""
 # Formulas that no rewrite changes.
 _PLAIN = re.compile(
-    r"(?:[-+/^=<>()\[\],|.!\d{}]|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"
+    r"(?:[-+/^=<>()\[\],|.!\d{}]|(?<=,)\s(?!\s)|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"
     r"|(?<![A-Za-z])[a-z](?![A-Za-z]))*"
 )
+_EMPTY_TEXT = re.compile(r"\\text[a-z]*\s*\{\s*\}")
 _FILLERS = frozenset(NOTATION["fillers"])
 _POWERS: dict[str, int] = NOTATION["powers"]
 _NUMBER = re.compile(
@@ -89,7 +91,7 @@ def rewrite(text: str) -> str:
     text = _NUMBER.sub(_digits, text)
     for pattern, new in _MULTIPLIERS:
         text = pattern.sub(new, text)
-    return re.sub(r"\\text[a-z]*\s*\{\s*\}", " ", text)
+    return _EMPTY_TEXT.sub(" ", text)
 
 
 def _digits(match: re.Match[str]) -> str:
@@ -116,15 +118,16 @@ def clean(text: str) -> str:
     """
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _SUBSCRIPT.sub(lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
-    text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = text.translate(_TABLE)
     text = text.replace("\\not=", "\\ne ").replace("\\not =", "\\ne ")
     text = text if "\\$" in text else text.replace("$", "")
     text = text.replace("\\!", "")
-    text = _STYLE.sub(" ", text)
-    text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
-    text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)
-    text = _COMMAND.sub(_rename, text)
+    if "\\" in text:
+        text = _STYLE.sub(" ", text)
+        text = _E_ROMAN.sub(lambda m: f" {m[1] or m[2]} ", text)
+        text = _NAMED.sub(lambda m: f"\\{m[1]} ", text)
+        text = _COMMAND.sub(_rename, text)
     return _SPACES.sub(lambda m: m[1] or " ", text).strip()
 
 
