@@ -105,6 +105,7 @@ def test_each_task_of_several_has_its_own_part_of_the_row():
         ({0}, 10, {10, 20}),  # the one at 8 was under way when the run ended
         ({0, 8, 20}, 20, set()),
         ({0, 8}, 20, {20}),
+        ({0, 5, 11}, 11, {20}),  # a run of 11 steps that is extended: 11 has its point
     ],
 )
 def test_an_evaluation_that_a_run_did_not_finish_is_made_where_it_goes_on(evaluated, first, left):
