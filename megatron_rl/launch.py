@@ -154,6 +154,9 @@ def enter_generator_python(config: RunConfig, arguments: Sequence[str]) -> None:
         return
     environment = {k: v for k, v in os.environ.items() if k not in _LEFT_BEHIND}
     environment[_ENTERED] = python
+    # vLLM's packages start tools of their environment by name (ninja), not those of another one.
+    tools = [str(Path(str(python)).parent), environment.get("PATH", os.defpath)]
+    environment["PATH"] = os.pathsep.join(tools)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(python, [python, "-m", "megatron_rl.cli", *arguments], environment)

@@ -84,7 +84,7 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
 
     from megatron_rl.trainer import gpu_setup
 
-    gpu_setup.prepare(config.parallel)
+    gpu_setup.prepare(config.parallel, config.precision)
     from megatron_rl.compat.quiet import show_own_notices
     from megatron_rl.models import start_checkpoint
     from megatron_rl.trainer import world

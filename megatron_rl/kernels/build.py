@@ -157,14 +157,18 @@ def wants_cuda() -> bool:
 def build_for_install(directory: Path) -> Path | None:
     """Build the library into a package directory and remove those of other sources there.
 
-    Returns None where the tools are missing.
+    A library of the same sources next to this file is copied. Returns None where the tools are
+    missing.
 
     Raises:
         BuildError: `MEGATRON_RL_BUILD_CUDA` requires the CUDA code, and it can't be built.
     """
     cuda = wants_cuda()
     target = directory / library_name(cuda)
-    if not target.is_file():
+    if not target.is_file() and (INSTALLED / target.name).is_file():
+        for built in INSTALLED.glob(f"{target.stem}.*"):
+            shutil.copy2(built, directory)
+    elif not target.is_file():
         try:
             build(target, cuda=cuda)
         except BuildError as error:

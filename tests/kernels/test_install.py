@@ -65,6 +65,19 @@ def run(code: str, where: Path, **environment: str) -> subprocess.CompletedProce
     )
 
 
+def test_a_wheel_takes_the_library_that_was_built_from_the_same_sources(source: Path) -> None:
+    """An image compiles it in a layer of its own, before the Python files are there."""
+    built = source / "megatron_rl" / "kernels" / build.library_name(False)
+    built.write_text("compiled before")
+    built.with_suffix(".ptxas").write_text("report")
+    wheel, _ = make(source, "build_wheel", CXX="no-such-compiler")
+    with zipfile.ZipFile(wheel) as archive:
+        folder = "megatron_rl/kernels"
+        assert archive.read(f"{folder}/{built.name}") == b"compiled before"
+        assert archive.read(f"{folder}/{built.stem}.ptxas") == b"report"
+    assert not wheel.stem.endswith("any")
+
+
 def test_a_wheel_holds_the_library_which_is_loaded_where_no_compiler_is(
     source: Path, tmp_path: Path
 ) -> None:

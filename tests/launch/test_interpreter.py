@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_a_generator_rank_becomes_the_other_interpreter_with_the_same_command(
                          "--seed", "7"]  # fmt: skip
     assert pid == process.pid
     assert environment["RANK"] == "2" and "VIRTUAL_ENV" not in environment
+
+
+def test_tools_of_the_other_environment_are_found_first(monkeypatch, tmp_path):
+    """Packages of vLLM ask for ninja by name, and say that FlashInfer is missing where it is."""
+    python, seen = other_python(tmp_path), []
+    for folder in (tmp_path, tmp_path / "trainer"):
+        folder.mkdir(exist_ok=True)
+        (folder / "ninja").write_text("#!/bin/sh\n")
+        (folder / "ninja").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "trainer"))
+    monkeypatch.setattr(os, "execve", lambda *a: seen.append(a[2]))
+    config = load_config(YAML, ["--roles.generator_python", str(python)])
+    launch.enter_generator_python(config, ["train"])
+    assert shutil.which("ninja", path=seen[0]["PATH"]) == str(tmp_path / "ninja")
+    assert seen[0]["PATH"].endswith(os.pathsep + str(tmp_path / "trainer"))
 
 
 def test_the_interpreter_is_entered_once(monkeypatch, tmp_path):

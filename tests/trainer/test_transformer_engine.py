@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_rl.config import Parallel
+from megatron_rl.config.sections import Precision
 from megatron_rl.kernels import transformer_engine
 from megatron_rl.trainer import gpu_setup, megatron_build
 from tests import te_stand_in
@@ -79,8 +80,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """CUDA counts as available to `kernels.transformer_engine` and `gpu_setup`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NVIDIA_TF32_OVERRIDE",
+    ):
+        monkeypatch.setenv(name, "")  # removed again after the test, whoever sets it
+        monkeypatch.delenv(name)
     transformer_engine.general_gemm.cache_clear()
     monkeypatch.setattr(
         transformer_engine, "general_gemm", transformer_engine.general_gemm.__wrapped__
@@ -169,15 +176,32 @@ def test_neither_the_gpu_nor_the_package_alone_counts(monkeypatch: pytest.Monkey
 
 def test_variables_of_cuda_are_set_unless_they_are(on_gpu: pytest.MonkeyPatch) -> None:
     put(on_gpu)
-    gpu_setup.prepare(Parallel())
+    gpu_setup.prepare(Parallel(), Precision())
     assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ
-    gpu_setup.prepare(Parallel(tensor=2))
+    gpu_setup.prepare(Parallel(tensor=2), Precision())
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
     on_gpu.delenv("PYTORCH_ALLOC_CONF")
     on_gpu.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     on_gpu.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    gpu_setup.prepare(Parallel(context=2))
+    gpu_setup.prepare(Parallel(context=2), Precision())
     assert "PYTORCH_ALLOC_CONF" not in environ
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_fp32_products_are_fp32_whatever_the_image_sets(on_gpu: pytest.MonkeyPatch) -> None:
+    put(on_gpu)
+    try:
+        torch.set_float32_matmul_precision("high")  # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
+        torch.backends.cudnn.allow_tf32 = True
+        gpu_setup.prepare(Parallel(), Precision(logits="tf32"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+        # The variable also forbids the TF32 products that a user has asked for.
+        assert "NVIDIA_TF32_OVERRIDE" not in environ
+        gpu_setup.prepare(Parallel(), Precision())
+        assert environ["NVIDIA_TF32_OVERRIDE"] == "0"
+    finally:
+        torch.set_float32_matmul_precision("highest")
