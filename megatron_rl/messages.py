@@ -1,7 +1,8 @@
 """The messages between the roles: msgspec structs, sent as MessagePack over ZeroMQ sockets.
 
 Each message is one MessagePack map with a `type` tag. `Hello` carries `PROTOCOL`; a peer with
-another protocol version is refused. Arrays are little-endian bytes.
+another protocol version is refused. Arrays are little-endian bytes. Each arrives once and in order
+(`delivery`), also over connections that are cut.
 
     trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators, stores
 """
@@ -13,12 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 5
+PROTOCOL = 6
 TRAINER = "trainer"
 """Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..., stores
 `store-<node>` and, on the trainer's nodes, `trainer-store-<node>`."""
-PUBLISHER = "publisher"
-"""Socket identity of the thread of trainer rank 0 that announces versions."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):

@@ -13,20 +13,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
-
 from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
 from megatron_rl.generator import engine_errors
 from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
+from megatron_rl.peer import Peer
 from megatron_rl.weights.store_process import StoreSpec
 
 STATS_SECONDS = 1.0
-_HEARTBEAT_MS = 5_000
 
 
 def run_generator(
@@ -83,64 +79,55 @@ class Generator:
         self._admission = asyncio.Semaphore(config.generation.concurrent_completions)
         self._running = self._tokens = 0
         self._busy_seconds, self._counted_at = 0.0, time.perf_counter()
-        self._disconnected_since: float | None = time.monotonic()
 
     async def run(self, model_dir: str) -> None:
         """Start the engine with these weights and serve until Stop; raises what ended the role."""
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
-            self._socket = socket
-            monitor = self._connect(socket)
-            engine = keeper = None
-            try:
-                if self._store is not None:
-                    keeper = StoreKeeper(self._store)
-                from megatron_rl.generator.engine import Engine
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
-                engine = self._engine = Engine(self._config, self._index, model_dir)
-                await engine.prepare()
-                await self._serve(monitor, keeper)
-            except OrchestratorGoneError:
-                socket.linger = 0
-                raise
-            except Exception as e:
-                if cause := engine_errors.cause(engine.cores if engine else ()):
-                    e.add_note(cause)
-                error = f"generator {self._index} (rank {self._rank}): {type(e).__name__}: {e}"
-                await self._send(m.Failed(error=f"{error} {cause}".rstrip()))
-                raise
-            finally:
-                if engine is not None:
-                    engine.stop()
-                if keeper is not None:  # last: while others of the node live, they would take over
-                    keeper.close()
-                socket.disable_monitor()
-                monitor.close()
+        def deliver(data: bytes) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, data)
 
-    def _connect(self, socket: Any) -> Any:
-        socket.identity = f"generator-{self._index}".encode()
-        socket.linger = int(1000 * self._config.timeouts.shutdown_seconds / 2)
-        socket.set_hwm(0)
-        # A host that vanished closes no connection; heartbeats detect it.
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, 6 * _HEARTBEAT_MS
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(self._endpoint)
-        return monitor
+        self._peer = Peer(self._endpoint, f"generator-{self._index}", deliver)
+        delivery_seconds = 0.0
+        engine = keeper = None
+        try:
+            if self._store is not None:
+                keeper = StoreKeeper(self._store)
+            from megatron_rl.generator.engine import Engine
 
-    async def _serve(self, monitor: Any, keeper: StoreKeeper | None) -> None:
+            engine = self._engine = Engine(self._config, self._index, model_dir)
+            await engine.prepare()
+            await self._serve(inbox, keeper)
+        except OrchestratorGoneError:
+            raise
+        except Exception as e:
+            if cause := engine_errors.cause(engine.cores if engine else ()):
+                e.add_note(cause)
+            error = f"generator {self._index} (rank {self._rank}): {type(e).__name__}: {e}"
+            self._peer.send(m.Failed(error=f"{error} {cause}".rstrip()))
+            delivery_seconds = self._config.timeouts.shutdown_seconds / 2
+            raise
+        finally:
+            if engine is not None:
+                engine.stop()
+            if keeper is not None:  # last: while others of the node live, they would take over
+                keeper.close()
+            await asyncio.to_thread(self._peer.close, delivery_seconds)
+
+    async def _serve(self, inbox: asyncio.Queue[bytes], keeper: StoreKeeper | None) -> None:
         version, capacity = self._engine.version, self._config.generation.concurrent_completions
         hello = m.Hello(
             role="generator", rank=self._rank, version=version, node=self._node, capacity=capacity
         )
-        await self._send(hello)
+        self._peer.send(hello)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_stats())
-                tasks.create_task(self._follow_connection(monitor))
                 tasks.create_task(self._watch_orchestrator())
                 if keeper is not None:
                     tasks.create_task(self._watch_store(keeper))
                 while True:
-                    message = m.decode(await self._socket.recv())
+                    message = m.decode(await inbox.get())
                     if isinstance(message, m.Stop):
                         raise _Stopped
                     for coroutine in self.work(message):
@@ -202,14 +189,14 @@ class Generator:
             finish_reason=completion.finish_reason,
             routes=routes,
         )
-        await self._send(sample)
+        self._peer.send(sample)
 
     async def _update(self, message: m.UpdateWeights) -> None:
-        await self._send(await self._engine.update(message.manifest, message.folder))
+        self._peer.send(await self._engine.update(message.manifest, message.folder))
 
     async def _score(self, message: m.ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
-        await self._send(m.Scores(step=message.step, version=version, logprobs=logprobs))
+        self._peer.send(m.Scores(step=message.step, version=version, logprobs=logprobs))
 
     async def _send_stats(self) -> None:
         last = time.perf_counter()
@@ -225,7 +212,7 @@ class Generator:
                 aborted=self._engine.aborted,
             )
             last, self._busy_seconds, self._tokens = self._counted_at, 0.0, 0
-            await self._send(stats)
+            self._peer.send(stats)
 
     def _count_running(self, change: int) -> None:
         now = time.perf_counter()
@@ -233,17 +220,13 @@ class Generator:
             self._busy_seconds += now - self._counted_at
         self._running, self._counted_at = self._running + change, now
 
-    async def _follow_connection(self, monitor: Any) -> None:
-        while True:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._disconnected_since = None if connected else time.monotonic()
-
     async def _watch_orchestrator(self) -> None:
         limit = self._config.timeouts.shutdown_seconds
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
-            since = self._disconnected_since
+            if self._peer.error is not None:
+                raise OrchestratorGoneError(f"the connection ended: {self._peer.error}")
+            since = self._peer.disconnected_since
             if since is not None and time.monotonic() - since > limit:
                 raise OrchestratorGoneError(
                     f"no orchestrator at {self._endpoint} for {limit:g} s"
@@ -255,6 +238,3 @@ class Generator:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             keeper.check()
-
-    async def _send(self, message: m.Message) -> None:
-        await self._socket.send(m.encode(message))

@@ -24,7 +24,6 @@ step s is given once no peer reads a version before s any more (`_is_free`).
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import zmq.asyncio
@@ -48,6 +47,8 @@ from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Verdict
 
 TICK_SECONDS = 0.5
+STOP_SECONDS = 2.0
+"""Longest wait for the answers to `Stop`: a peer may have ended already."""
 
 
 class Orchestrator:
@@ -72,7 +73,6 @@ class Orchestrator:
         per_step, a = config.schedule.prompts_per_step, config.algorithm
         self.groups = GroupQueue(per_step, lambda group: a.refill and is_dropped(group, a))
         self.generators, self.stores = Generators(config), Stores(config)
-        self._early: m.Published | None = None
         self._weights_can_move = True
         self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
@@ -125,10 +125,10 @@ class Orchestrator:
 
     async def stop_peers(self) -> None:
         """Tell every generator and store to stop; their starters wait for them."""
-        for peer in *self.generators, *self.stores:
-            with suppress(RunError):  # it has ended already
-                self.connection.send(peer.name, m.Stop())
-                await self.connection.flush()
+        names = [peer.name for peer in (*self.generators, *self.stores)]
+        for name in names:
+            self.connection.send(name, m.Stop())
+        await self.connection.finish(names, STOP_SECONDS)
 
     def _is_over(self) -> bool:
         done, limit = self.trainer_done, self.config.timeouts.evaluation_seconds
@@ -202,9 +202,6 @@ class Orchestrator:
 
     def _publish_version(self, published: m.Published) -> None:
         manifest = published.manifest
-        if manifest.version > self.groups.trained_steps:
-            self._early = published  # it was faster than StepDone, on another socket
-            return
         self.metrics.publish_seconds = published.seconds
         self.stores.publish(manifest)
         self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
@@ -317,9 +314,6 @@ class Orchestrator:
             self.metrics.score_requested(done)
             self.connection.send(holders[0], request)
         self.evaluations.reach(self.groups.trained_steps)
-        if self._early is not None:
-            early, self._early = self._early, None
-            self._publish_version(early)
 
     def _end_training(self, done: m.TrainerDone) -> None:
         self.trainer_done, self._done_at = done, time.monotonic()

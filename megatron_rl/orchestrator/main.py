@@ -63,7 +63,7 @@ def run_orchestrator(spec: Spec) -> None:
 
     async def serve() -> m.TrainerDone:
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.router_mandatory, socket.linger = 1, 2000
+            socket.linger = 2000
             socket.set_hwm(0)
             socket.bind(spec.bind)
             replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))

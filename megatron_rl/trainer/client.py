@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
 from megatron_rl import messages as m
 from megatron_rl.config import Timeouts
-from megatron_rl.messages import PUBLISHER, TRAINER
+from megatron_rl.messages import TRAINER
+from megatron_rl.peer import Peer
 
-POLL_MILLISECONDS = 100
+POLL_SECONDS = 0.1
+CLOSE_SECONDS = 2.0
 
 
 class OrchestratorGone(RuntimeError):
@@ -38,9 +39,7 @@ class TrainerClient:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
-        self._context = zmq.Context()
-        self._socket = self._connected(endpoint, TRAINER)
-        self._versions = self._connected(endpoint, PUBLISHER)
+        self._peer = Peer(endpoint, TRAINER)
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
         self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
@@ -69,25 +68,16 @@ class TrainerClient:
         self._wait(m.StateSaved, "startup_seconds", step)
 
     def announce(self, manifest: m.Manifest, seconds: float) -> None:
-        """Announce a complete version that took so long; one thread at a time may call this."""
-        self._versions.send(m.encode(m.Published(manifest=manifest, seconds=seconds)))
+        """Announce a complete version that took so long; any thread may call this."""
+        self.send(m.Published(manifest=manifest, seconds=seconds))
 
     def close(self) -> None:
-        """Close the sockets; what was sent is delivered for up to two seconds."""
-        self._socket.close()
-        self._versions.close()
-        self._context.term()
+        """Close the connection; what was sent is delivered for up to two seconds."""
+        self._peer.close(CLOSE_SECONDS)
 
     def send(self, message: m.Message) -> None:
         """Send a message that has no answer."""
-        self._socket.send(m.encode(message))
-
-    def _connected(self, endpoint: str, identity: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity.encode())
-        socket.setsockopt(zmq.LINGER, 2000)
-        socket.connect(endpoint)
-        return socket
+        self._peer.send(message)
 
     def _wait[Answer: m.Message](
         self, kind: type[Answer], timeout: str, step: int, *, interruptible: bool = False
@@ -95,8 +85,7 @@ class TrainerClient:
         seconds: float = getattr(self._timeouts, timeout)
         deadline = time.monotonic() + seconds
         while True:
-            if self._socket.poll(POLL_MILLISECONDS):
-                message = m.decode(self._socket.recv())
+            if (message := self._peer.receive(POLL_SECONDS)) is not None:
                 # A batch requested before an interrupt may arrive first. It is not lost: the
                 # orchestrator keeps its groups until the step is reported.
                 if isinstance(message, kind) and message.step == step:  # type: ignore[attr-defined]

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import zmq
 
 from megatron_rl import messages as m
+from megatron_rl.peer import Peer
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.nixl import Agent
 from megatron_rl.weights.pull import READS, Peers, Pull, SourceFailedError
@@ -58,8 +58,8 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StoreProcess:
     """One store in the service of one orchestrator."""
 
-    def __init__(self, spec: StoreSpec, socket: zmq.Socket[bytes]) -> None:
-        self._spec, self._socket = spec, socket
+    def __init__(self, spec: StoreSpec, orchestrator: Peer) -> None:
+        self._spec, self._orchestrator = spec, orchestrator
         self._agent = Agent(f"{spec.name}-{os.getpid()}")
         self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
         self._stores: list[Store] = []
@@ -74,8 +74,7 @@ class StoreProcess:
         """Serve until the orchestrator says Stop, or is gone."""
         parent, pause = self._spec.parent or os.getppid(), 0.0
         while os.getppid() == parent:
-            if self._socket.poll(int(1000 * pause)):
-                message = m.decode(self._socket.recv())
+            if (message := self._orchestrator.receive(pause)) is not None:
                 if isinstance(message, m.Stop):
                     return
                 self._take(message)
@@ -158,7 +157,7 @@ class StoreProcess:
         self._send(m.SourceFailed(version=version, source=error.source, reason=error.reason))
 
     def _send(self, message: m.Message) -> None:
-        self._socket.send(m.encode(message))
+        self._orchestrator.send(message)
 
 
 def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
@@ -172,19 +171,15 @@ def main(text: str) -> None:
     """Run the store of a spec (JSON)."""
     spec = msgspec.json.decode(text, type=StoreSpec)
     hold(Path(spec.folder))
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, spec.name.encode())
-    socket.setsockopt(zmq.LINGER, int(500 * spec.shutdown_seconds))
-    socket.connect(spec.endpoint)
+    orchestrator, delivery_seconds = Peer(spec.endpoint, spec.name), 0.0
     try:
-        StoreProcess(spec, socket).run()
+        StoreProcess(spec, orchestrator).run()
     except Exception as e:
-        socket.send(m.encode(m.Failed(error=f"{spec.name}: {type(e).__name__}: {e}")))
+        orchestrator.send(m.Failed(error=f"{spec.name}: {type(e).__name__}: {e}"))
+        delivery_seconds = spec.shutdown_seconds / 2
         raise
     finally:
-        socket.close()
-        context.term()
+        orchestrator.close(delivery_seconds)
 
 
 if __name__ == "__main__":

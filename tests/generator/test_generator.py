@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.serve import Generator
@@ -22,10 +21,9 @@ from megatron_rl.messages import (
     Stop,
     UpdateWeights,
     VersionSpan,
-    decode,
-    encode,
 )
 from megatron_rl.weights.manifest import WeightsError
+from tests.router import Router
 
 
 class FakeEngine:
@@ -89,23 +87,24 @@ def play(conversation, run_config: RunConfig):
 
     async def work():
         received: list[object] = []
-        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
-            port = socket.bind_to_random_port("tcp://127.0.0.1")
-            role = asyncio.create_task(
-                Generator(run_config, 0, 2, f"tcp://127.0.0.1:{port}", "host-1").run("unused")
-            )
+        with closing(Router()) as router:
+            generator = Generator(run_config, 0, 2, router.endpoint, "host-1")
+            role = asyncio.create_task(generator.run("unused"))
 
             async def receive(kind):
                 while True:
-                    received.append(decode((await socket.recv_multipart())[1]))
+                    if (arrived := router.receive(0)) is None:
+                        await asyncio.sleep(0.005)
+                        continue
+                    received.append(arrived[1])
                     if isinstance(received[-1], kind):
                         return received[-1]
 
             async def send(message):
-                await socket.send_multipart([b"generator-0", encode(message)])
+                router.send("generator-0", message)
 
             async with asyncio.timeout(20):
-                await conversation(send, receive, socket)
+                await conversation(send, receive, router)
                 (error,) = await asyncio.gather(role, return_exceptions=True)
         return received, error
 
@@ -113,7 +112,7 @@ def play(conversation, run_config: RunConfig):
 
 
 def test_completions_are_bounded_and_answered_one_by_one_until_stop():
-    async def conversation(send, receive, socket):
+    async def conversation(send, receive, router):
         hello = await receive(Hello)
         assert (hello.capacity, hello.node) == (4, "host-1")
         await send(generate(0))
@@ -130,7 +129,7 @@ def test_completions_are_bounded_and_answered_one_by_one_until_stop():
 
 
 def test_stop_ends_the_role_while_requests_run_and_the_engine_dies():
-    async def conversation(send, receive, socket):
+    async def conversation(send, receive, router):
         await receive(Hello)
         await send(generate(0, thinking=1001))
         await asyncio.sleep(0.1)
@@ -156,7 +155,7 @@ def test_stop_ends_the_role_while_requests_run_and_the_engine_dies():
     ],
 )  # fmt: skip
 def test_any_error_is_reported_and_ends_the_role(message, text):
-    async def conversation(send, receive, socket):
+    async def conversation(send, receive, router):
         await receive(Hello)
         await send(generate(0, thinking=1000))
         await send(message)
@@ -170,7 +169,7 @@ def test_any_error_is_reported_and_ends_the_role(message, text):
 def test_an_engine_that_does_not_start_is_reported():
     FakeEngine.fails_to_start = True
 
-    async def conversation(send, receive, socket):
+    async def conversation(send, receive, router):
         assert "Engine core initialization failed" in (await receive(Failed)).error
 
     _, error = play(conversation, config())
@@ -178,9 +177,9 @@ def test_an_engine_that_does_not_start_is_reported():
 
 
 def test_an_orchestrator_that_is_gone_ends_the_role():
-    async def conversation(send, receive, socket):
+    async def conversation(send, receive, router):
         await receive(Hello)
-        socket.close(linger=0)
+        router.close()
 
     _, error = play(conversation, config(shutdown_seconds=0.4))
     assert isinstance(error, ConnectionError)

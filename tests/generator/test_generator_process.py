@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import zmq
 
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import (
@@ -30,12 +29,11 @@ from megatron_rl.messages import (
     UpdateWeights,
     VersionTaken,
     WeightsUpdated,
-    decode,
-    encode,
 )
 from megatron_rl.weights import store_process
 from tests.generator import tiny_models
 from tests.generator.conftest import run_config
+from tests.router import Router
 from tests.weights.versions import Versions, as_sent
 
 pytestmark = pytest.mark.e2e
@@ -44,14 +42,12 @@ PROMPT = [1, 9, 18, 10, 24, 4]
 
 class Orchestrator:
     def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.router = Router()
         self.received: list[object] = []
         self.senders: list[str] = []
 
     def send(self, message, to: str = "generator-0") -> None:
-        self.socket.send_multipart([to.encode(), encode(message)])
+        self.router.send(to, message)
 
     def wait_for(self, kind: type, count: int = 1, seconds: float = 150.0, sender: str = ""):
         """All messages of this kind (of a sender) so far, once `count` have come."""
@@ -64,16 +60,14 @@ class Orchestrator:
         while len(received()) < count:
             left = limit - time.monotonic()
             assert left > 0, f"{count} {kind.__name__} did not come, but {self.received}"
-            if self.socket.poll(1000 * left):
-                identity, payload = self.socket.recv_multipart()
-                self.senders.append(identity.decode())
-                self.received.append(decode(payload))
+            if (arrived := self.router.receive(left)) is not None:
+                self.senders.append(arrived[0])
+                self.received.append(arrived[1])
                 assert not isinstance(self.received[-1], Failed), self.received[-1]
         return received()
 
     def close(self) -> None:
-        self.socket.close(linger=0)
-        self.context.term()
+        self.router.close()
 
 
 def stores_of(pid: int) -> list[psutil.Process]:
@@ -102,7 +96,7 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
     tree["roles"] |= {"trainer_ranks": 2}
     config = RunConfig.model_validate(tree)
     orchestrator = Orchestrator()
-    endpoint = f"tcp://127.0.0.1:{orchestrator.port}"
+    endpoint = orchestrator.router.endpoint
     environment = os.environ | {  # torchrun's: they must not reach vLLM's workers
         "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",

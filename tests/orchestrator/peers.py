@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -17,7 +17,9 @@ from megatron_rl.data import Prompt, PromptSet
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, load_state
+from megatron_rl.peer import Peer as OrchestratorConnection
 from megatron_rl.rewards import Outcome, Verdict
+from tests.proxy import Proxy
 
 
 @dataclass
@@ -135,14 +137,19 @@ class Peer:
 
     reading = loading = None
 
-    def __init__(self, endpoint, name, linger=0):
-        self.name, self.socket = name, zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, name.encode())
-        self.socket.setsockopt(zmq.LINGER, linger)
-        self.socket.connect(endpoint)
+    def __init__(self, endpoint, name):
+        loop, self.inbox = asyncio.get_running_loop(), asyncio.Queue()
+
+        def deliver(data):
+            loop.call_soon_threadsafe(self.inbox.put_nowait, m.decode(data))
+
+        self.name, self.connection = name, OrchestratorConnection(endpoint, name, deliver)
 
     async def send(self, message):
-        await self.socket.send(m.encode(message))
+        self.connection.send(message)
+
+    async def receive(self):
+        return await self.inbox.get()
 
 
 class Generator(Peer):
@@ -161,7 +168,7 @@ class Generator(Peer):
         rank, node = 2 + self.index, self.node
         await self.send(m.Hello(role="generator", rank=rank, version=0, node=node, capacity=24))
         while True:
-            message = m.decode(await self.socket.recv())
+            message = await self.receive()
             if isinstance(message, m.Stop):
                 break
             if isinstance(message, m.UpdateWeights):
@@ -188,7 +195,6 @@ class Generator(Peer):
                 await self.send(m.Scores(step=message.step, version=self.version, logprobs=lps))
         for task in list(self.tasks):
             task.cancel()
-        self.socket.close()
 
     async def complete(self, message: m.Generate, index: int, budget: int):
         spans, n = [], self.rng.randint(2, 6)
@@ -229,7 +235,7 @@ class Store(Peer):
         role, self.rng = "store" if self.takes else "trainer-store", random.Random(self.name)
         folder = f"/{self.name}"
         await self.send(m.Hello(role=role, rank=-1, version=-1, node=self.node, folder=folder))
-        while not isinstance(message := m.decode(await self.socket.recv()), m.Stop):
+        while not isinstance(message := await self.receive(), m.Stop):
             if self.reading is None and not self.has and not message.sources:
                 await asyncio.sleep(self.slowness * self.rng.random())
                 await self.send(m.StoreMemory(source=m.StoreSource(self.name, b"", ())))
@@ -242,7 +248,6 @@ class Store(Peer):
                 self.has = [message.manifest.version]
             if message.sources:
                 await self.take(version, message.sources)
-        self.socket.close()
 
     async def take(self, version, sources):
         self.sources.append((version, [source.name for source in sources]))
@@ -269,8 +274,7 @@ class Trainer(Peer):
         self, endpoint, readers, nodes, start=0, stop_before=None, save_before=None,
         directory=None, announce_after=0.0,
     ):  # fmt: skip
-        super().__init__(endpoint, m.TRAINER, 1000)
-        self.publisher = Peer(endpoint, m.PUBLISHER, 1000)
+        super().__init__(endpoint, m.TRAINER)
         self.readers, self.nodes, self.announce_after = readers, nodes, announce_after
         self.step, self.stop_before = start, stop_before
         self.save_before, self.directory = save_before, directory
@@ -282,13 +286,13 @@ class Trainer(Peer):
         while True:
             if self.step == self.save_before:
                 await self.send(m.SaveState(step=self.step, directory=str(self.directory)))
-                while not isinstance(m.decode(await self.socket.recv()), m.StateSaved):
+                while not isinstance(await self.receive(), m.StateSaved):
                     pass
             if self.step == self.stop_before:
                 await self.send(m.TrainerDone(step=self.step, interrupted=True))
                 break
             await self.send(m.BatchRequest(step=self.step))
-            batch = m.decode(await self.socket.recv())
+            batch = await self.receive()
             if batch.stop:
                 await self.send(m.TrainerDone(step=self.step, interrupted=False))
                 break
@@ -311,8 +315,6 @@ class Trainer(Peer):
             self.step += 1
             await self.publish()
         await self.announced
-        for peer in self, self.publisher:
-            peer.socket.close()
 
     async def publish(self):
         if self.announced is not None:
@@ -325,7 +327,7 @@ class Trainer(Peer):
     async def announce(self, version):
         await asyncio.sleep(self.announce_after * self.rng.random())
         manifest = m.Manifest(version=version, buckets=(), root="/root", nodes=self.nodes)
-        await self.publisher.send(m.Published(manifest=manifest, seconds=0.0))
+        await self.send(m.Published(manifest=manifest, seconds=0.0))
 
 
 @dataclass
@@ -335,6 +337,7 @@ class Finished:
     trainer: Trainer
     orchestrator: Orchestrator
     stores: dict[str, Store]
+    connections: int | None
 
 
 def run(
@@ -355,6 +358,7 @@ def run(
     evaluate_only=None,
     nodes=(),
     stores=None,
+    cut_every=None,
     **trainer,
 ):
     """Run to the end and return the rows and the peers.
@@ -362,18 +366,21 @@ def run(
     `evaluated` are steps of the held-out prompts, or (set, step), that the run has had already.
     `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
     A resumed run has the rows `written` in its file.
+    All connections are cut every `cut_every` seconds.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
     `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
     generators have none and are on the trainer's node.
     """
     verification = verification or AtOnce(verify)
 
-    async def go():
+    async def go(stack):
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind("tcp://127.0.0.1:*")
-        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        endpoint, proxy = socket.getsockopt_string(zmq.LAST_ENDPOINT), None
+        if cut_every is not None:
+            proxy = await stack.enter_async_context(Proxy(endpoint))
+            endpoint = proxy.endpoint
         state: State | None = None
         if resume:
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
@@ -411,6 +418,8 @@ def run(
             for generator in generators:
                 generator.version = 0
         tasks = [asyncio.create_task(p.run()) for p in peers]
+        if proxy is not None:
+            tasks.append(asyncio.create_task(cut(proxy, cut_every)))
         try:
             async with verification:
                 if concurrent is not None:
@@ -423,8 +432,21 @@ def run(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+            for one in peers:
+                one.connection.close()
             socket.close()
         assert [peer.torn, *(store.torn for store in by_name.values())] == [[]] * (len(by_name) + 1)
-        return Finished(rows, generators, peer, orchestrator, by_name)
+        return Finished(rows, generators, peer, orchestrator, by_name, proxy and proxy.connections)
 
-    return asyncio.run(go())
+    async def enter():
+        async with AsyncExitStack() as stack:
+            return await go(stack)
+
+    return asyncio.run(enter())
+
+
+async def cut(proxy, seconds):
+    """Cut all connections now and then."""
+    while True:
+        await asyncio.sleep(seconds)
+        proxy.cut()

@@ -25,6 +25,15 @@ def test_every_step_is_trained_once_and_in_order():
     assert names <= set(METRICS)
 
 
+def test_connections_that_are_cut_change_nothing():
+    cut = run(small_config(), slowness=0.01, cut_every=0.08)
+    whole = run(small_config())
+    assert cut.connections > 6, "two generators and the trainer were hardly cut"
+    assert [r["prompt_ids"] for r in cut.rows.steps] == [r["prompt_ids"] for r in whole.rows.steps]
+    assert [row["step"] for row in cut.rows.steps] == list(range(12))
+    assert [row["step"] for row in cut.rows.evals] == [0, 3, 6, 12]
+
+
 @pytest.mark.parametrize("lag", [0, 1, 4])
 def test_no_token_is_older_than_k_steps_when_it_is_trained(lag):
     outcome = run(small_config(max_lag_steps=lag))

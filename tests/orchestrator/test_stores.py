@@ -364,7 +364,7 @@ def test_a_run_over_nodes_trains_and_evaluates_the_same_steps() -> None:
 
 def test_no_batch_is_given_before_the_readers_of_the_last_version_are_known() -> None:
     orchestrator = run(small_config(steps=3)).orchestrator
-    # version 3 is the newest: that of step 5 - 1 may still be on its way, on another socket
+    # version 3 is the newest: that of step 5 - 1 may still be on its way
     assert orchestrator._is_free(4) and not orchestrator._is_free(5)
 
 

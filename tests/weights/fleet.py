@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-import zmq
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
@@ -24,6 +23,7 @@ from megatron_rl.orchestrator.generators import Generators
 from megatron_rl.orchestrator.stores import Stores
 from megatron_rl.weights.store import Store
 from megatron_rl.weights.store_process import StoreSpec
+from tests.router import Router
 from tests.source import ROOT
 from tests.weights.versions import Versions
 
@@ -68,9 +68,7 @@ class Fleet:
         """Seconds from the announcement until a store said that it has a version."""
         self._announced_at = 0.0
         self.failed: list[tuple[str, m.SourceFailed]] = []
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._router = Router()
         self._stores, self._generators = Stores(self._config), Generators(self._config)
         self._withheld: dict[str, list[m.Message]] = {}
 
@@ -80,7 +78,7 @@ class Fleet:
         spec = StoreSpec(
             name=name,
             node="0" if trainer else name,
-            endpoint=f"tcp://127.0.0.1:{self._port}",
+            endpoint=self._router.endpoint,
             folder=str(self.versions.root if trainer else self.folder / name),
             transfer_seconds=self._config.timeouts.transfer_seconds,
             peer_seconds=self._config.timeouts.peer_seconds,
@@ -101,9 +99,8 @@ class Fleet:
         deadline = time.monotonic() + 30 + 5 * len(rates)
         while len(hellos) < len(rates):
             assert time.monotonic() < deadline, f"of {list(rates)}, {list(hellos)} have started"
-            if self._socket.poll(100):
-                identity, data = self._socket.recv_multipart()
-                hellos[identity.decode()] = m.decode(data)
+            if (arrived := self._router.receive(0.1)) is not None:
+                hellos[arrived[0]] = arrived[1]
         for name in rates:
             self._handle(name, hellos[name])
 
@@ -160,9 +157,8 @@ class Fleet:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s; {self}"
-            if self._socket.poll(5):
-                identity, data = self._socket.recv_multipart()
-                name, message = identity.decode(), m.decode(data)
+            if (arrived := self._router.receive(0.005)) is not None:
+                name, message = arrived
                 if isinstance(message, m.VersionTaken):
                     self.taken[name, message.version] = message
                     self.times[name, message.version] = time.monotonic() - self._announced_at
@@ -195,7 +191,7 @@ class Fleet:
 
     def _request(self) -> None:
         for name, request in self._stores.requests(self._generators, set()):
-            self._socket.send_multipart([name.encode(), m.encode(request)])
+            self._router.send(name, request)
 
     def until_taken(self, names: Collection[str], seconds: float = 30.0) -> None:
         """Serve until these stores have the newest version."""
@@ -253,6 +249,5 @@ class Fleet:
         for process in self.processes.values():
             process.kill()
             process.wait(20)
-        self._socket.close(0)
-        self._context.term()
+        self._router.close()
         self.versions.close()

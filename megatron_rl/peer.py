@@ -1,0 +1,142 @@
+"""A role's connection to the orchestrator: a DEALER socket in a thread of its own.
+
+What was sent arrives once and in order, also if the connection is cut and made anew (`delivery`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from megatron_rl import messages as m
+from megatron_rl.delivery import TICK_SECONDS, Frame, Link
+
+_HEARTBEAT_MS = 5_000
+_LINGER_MS = 1_000
+
+
+class Peer:
+    """Sends to the orchestrator and receives from it; every method may be called by any thread.
+
+    Args:
+        endpoint: ZeroMQ address of the orchestrator.
+        name: the peer's name there; no two peers of a run have the same.
+        deliver: called with the bytes of every message by the connection's thread; None: they wait
+            for `receive`.
+    """
+
+    def __init__(
+        self, endpoint: str, name: str, deliver: Callable[[bytes], None] | None = None
+    ) -> None:
+        self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._deliver = deliver or self._waiting.put
+        self._link, self._outbox = Link(), deque[bytes]()
+        self.disconnected_since: float | None = time.monotonic()
+        """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
+        self.error: Exception | None = None
+        """What ended the connection's thread."""
+        self._closes_at: float | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.identity = name.encode()
+        self._socket.linger = 0
+        self._socket.set_hwm(0)
+        # A host that vanished closes no connection; heartbeats detect it.
+        self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        self._socket.heartbeat_timeout = 6 * _HEARTBEAT_MS
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._socket.connect(endpoint)
+        self._thread = threading.Thread(target=self._run, name=f"{name} connection", daemon=True)
+        self._thread.start()
+
+    def send(self, message: m.Message) -> None:
+        """Send a message; returns at once.
+
+        Raises:
+            ConnectionError: the connection's thread has ended.
+        """
+        if self.error is not None:
+            raise ConnectionError(f"the connection to the orchestrator ended: {self.error}")
+        self._outbox.append(m.encode(message))
+        os.eventfd_write(self._wake, 1)
+
+    def receive(self, seconds: float) -> m.AnyMessage | None:
+        """Return the next message, or None after so many seconds without one.
+
+        Raises:
+            ConnectionError: the connection's thread has ended.
+        """
+        try:
+            data = self._waiting.get(timeout=seconds) if seconds > 0 else self._waiting.get_nowait()
+        except queue.Empty:
+            if self.error is not None:
+                raise ConnectionError(
+                    f"the connection to the orchestrator ended: {self.error}"
+                ) from None
+            return None
+        return m.decode(data)
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Wait until all messages are acknowledged, for so long at most, and close the socket."""
+        if self._closes_at is None:
+            self._closes_at = time.monotonic() + seconds
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            os.close(self._wake)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as e:  # noqa: BLE001 - raised by the next `send` or `receive`
+            self.error = e
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=_LINGER_MS if self.disconnected_since is None else 0)
+            self._context.term()
+
+    def _serve(self) -> None:
+        poller, next_tick = zmq.Poller(), 0.0
+        for source in (self._socket, self._monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(int(1000 * TICK_SECONDS)))
+            if self._monitor in ready:
+                self._follow(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            while self._socket.poll(0):
+                header, payload = self._socket.recv_multipart()
+                is_message, back = self._link.receive(header, payload)
+                if is_message:
+                    self._deliver(payload)
+                self._transmit(back)
+            while self._outbox:
+                self._transmit([self._link.send(self._outbox.popleft())])
+            if (now := time.monotonic()) >= next_tick or self._closes_at is not None:
+                next_tick = now + TICK_SECONDS
+                self._transmit(self._link.tick())
+            if self._closes_at is not None and (self._link.all_delivered or now >= self._closes_at):
+                return
+
+    def _follow(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self.disconnected_since = time.monotonic()
+        else:
+            self.disconnected_since = None
+            self._transmit(self._link.reconnected())
+
+    def _transmit(self, frames: list[Frame]) -> None:
+        """Send frames; without a connection drop them, and the next one gets what is kept."""
+        if self.disconnected_since is None:
+            for frame in frames:
+                self._socket.send_multipart(frame)
