@@ -131,6 +131,15 @@ class Links:
         return [name for name, link in self._links.items() if not link.all_delivered]
 
 
+def is_unnamed(identity: bytes) -> bool:
+    """Return True for the identity that a ROUTER makes up itself.
+
+    A connection gets one when another connection of its peer replaces it, for the messages that
+    are still to be read from it. They are to be dropped: the peer sends them again.
+    """
+    return identity[:1] == b"\0"
+
+
 def unpack(header: bytes) -> tuple[int, int, int, int, int]:
     """Return the fields of a header.
 

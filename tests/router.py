@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from megatron_rl import messages as m
-from megatron_rl.delivery import Links
+from megatron_rl.delivery import Links, is_unnamed
 
 
 class Router:
@@ -26,6 +26,8 @@ class Router:
         """Return (sender, message), or None if none comes within so many seconds."""
         while self._socket.poll(int(1000 * seconds)):
             identity, header, payload = self._socket.recv_multipart()
+            if is_unnamed(identity):
+                continue
             name = identity.decode()
             is_message, back = self._links.receive(name, header, payload)
             for to, frame in [*((name, frame) for frame in back), *self._links.tick()]:

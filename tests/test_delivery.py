@@ -86,6 +86,35 @@ def test_bytes_of_another_version_are_refused_with_the_remedy() -> None:
         Links().receive("g", b"hello", b"")
 
 
+def test_what_is_left_of_a_connection_that_was_replaced_is_dropped() -> None:
+    async def go() -> list[int]:
+        arrived: list[int] = []
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            socket.bind("tcp://127.0.0.1:*")
+            endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            connection = Connection(socket, lambda _, message: arrived.append(message.step))
+            before, after = Peer(endpoint, "generator-0"), None
+            for step in range(3):
+                before.send(m.BatchRequest(step=step))
+            while before.disconnected_since is not None:
+                await asyncio.sleep(0.01)
+            before.close(0.2)  # nothing is read yet: its connection is open, and has messages
+            after = Peer(endpoint, "generator-0")
+            after.send(m.BatchRequest(step=10))
+            while after.disconnected_since is not None:
+                await asyncio.sleep(0.01)
+            async with connection, asyncio.timeout(20):
+                while 10 not in arrived:
+                    if (event := await connection.next_event(0.1)) is not None:
+                        event()
+                    await connection.flush()
+            after.close()
+        return arrived
+
+    assert asyncio.run(go())[-1] == 10
+
+
 async def talk(cut_every: float) -> tuple[list[tuple[str, int]], dict[str, list[int]], int]:
     """Exchange 1,500 messages in both directions with two peers; connections are cut meanwhile."""
     count, names = 1_500, ("generator-0", "generator-1")

@@ -15,7 +15,7 @@ import zmq
 from zmq.asyncio import Socket
 
 from megatron_rl import messages as m
-from megatron_rl.delivery import TICK_SECONDS, Frame, Links
+from megatron_rl.delivery import TICK_SECONDS, Frame, Links, is_unnamed
 
 Event = Callable[[], None]
 
@@ -86,6 +86,8 @@ class Connection:
 
     async def _receive(self) -> Event:
         identity, header, payload = await self._socket.recv_multipart()
+        if is_unnamed(identity):
+            return _nothing
         name = identity.decode()
         is_message, back = self._links.receive(name, header, payload)
         self._outbox += [(name, frame) for frame in back]
