@@ -145,6 +145,8 @@ setup(
             *TRAIN,
             *NIXL,
             "vllm>=0.32,<0.33",
+            # Of vLLM's CUDA packages. 12.x owns the files of cuda-bindings 13, which they need too.
+            "cuda-python>=13",
             "transformer-engine[pytorch]>=2.10",
             *FP8,
         ],

@@ -1,152 +1,204 @@
-"""The image without a build of it: linters, resolved packages, and the steps that need no GPU.
+"""The Dockerfile without a build of it: its layers, variables and labels, and its steps.
 
 Not tested: NVIDIA's image itself, its torch, and the CUDA kernels that its nvcc compiles.
+`docker/standin/build.sh` builds the Dockerfile on a stand-in.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-LOCKS = ("uv", "trainer", "generator")
-PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
-FROM_THE_IMAGE = {"torch", "triton", "transformer-engine", "numpy", "nvidia-modelopt"}
+from tests.docker.image_files import (
+    ROOT,
+    attempt,
+    context,
+    environment,
+    instructions,
+    lock_blocks,
+    pins,
+    run,
+    steps,
+)
+
+SOURCES = ("cellpylib", "pycosat", "zss")
+"""Packages of the trainer's lock that are published as source only."""
 
 
-def run(*command: str | Path, seconds: float = 280, **variables: str) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False,
-        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **variables},
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout + done.stderr
+def position(name: str, part: str) -> int:
+    """Return the number of the instruction with this text."""
+    (number,) = [i for i, x in enumerate(instructions()) if x.name == name and part in x.text]
+    return number
 
 
-def steps() -> list[tuple[dict[str, str], list[str]]]:
-    """Return (variables, steps) of each RUN line of the Dockerfile with docker/steps.sh."""
-    runs = []
-    for line in (ROOT / "Dockerfile").read_text().splitlines():
-        if match := re.match(r"RUN (?:(\w+)=(\S+) )?docker/steps\.sh (.+)", line):
-            runs.append(({match[1]: match[2]} if match[1] else {}, match[3].split()))
-    return runs
+def test_a_changed_python_file_reaches_neither_kernels_nor_packages():
+    lines = instructions()
+    sources = position("COPY", "megatron_rl megatron_rl")
+    assert lines[sources].stage == "wheel"
+    # Before it, the kernels' layer has their sources and the builder alone.
+    before = [x.text.split()[0] for x in lines[:sources] if x.stage == "wheel" and x.name == "COPY"]
+    kernels = {"megatron_rl/kernels/build.py", "megatron_rl/kernels/csrc"}
+    assert {p for p in before if p.startswith("megatron_rl")} == kernels
+    assert position("RUN", "steps.sh kernels") < sources
+    # In the image, only the layer of the wheel depends on it; packages come before that layer.
+    wheel = position("COPY", "--from=wheel")
+    for step in ("generator", "trainer", "network"):
+        assert position("RUN", f"steps.sh {step}") < wheel
+    taken = [x.text for x in lines if x.name == "COPY" and "--from" in x.text]
+    assert taken == ["--from=wheel /opt/wheels /opt/wheels"]
 
 
-def test_the_dockerfile_and_its_scripts_pass_their_linters():
-    run(BIN / "hadolint", "--failure-threshold", "info", "Dockerfile")
-    run(BIN / "shellcheck", *sorted((ROOT / "docker").glob("*.sh")))
+def test_layers_are_in_the_order_of_their_rate_of_change():
+    assert steps() == [
+        "tools", "kernels", "wheel", "generator", "nccl", "imports", "trainer", "network",
+        "package", "check",
+    ]  # fmt: skip
+    # A lock is copied by the layer that installs it: another one does not install it again.
+    for lock in ("generator", "trainer"):
+        copy = position("COPY", f"docker/{lock}.lock")
+        assert instructions()[copy + 1].text.partition("steps.sh ")[2].split()[0] == lock
 
 
-def test_every_package_is_pinned_by_version_and_hash():
-    for name in LOCKS:
-        text = (ROOT / "docker" / f"{name}.lock").read_text()
-        blocks = re.split(r"\n(?=\S)", text.strip())
-        assert blocks and all(PIN.match(b) and "--hash=sha256:" in b for b in blocks), name
+def test_no_sources_stay_in_the_image_but_the_examples():
+    copied = [
+        source
+        for x in instructions()
+        if x.name == "COPY" and x.stage in ("", "base") and not x.text.startswith("--from")
+        for source in x.text.split()[:-1]
+    ]
+    assert {c for c in copied if not c.startswith("docker/")} == {"LICENSE", "examples"}
 
 
-def test_the_trainer_takes_torch_from_the_image_and_the_generators_do_not():
-    trainer, generator = (
-        dict(PIN.findall((ROOT / "docker" / f"{name}.lock").read_text())) for name in LOCKS[1:]
-    )
-    assert not {n for n in trainer if n in FROM_THE_IMAGE or n.startswith("nvidia-")}
-    assert {"megatron-core", "transformers"} <= trainer.keys()
-    assert {"vllm", "torch", "nvidia-nccl-cu13"} <= generator.keys()
-    assert "megatron-core" not in generator
+def test_the_builder_gets_what_is_copied_and_nothing_else():
+    lines = [x for x in (ROOT / ".dockerignore").read_text().splitlines() if not x.startswith("#")]
+    allowed = {x[1:] for x in lines if x.startswith("!")} - {"Dockerfile"}
+    copied = {
+        source
+        for x in instructions()
+        if x.name == "COPY" and not x.text.startswith("--from")
+        for source in x.text.split()[:-1]
+    }
+    for source in copied:
+        assert any(fnmatch(source, a) or source.startswith(f"{a}/") for a in allowed), source
+    for rule in allowed:
+        assert any(fnmatch(c, rule) or c.startswith(f"{rule}/") for c in copied), rule
 
 
 def test_the_image_compiles_kernels_for_ampere_hopper_and_blackwell():
     from megatron_rl.kernels.build import CUDA_ARCHITECTURES
 
     assert {"80", "90a", "100"} <= set(CUDA_ARCHITECTURES)
-    assert ({"MEGATRON_RL_BUILD_CUDA": "1"}, ["wheel", "package", "check"]) in steps()
+    assert "MEGATRON_RL_BUILD_CUDA:-1" in (ROOT / "docker/steps.sh").read_text()
 
 
-@pytest.mark.e2e
-def test_the_locks_resolve_from_the_registry_for_the_images_python_and_platform(tmp_path):
-    for name in LOCKS:
-        shutil.copy(ROOT / "docker" / f"{name}.lock", tmp_path)
-    run("bash", "docker/lock.sh", tmp_path)
-    for name in LOCKS:
-        now, lock = (folder / f"{name}.lock" for folder in (tmp_path, ROOT / "docker"))
-        # A release may get more files, and so more hashes, but versions may not change.
-        assert PIN.findall(now.read_text()) == PIN.findall(lock.read_text()), (
-            f"docker/{name}.lock no longer fits setup.py: run docker/lock.sh"
-        )
-        output = run(
-            BIN / "uv", "pip", "install", "--dry-run", "--no-deps", "--require-hashes",
-            "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39",
-            "--target", tmp_path / "nothing", "-r", lock,
-        )  # fmt: skip
-        assert "Would install" in output
+def test_no_path_of_the_image_belongs_to_one_platform():
+    for path in ("Dockerfile", "docker/steps.sh"):
+        code = re.sub(r"^\s*#.*", "", (ROOT / path).read_text(), flags=re.MULTILINE)
+        assert not re.search("x86_64|aarch64|amd64|arm64", code), path
 
 
-def context(folder: Path) -> Path:
-    """Copy the files of the checkout that the Dockerfile copies, and no others."""
-    for line in (ROOT / "Dockerfile").read_text().splitlines():
-        if not line.startswith("COPY "):
-            continue
-        *sources, target = line.split()[1:]
-        for source in sources:
-            path = ROOT / source
-            if path.is_dir():
-                ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.ptxas")
-                shutil.copytree(path, folder / target, symlinks=True, ignore=ignore)
-            else:
-                (folder / target).mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, folder / target)
-    return folder
+def test_the_images_variables_leave_the_hub_reachable_and_products_in_fp32():
+    variables = environment()
+    assert variables["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] == "0"
+    assert not {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "PIP_CONSTRAINT"} & variables.keys()
+    # One volume keeps all caches; a user without an entry in /etc/passwd has a home and a name.
+    home = variables["HOME"]
+    caches = {v for k, v in variables.items() if "CACHE" in k}
+    assert len(caches) == 3 and all(c.startswith(f"{home}/.cache/") for c in caches)
+    assert variables["USER"]
+    assert any(f"-m 1777 {home} {home}/.cache " in x.text for x in instructions())
+
+
+def test_labels_name_version_commit_licenses_and_base():
+    defaults = dict(
+        x.text.split("=", 1) for x in instructions() if x.name == "ARG" and "=" in x.text
+    )
+    assert f'version="{defaults["VERSION"]}"' in (ROOT / "setup.py").read_text()
+    assert "REVISION" in defaults
+    (labels,) = [x.text for x in instructions() if x.name == "LABEL"]
+    for name, value in {
+        "version": "${VERSION}",
+        "revision": "${REVISION}",
+        "base.name": "${NGC_IMAGE}:${NGC_TAG}",
+    }.items():
+        assert f'org.opencontainers.image.{name}="{value}"' in labels
+    assert 'org.opencontainers.image.licenses="Apache-2.0 AND ' in labels
+    # They come last: another commit builds no layer again.
+    assert instructions()[-1].name == "LABEL"
+    assert position("ARG", "REVISION") > position("RUN", "steps.sh package")
+
+
+def test_the_table_of_base_images_names_the_default_one():
+    (tag,) = {x.text.split("=")[1] for x in instructions() if x.text.startswith("NGC_TAG=")}
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"| **{tag}** |" in page
 
 
 @pytest.mark.e2e
 def test_the_steps_run_in_a_plain_environment(tmp_path):
-    # Stand-ins: the trainer's lock for the generators' (vLLM, CUDA), an empty file for libnccl.
+    # Stand-ins: the trainer's lock for the generators' (vLLM, CUDA), torch of this environment for
+    # NVIDIA's. `nccl` and `imports` have tests of their own.
     home = context(tmp_path / "context")
-    python = tmp_path / "image" / "bin" / "python"
-    run(sys.executable, "-m", "venv", python.parents[1])
-    shutil.copy(home / "docker" / "trainer.lock", home / "docker" / "generator.lock")
-    for lock in ("trainer", "generator"):
-        # Unlike the image, the plain environment has no NumPy.
-        numpy = next(
-            block
-            for block in re.split(r"\n(?=\S)", (ROOT / "docker/generator.lock").read_text())
-            if block.startswith("numpy==")
-        )
-        with (home / "docker" / f"{lock}.lock").open("a") as file:
-            file.write(numpy + "\n")
-    nccl, generator = tmp_path / "libnccl.so.2", tmp_path / "generator"
-    nccl.touch()
+    python, generator = tmp_path / "image/bin/python", tmp_path / "generator"
+    run("python", "-m", "venv", python.parents[1])
+    base = put_torch(tmp_path / "base")
+    site = python.parents[1] / "lib/python3.12/site-packages"
+    (site / "base.pth").write_text(f"{base}\n")
+    blocks = {block.partition("=")[0]: block for block in lock_blocks("generator")}
+    with (home / "docker/trainer.lock").open("a") as file:
+        file.write(blocks["numpy"] + "\n")  # NVIDIA's image has it
+    # Those that are published as source alone are not in the generators' lock.
+    wheels = [b for b in lock_blocks("trainer") if not b.startswith(SOURCES)]
+    (home / "docker/generator.lock").write_text("\n".join([*wheels, blocks["numpy"]]) + "\n")
+    base_pins = tmp_path / "constraint.txt"
+    base_pins.write_text("torch==2.13.0a0+9186a08b2c.nv26.7\nPyYAML==1.2\nabsl_py==0.1\n")
     variables = {
         "PYTHON": str(python),
         "GENERATOR": str(generator),
         "UV_HOME": str(tmp_path / "uv"),
         "WHEELS": str(tmp_path / "wheels"),
-        "SYSTEM_NCCL": str(nccl),
+        "PIP_CONSTRAINT": str(base_pins),
         "UV_NO_CACHE": "0",
         "MEGATRON_RL_BUILD_CUDA": "0",
     }
-    script = home / "docker" / "steps.sh"
-    generator_nccl = generator / "lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
-    for step in [name for _, names in steps() for name in names]:
-        if step == "nccl":
-            generator_nccl.parent.mkdir(parents=True)
-            generator_nccl.write_text("another version")
-        run("bash", script, step, **variables)
-    assert generator_nccl.resolve() == nccl
-    for interpreter in (python, generator / "bin" / "python"):
-        location = run(interpreter, "-P", "-c", "import megatron_rl; print(megatron_rl.__file__)")
-        assert str(tmp_path / "context") not in location and str(ROOT) not in location
+    script = home / "docker/steps.sh"
+    for step in (s for s in steps() if s not in ("nccl", "imports", "check")):
+        run("bash", script, step, where=home, **variables)
+    # The sources are next to the script, and are not what is checked.
+    (home / "megatron_rl/cli.py").write_text("raise SystemExit('the source tree')\n")
+    run("bash", script, "check", where=home, **variables)
+    for interpreter in (python, generator / "bin/python"):
+        place = run(interpreter, "-P", "-c", "import megatron_rl; print(megatron_rl.__file__)")
+        assert str(home) not in place and str(ROOT) not in place
     code = "from megatron_rl.compat import megatron_fixes as m; print([f.state() for f in m.FIXES])"
     assert "fixed at import" in run(python, "-P", "-c", code)
+    # pip in the image holds what was installed, and what the base pins besides.
+    locked = pins("trainer")
+    assert set(base_pins.read_text().split()) == {
+        "torch==2.13.0a0+9186a08b2c.nv26.7", *(f"{n}=={v}" for n, v in locked.items()),
+        f"numpy=={pins('generator')['numpy']}",
+    }  # fmt: skip
+    # A kernel library that is missing, or a version out of range, ends the build.
+    for library in site.glob("megatron_rl/kernels/megatron_rl_kernels-*.so"):
+        library.unlink()
+    failed = attempt("bash", script, "check", where=home, **variables, CXX="no-such-compiler")
+    assert failed.returncode and "not the kernels that were compiled" in failed.stderr
+    (metadata,) = site.glob("nvidia_modelopt-*.dist-info/METADATA")
+    metadata.write_text(re.sub(r"(?m)^Version: .*", "Version: 0.43.0", metadata.read_text()))
+    failed = attempt("bash", script, "check", where=home, **variables)
+    assert failed.returncode and "nvidia-modelopt: 0.43.0, not 0.4" in failed.stderr
 
 
-def test_an_unknown_step_is_rejected():
-    done = subprocess.run(["bash", ROOT / "docker/steps.sh", "fly"], capture_output=True, text=True)
-    assert done.returncode == 2 and "unknown step fly" in done.stderr
+def put_torch(folder: Path) -> Path:
+    """Link torch and its metadata of this environment into a folder."""
+    import torch
+
+    folder.mkdir()
+    packages = Path(torch.__file__).parents[1]
+    for name in ("torch", "torchgen", "functorch", "nvidia", "triton", "torch-*.dist-info"):
+        for path in packages.glob(name):
+            (folder / path.name).symlink_to(path)
+    return folder

