@@ -9,7 +9,7 @@ from megatron_rl.delivery import Links, is_unnamed
 
 
 class Router:
-    """A bound socket whose peers are `megatron_rl.peer.Peer`s of other processes or threads."""
+    """A bound socket whose peers are `OrchestratorConnection`s of other processes or threads."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()

@@ -11,7 +11,7 @@ import zmq.asyncio
 from megatron_rl import messages as m
 from megatron_rl.delivery import UNACKNOWLEDGED, FrameError, Link, Links
 from megatron_rl.orchestrator.connection import Connection
-from megatron_rl.peer import Peer
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 from tests.proxy import Proxy
 
 
@@ -94,13 +94,13 @@ def test_what_is_left_of_a_connection_that_was_replaced_is_dropped() -> None:
             socket.bind("tcp://127.0.0.1:*")
             endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
             connection = Connection(socket, lambda _, message: arrived.append(message.step))
-            before, after = Peer(endpoint, "generator-0"), None
+            before, after = OrchestratorConnection(endpoint, "generator-0"), None
             for step in range(3):
                 before.send(m.BatchRequest(step=step))
             while before.disconnected_since is not None:
                 await asyncio.sleep(0.01)
             before.close(0.2)  # nothing is read yet: its connection is open, and has messages
-            after = Peer(endpoint, "generator-0")
+            after = OrchestratorConnection(endpoint, "generator-0")
             after.send(m.BatchRequest(step=10))
             while after.disconnected_since is not None:
                 await asyncio.sleep(0.01)
@@ -127,7 +127,7 @@ async def talk(cut_every: float) -> tuple[list[tuple[str, int]], dict[str, list[
         connection = Connection(socket, lambda name, message: arrived.append((name, message.step)))
         async with Proxy(socket.getsockopt_string(zmq.LAST_ENDPOINT)) as proxy, connection:
             peers = [
-                Peer(
+                OrchestratorConnection(
                     proxy.endpoint, name,
                     lambda data, name=name: loop.call_soon_threadsafe(
                         got[name].append, m.decode(data).step

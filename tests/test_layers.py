@@ -14,10 +14,12 @@ from tests.source import PACKAGE, ROOT, cycles, imports, imports_of, module_of, 
 # first: a layer imports earlier ones only.
 LAYERS = {
     "files": "",
+    "liveness": "files",
     "section": "",
     "messages": "",
+    "run_lock": "",
     "delivery": "",
-    "peer": "messages delivery",
+    "orchestrator_connection": "messages delivery",
     "scaling": "",
     # A loss is the section of the configuration that names it; so are a recipe's and a verifier's.
     "algorithm": "section",
@@ -29,27 +31,35 @@ LAYERS = {
     "models": "config compat",
     "data": "config algorithm rewards",
     "metrics": "files config scaling",
-    "weights": "config messages peer",
+    "weights": "config messages orchestrator_connection",
     "orchestrator": "files config messages delivery compat algorithm data rewards metrics",
-    "generator": "files config messages peer compat models weights",
-    "trainer": "files config messages peer compat algorithm data kernels models weights",
+    "generator": "files liveness config messages orchestrator_connection compat models weights",
+    "trainer": (
+        "files liveness config messages orchestrator_connection compat algorithm data kernels"
+        " models weights"
+    ),
     "launch": "config generator",
     "generator_rank": "config launch generator",
-    "train": "config messages compat launch models weights orchestrator generator trainer",
-    "megatron_plugin": "files config messages compat launch models weights orchestrator trainer",
-    "commands": (
-        "files config messages recipes rewards scaling compat kernels models data metrics weights"
-        " orchestrator generator launch"
+    "train": (
+        "liveness config messages run_lock compat launch models weights orchestrator generator"
+        " trainer"
     ),
-    "cli": "section config compat scaling orchestrator train commands",
+    "megatron_plugin": (
+        "files liveness config messages run_lock compat launch models weights orchestrator trainer"
+    ),
+    "commands": (
+        "files liveness config messages recipes rewards scaling compat kernels models data"
+        " metrics weights orchestrator generator launch"
+    ),
+    "cli": "section run_lock config compat scaling orchestrator train commands",
 }
 MAY_IMPORT = {layer: others.split() for layer, others in LAYERS.items()}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Importing a module of these reaches nothing heavy, not even through others.
 LIGHT = """
-files section config messages algorithm recipes rewards scaling data metrics orchestrator launch
-train cli commands.doctor commands.plan commands.recipes commands.study commands.verify
-weights.store_process generator.store_keeper generator_rank
+files liveness section config messages algorithm recipes rewards scaling data metrics orchestrator
+launch train cli commands.alive commands.doctor commands.plan commands.recipes commands.study
+commands.verify weights.store_process generator.store_keeper generator_rank
 """
 
 

@@ -19,7 +19,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.generator import engine_errors
 from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
-from megatron_rl.peer import Peer
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 from megatron_rl.weights.store_process import StoreSpec
 
 STATS_SECONDS = 1.0
@@ -87,7 +87,7 @@ class Generator:
         def deliver(data: bytes) -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, data)
 
-        self._peer = Peer(self._endpoint, f"generator-{self._index}", deliver)
+        self._peer = OrchestratorConnection(self._endpoint, f"generator-{self._index}", deliver)
         delivery_seconds = 0.0
         engine = keeper = None
         try:

@@ -8,7 +8,7 @@ import msgspec
 from megatron_rl import messages as m
 from megatron_rl.config import Timeouts
 from megatron_rl.messages import TRAINER
-from megatron_rl.peer import Peer
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
@@ -39,7 +39,7 @@ class TrainerClient:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
-        self._peer = Peer(endpoint, TRAINER)
+        self._peer = OrchestratorConnection(endpoint, TRAINER)
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
         self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl import messages as m
-from megatron_rl.peer import Peer
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.nixl import Agent
 from megatron_rl.weights.pull import READS, Peers, Pull, SourceFailedError
@@ -58,7 +58,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 class StoreProcess:
     """One store in the service of one orchestrator."""
 
-    def __init__(self, spec: StoreSpec, orchestrator: Peer) -> None:
+    def __init__(self, spec: StoreSpec, orchestrator: OrchestratorConnection) -> None:
         self._spec, self._orchestrator = spec, orchestrator
         self._agent = Agent(f"{spec.name}-{os.getpid()}")
         self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
@@ -171,7 +171,7 @@ def main(text: str) -> None:
     """Run the store of a spec (JSON)."""
     spec = msgspec.json.decode(text, type=StoreSpec)
     hold(Path(spec.folder))
-    orchestrator, delivery_seconds = Peer(spec.endpoint, spec.name), 0.0
+    orchestrator, delivery_seconds = OrchestratorConnection(spec.endpoint, spec.name), 0.0
     try:
         StoreProcess(spec, orchestrator).run()
     except Exception as e:

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl import liveness
 from megatron_rl.config import RunConfig
+from megatron_rl.generator import serve
 from megatron_rl.generator.serve import Generator
 from megatron_rl.messages import (
     Failed,
     Generate,
+    GeneratorStats,
     Hello,
     Manifest,
     Sample,
@@ -126,6 +129,40 @@ def test_completions_are_bounded_and_answered_one_by_one_until_stop():
     assert FakeEngine.most == 4
     assert [m.group for m in received if isinstance(m, Sample)] == [0] * 8 + [1] * 8
     assert FakeEngine.stopped == 1
+
+
+def test_it_signs_while_it_waits_and_completes_and_not_while_its_engine_hangs(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(liveness.FOLDER, str(tmp_path / "node"))
+    monkeypatch.setattr(liveness, "_INTERVAL", 0.0)
+    monkeypatch.setattr(liveness, "_signer", None)
+    monkeypatch.setattr(serve, "STATS_SECONDS", 0.05)
+    liveness.begin(config(), "generator", 2)
+
+    async def conversation(send, receive, router):
+        async def signs(beats=4):
+            """Return the states and times of the signs over some beats of the role's loop."""
+            states, times = set(), set()
+            for _ in range(beats):
+                await receive(GeneratorStats)
+                (sign,) = liveness.signs(tmp_path / "node").values()
+                states.add(sign.state)
+                times.add(sign.time)
+            return states, len(times)
+
+        await receive(Hello)
+        states, times = await signs()
+        assert (states, times > 1) == ({"waiting"}, True)
+        await send(generate(0))
+        for _ in range(8):
+            await receive(Sample)
+        await send(generate(1, thinking=2000))  # completes in an hour
+        await signs()
+        assert await signs() == ({"generating"}, 1)
+        await send(Stop())
+
+    assert play(conversation, config())[1] is None
 
 
 def test_stop_ends_the_role_while_requests_run_and_the_engine_dies():

@@ -17,7 +17,7 @@ from megatron_rl.data import Prompt, PromptSet
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, load_state
-from megatron_rl.peer import Peer as OrchestratorConnection
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 from megatron_rl.rewards import Outcome, Verdict
 from tests.proxy import Proxy
 

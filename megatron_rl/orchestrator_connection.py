@@ -22,7 +22,7 @@ _HEARTBEAT_MS = 5_000
 _LINGER_MS = 1_000
 
 
-class Peer:
+class OrchestratorConnection:
     """Sends to the orchestrator and receives from it; every method may be called by any thread.
 
     Args:
@@ -41,7 +41,7 @@ class Peer:
         self.disconnected_since: float | None = time.monotonic()
         """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
         self.error: Exception | None = None
-        """What ended the connection's thread."""
+        """The error that ended the connection's thread."""
         self._closes_at: float | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()

@@ -1,0 +1,91 @@
+"""One live run per folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import run_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_rl import run_lock
+file = run_lock.hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_a_second_start_is_refused_by_name_until_the_first_process_is_gone(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    who = f"process {holder.pid} on host {socket.gethostname()}, started 20.* UTC"
+    for _ in range(2):  # being refused does not take the lock away
+        (tmp_path / run_lock.FILE).read_text()  # nor does reading the file
+        with pytest.raises(run_lock.FolderInUse, match=f"{who}.*stop that run.*output_dir"):
+            run_lock.hold(tmp_path)
+    holder.kill()
+    holder.wait(10)
+    run_lock.hold(tmp_path).close()
+
+
+def test_a_start_that_is_refused_touches_nothing(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", "--output_dir", str(tmp_path)]
+    command += ["--model", "tiny_dense", "--roles.trainer_ranks", "2"]
+    second = subprocess.run(
+        command, env=os.environ | ranks, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert second.returncode == 2
+    assert f"process {holder.pid} on host" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_process_that_a_run_starts_does_not_keep_its_folder(tmp_path: Path) -> None:
+    file = run_lock.hold(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        file.close()
+        run_lock.hold(tmp_path).close()
+    finally:
+        child.kill()
+        child.communicate(timeout=10)
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_lock.hold(tmp_path).close()
+    assert "a second start in this folder is not noticed" in capsys.readouterr().err
