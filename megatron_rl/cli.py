@@ -2,33 +2,56 @@
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
+from typer.core import TyperGroup
 
-from megatron_rl.commands.convert.cli import app as convert_app
-from megatron_rl.commands.doctor.cli import app as doctor_app
-from megatron_rl.commands.evaluate.cli import app as evaluate_app
-from megatron_rl.commands.plan.cli import app as plan_app
-from megatron_rl.commands.prepare.cli import app as data_app
-from megatron_rl.commands.recipes import app as recipes_app
-from megatron_rl.commands.study.cli import app as study_app
-from megatron_rl.commands.verify import app as verify_app
+from megatron_rl.commands.alive import alive
 from megatron_rl.compat.quiet import silence_notices
-from megatron_rl.scaling.cli import app as scaling_app
+
+
+class _Commands(TyperGroup):
+    """The commands of this file, which import little, and all others, imported when needed."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or _others().get(cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_others()]
+
+
+@cache
+def _others() -> dict[str, Any]:
+    from megatron_rl.commands.convert.cli import app as convert_app
+    from megatron_rl.commands.doctor.cli import app as doctor_app
+    from megatron_rl.commands.evaluate.cli import app as evaluate_app
+    from megatron_rl.commands.plan.cli import app as plan_app
+    from megatron_rl.commands.prepare.cli import app as data_app
+    from megatron_rl.commands.recipes import app as recipes_app
+    from megatron_rl.commands.study.cli import app as study_app
+    from megatron_rl.commands.verify import app as verify_app
+    from megatron_rl.scaling.cli import app as scaling_app
+
+    others = typer.Typer()
+    for a in scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app:
+        others.add_typer(a)
+    others.add_typer(recipes_app, name="recipes")
+    others.add_typer(data_app, name="data")
+    return dict(typer.main.get_group(others).commands)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Reinforcement learning of large language models at scale on Megatron-Core.",
 )
-for sub in (scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app):
-    app.add_typer(sub)
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(data_app, name="data")
+app.command()(alive)
 
 # At import: the processes that vLLM spawns import the main module before they import vLLM.
 silence_notices()
@@ -97,12 +120,14 @@ def show_config() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; errors of the configuration or the installation exit with status 2."""
-    from megatron_rl.compat.upstream import UnsupportedVersionError
-    from megatron_rl.section import ConfigError
-
     try:
         app(args=arguments, prog_name="megatron-rl")
-    except (ConfigError, UnsupportedVersionError) as e:
+    except Exception as e:
+        from megatron_rl.compat.upstream import UnsupportedVersionError
+        from megatron_rl.section import ConfigError
+
+        if not isinstance(e, ConfigError | UnsupportedVersionError):
+            raise
         print(f"megatron-rl: {e}", file=sys.stderr)
         sys.exit(2)
 

@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file durably under a temporary name in its folder, then rename it into place."""
+def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write a file under a temporary name in its folder, and on the disk, then rename it."""
     work = path.with_name(f".{path.name}.tmp{os.getpid()}")
     with work.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     work.replace(path)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl import launch, messages
+from megatron_rl import launch, liveness, messages
 from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
 from megatron_rl.config import RunConfig, load_config, save_config
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -70,6 +70,7 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
 
         run_generator_rank(config, rank, launch.connect_store(config))
     else:
+        liveness.begin(config, "trainer", rank)
         run_trainer_rank(config, rank, launch.connect_store(config), reinforce=command == "train")
 
 
@@ -95,6 +96,7 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
     if rank == config.roles.trainer_ranks - 1 and config.metrics.terminal != "off":
         show_own_notices()  # of the LM head: the last rank is in the last pipeline stage
     world.init_world(config, rank, config.roles.trainer_ranks, store)
+    liveness.sign("loading")
     # `make demo` passes the duration of the set-up before this process.
     phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
     phases["imports"] = time.time() - psutil.Process().create_time()
@@ -113,6 +115,7 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
     if reinforce:
         _reinforce(config, rank, store, directory, phases, interrupted)
     world.destroy_world()
+    liveness.sign("ended")
 
 
 def _reinforce(
@@ -134,6 +137,7 @@ def _reinforce(
     from megatron_rl.trainer.publisher import Publisher
     from megatron_rl.weights.store import node_name
 
+    liveness.sign("loading")
     checkpoint = checkpoints.resume_from(config, rank)
     with contextlib.ExitStack() as stack:
         orchestrator = None
@@ -164,6 +168,7 @@ def _reinforce(
             client.raise_if_failed = publisher.raise_if_failed
         publisher.serve_other_nodes(lambda: str(store.get("orchestrator").decode()))
         train_loop(config, policy, client, publisher, start_step, interrupted)
+        liveness.sign("evaluating")
         if orchestrator is not None:
             orchestrator.wait(config.timeouts.evaluation_seconds)
         dist.barrier(group=world.control_group())  # generators read every rank's store until now

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import liveness
 from megatron_rl.config import RunConfig
 from megatron_rl.files import report_failure
 from megatron_rl.generator.cpu_attention import check_head_size
@@ -31,6 +32,7 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
             with contextlib.suppress(DistStoreError):
                 store.wait([finished], timedelta(seconds=60))
         return
+    liveness.begin(config, "generator", rank)
     try:
         # Before the trainers build the model: `Engine` checks it for every other caller.
         check_head_size(config.start_checkpoint or Path(config.model))
@@ -39,6 +41,7 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
         if not sees_trainer_stores(config, os.environ):
             spec = store_spec(config, node, endpoint)
         run_generator(config, engine, rank, endpoint, model_dir, node=node, store=spec)
+        liveness.sign("ended")
     except Exception as e:
         report_failure("\n".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())]))
         raise

@@ -13,6 +13,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from megatron_rl import liveness
 from megatron_rl import messages as m
 from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
@@ -95,6 +96,7 @@ class Generator:
                 keeper = StoreKeeper(self._store)
             from megatron_rl.generator.engine import Engine
 
+            liveness.sign("starting")
             engine = self._engine = Engine(self._config, self._index, model_dir)
             await engine.prepare()
             await self._serve(inbox, keeper)
@@ -192,7 +194,9 @@ class Generator:
         self._peer.send(sample)
 
     async def _update(self, message: m.UpdateWeights) -> None:
-        self._peer.send(await self._engine.update(message.manifest, message.folder))
+        updated = await self._engine.update(message.manifest, message.folder)
+        self._sign()
+        self._peer.send(updated)
 
     async def _score(self, message: m.ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
@@ -219,6 +223,12 @@ class Generator:
         if self._running:
             self._busy_seconds += now - self._counted_at
         self._running, self._counted_at = self._running + change, now
+        # Once a second without a change: a hanging engine has requests, and ends none.
+        if change or not self._running:
+            self._sign()
+
+    def _sign(self) -> None:
+        liveness.sign("generating" if self._running else "waiting", self._engine.version)
 
     async def _watch_orchestrator(self) -> None:
         limit = self._config.timeouts.shutdown_seconds

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl import messages
+from megatron_rl import liveness, messages
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
@@ -141,6 +141,7 @@ class PluginSteps:
 
         `directory` is the root of the iterators' files; None on ranks other than 0.
         """
+        liveness.sign("saving", self.steps)
         if self._client is not None and directory is not None:
             folder = state_folder(directory, self.steps)
             folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl import liveness
 from megatron_rl.compat.megatron_schedule import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.files import report_failure
@@ -185,6 +186,8 @@ class PretrainingPlugin:
         self._config = config
         if args.rank == 0:
             self._store.set(CONFIG, config.model_dump_json())
+        liveness.begin(config, "trainer", args.rank)
+        liveness.sign("loading")
 
         def iterators(_: Any, vp_stage: int | None = None) -> tuple[MicroBatchIterator, None, None]:
             args.eval_iters = 0  # the generators evaluate, at --eval-interval
@@ -213,6 +216,7 @@ class PretrainingPlugin:
         assert self._config is not None
         self._steps.finish(self._chunks)
         self._leave(self._config.timeouts.evaluation_seconds, together=True)
+        liveness.sign("ended")
 
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
         """Start orchestrator and transport, after Megatron has loaded its checkpoint."""
@@ -252,6 +256,7 @@ class PretrainingPlugin:
         """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
         assert self._config is not None and self._steps is not None
         self._ended, steps = True, self._steps.steps
+        liveness.sign("evaluating", steps)
         with self._stack:
             if self._client is not None and self._orchestrator is not None:
                 interrupted = steps < self._config.schedule.steps

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_rl import liveness
 from megatron_rl.compat import megatron_checkpoint
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.files import replace_file, replace_folder
@@ -55,6 +56,7 @@ def save(
     it raises, no checkpoint is left behind. Returns the finished directory; an older one of the
     same step was replaced.
     """
+    liveness.sign("saving", step)
     final = folder(config) / f"step_{step:06d}"
     work = final.with_suffix(".tmp")
     group, first = world.control_group(), dist.get_rank() == 0

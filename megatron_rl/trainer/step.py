@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl import messages
+from megatron_rl import liveness, messages
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
@@ -40,6 +40,7 @@ def next_batch(
     client: BatchSource | None, step: int, stop_requested: Callable[[], bool]
 ) -> tuple[messages.Batch, bool]:
     """Return (the batch, True if any rank was interrupted), the same on every rank; collective."""
+    liveness.sign("training", step)
     group = world.control_group()
     data = messages.encode(client.next_batch(step)) if client is not None else b""
     # One MAX all-reduce for both: only rank 0 has a size; any rank may request a stop.

@@ -20,7 +20,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from megatron_rl.cli import app
+from megatron_rl import cli
 from megatron_rl.config import RunConfig, describe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,8 @@ def missing_part(command: str) -> str | None:
         rest = ["train", *rest]
     elif words[0] != "megatron-rl":
         return None
-    node = typer.main.get_command(app)
+    node = typer.main.get_group(cli.app)
+    node.commands |= cli._others()
     while rest and hasattr(node, "commands") and not rest[0].startswith("-"):
         if rest[0] not in node.commands:
             return f"command {rest[0]}"
@@ -152,7 +153,7 @@ def failure(command: str, folder: Path) -> str | None:
     if command.startswith("megatron-rl "):
         with contextlib.chdir(folder):
             words = [glob(word) or [word] for word in shlex.split(command)[1:]]
-            result = CliRunner().invoke(app, [part for parts in words for part in parts])
+            result = CliRunner().invoke(cli.app, [part for parts in words for part in parts])
         return f"{result.output}{result.exception!r}" if result.exit_code else None
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
