@@ -23,7 +23,7 @@ MARKS = {"ok": "[green]ok[/green]  ", "note": "[cyan]note[/cyan]", "fail": "[red
 RENDEZVOUS_PORT = 29500  # torchrun's default
 STARTS_PROCESSES = ("Transformer Engine", "all-reduce", "weights between nodes")
 PORT = "Port that must be free; may be repeated [29500]."
-QUICK = "Only checks that start no process (a health check)."
+QUICK = "Only checks that start no process."
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -89,14 +89,18 @@ def run_checks(
     # Whether nodes of this run take versions from others.
     root, needed = run.weights.directory or SHARED_MEMORY, bool(nodes_of(run).stores)
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
-        "versions": partial(software_checks.check_versions, answer, cuda=cuda),
+        "versions": partial(
+            software_checks.check_versions, answer, cuda=cuda, fp8=run.weights.quantization == "fp8"
+        ),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
+        "fp32 products": software_checks.check_fp32_products,
         "compiled kernels": partial(software_checks.check_kernels, cuda=cuda),
         "vLLM": partial(software_checks.check_features, answer),
         "upstream fixes": partial(software_checks.check_upstream_fixes, answer),
         "NCCL": partial(software_checks.check_nccl, answer, cuda=cuda),
         "machine": partial(node_checks.check_memory, run.roles.host_gib, cuda=cuda),
         "open files": node_checks.check_open_files,
+        "locked memory": node_checks.check_locked_memory,
         "shared memory": partial(node_checks.check_shared_memory, SHARED_MEMORY, shared, cuda=cuda),
         "weights.directory": partial(node_checks.check_directory, root, in_directory),
         "loopback": node_checks.check_loopback,

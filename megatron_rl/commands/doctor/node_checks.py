@@ -22,6 +22,8 @@ from megatron_rl.messages import Bucket, Manifest, TensorInfo
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.store import FOLDER_PREFIX, VERSIONS_HELD, Store, remove_unused
 
+INFINIBAND = Path("/dev/infiniband")
+CAP_IPC_LOCK = 14  # of the kernel
 RANKS = 2
 VALUES = 2**18  # of the version that is written and loaded
 ALL_REDUCE = f"""
@@ -61,6 +63,23 @@ def check_open_files() -> Result:
         f"at most {hard} in a process, and the orchestrator needs one for each generator and three"
         " for each verifier worker; for large runs raise the hard limit (docker run --ulimit"
         " nofile=65536, LimitNOFILE= of the service that starts jobs)",
+    )
+
+
+def check_locked_memory() -> Result:
+    """Check that RDMA, where there are devices for it, may lock memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
+    if limit == resource.RLIM_INFINITY or int(capabilities, 16) >> CAP_IPC_LOCK & 1:
+        return Result("ok", "without a limit")
+    detail = f"at most {limit / 2**20:g} MiB in a process"
+    if not INFINIBAND.exists():
+        return Result("note", f"{detail}, and no RDMA devices need more")
+    return Result(
+        "fail",
+        f"{detail}: NCCL and NIXL cannot use the RDMA devices of {INFINIBAND}, and take TCP",
+        "docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity of the service that starts jobs"
+        " (slurmd, containerd); the capability IPC_LOCK is enough for root only",
     )
 
 

