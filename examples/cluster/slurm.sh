@@ -23,6 +23,10 @@
 # times. After a lost node, the others wait REJOIN_SECONDS for it or a replacement; then the job
 # ends and SLURM requeues it. Ten minutes before the time limit, SLURM's signal triggers a
 # checkpoint.
+#
+# The doctor says, before torchrun, whether the nodes can run. While it runs, the job asks every
+# ALIVE_SECONDS (default 600) what rank 0 did last (`megatron-rl alive`); after three silent answers
+# its ranks hang: the job is requeued, and resumes.
 set -euo pipefail
 if [ $# -lt 1 ]; then
   echo "usage: sbatch $0 CONFIG [--key value ...]" >&2
@@ -59,12 +63,29 @@ fi
 
 container=()
 if [ -n "${IMAGE:-}" ]; then
-  container=(--container-image="$IMAGE" --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
+  # Compiled kernels and graphs, and what comes from the Hub, outlive the container.
+  cache=${CACHE_DIR:-$HOME/.cache}
+  mkdir -p "$cache"
+  container=("--container-image=$IMAGE" "--container-workdir=$PWD"
+    "--container-mounts=$PWD:$PWD,$cache:/home/rl/.cache")
 fi
 srun --kill-on-bad-exit=1 "${container[@]}" megatron-rl doctor --config "$config" --port "$port"
 # SLURM signals this shell only: pass it on, and wait until the step has written its checkpoint.
 srun --kill-on-bad-exit=1 "${container[@]}" "${command[@]}" &
 step=$!
 trap 'kill -TERM "$step"' TERM
-while kill -0 "$step" 2>/dev/null; do wait "$step" && status=0 || status=$?; done
+watch() {
+  local silent=0
+  while ! read -rt "${ALIVE_SECONDS:-600}" <> <(:); do # a sleep that leaves no process
+    if srun --overlap --nodes=1 --ntasks=1 "${container[@]}" megatron-rl alive "$output"; then
+      silent=0
+    elif ((++silent == 3)); then
+      scontrol requeue "${SLURM_JOB_ID:-}"
+    fi
+  done
+}
+watch &
+watcher=$!
+while wait "$step" && status=0 || status=$?; kill -0 "$step" 2>/dev/null; do :; done
+kill "$watcher" 2>/dev/null || true
 exit "$status"

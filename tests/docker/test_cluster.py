@@ -1,18 +1,35 @@
-"""The launch examples for Docker, SLURM and Kubernetes are valid and start the right command."""
+"""The launch examples for Docker, SLURM and Kubernetes are valid and start the right command.
+
+Their probes are run against ranks that sign as those of a run do.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
+
+from megatron_rl import liveness
+from megatron_rl.config.sections import Timeouts
+from tests.signing_rank import probe, signing
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "cluster" / "kubernetes.yaml"
+COMPOSE = ROOT / "compose.yaml"
+IMAGE = (ROOT / "Dockerfile").read_text()
+CACHE = "/home/rl/.cache"
 
 
 def slurm(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +91,30 @@ def test_a_failed_step_is_the_jobs_status(tmp_path):
     assert failed.returncode == 9
 
 
+@pytest.mark.parametrize(("answers", "requeued"), [("1 1 1 1", True), ("1 1 0 1 1", False)])
+def test_a_slurm_job_whose_ranks_hang_is_requeued(tmp_path, answers, requeued):
+    (tmp_path / "answers").write_text("\n".join(answers.split()))
+    for name, text in {
+        # The step ends when all answers were given, or after a minute.
+        "srun": '[[ "$*" == *doctor* ]] && exit 0\n'
+        'if [[ "$*" == *torchrun* ]]; then for i in {1..600}; do\n'
+        "  [ -s answers ] || exit 0; sleep 0.1; done; exit 1; fi\n"
+        '[[ "$*" == *"megatron-rl alive out" ]] || exit 9\n'
+        "read -r answer <answers; sed -i 1d answers; exit $answer",
+        "scontrol": 'echo "$@" >>scontrol.log',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", SLURM, "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+             "ALIVE_SECONDS": "0.2", "OUTPUT_DIR": "out", "SLURM_JOB_ID": "41"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == "requeue 41\n" * requeued
+
+
 def test_the_kubernetes_objects_are_valid_and_their_numbers_agree():
     subprocess.run(
         [BIN / "kubernetes-validate", "--strict", "--quiet", KUBERNETES], check=True, timeout=120
@@ -100,13 +141,115 @@ def test_the_configuration_in_the_kubernetes_example_is_valid(tmp_path):
     assert load_config(path).roles.world_size == 16
 
 
-def test_the_compose_file_gives_each_service_gpus_and_shared_memory():
-    path = ROOT / "compose.yaml"
+def job() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pod and its container."""
+    *_, spec = yaml.safe_load_all(KUBERNETES.read_text())
+    pod = spec["spec"]["template"]["spec"]
+    return pod, pod["containers"][0]
+
+
+def test_a_pods_probes_pass_while_its_ranks_train_and_fail_when_they_hang(tmp_path):
+    _, container = job()
+    startup, live = (
+        container[f"{name}Probe"]["exec"]["command"] for name in ("startup", "liveness")
+    )
+    pods = [{liveness.FOLDER: str(tmp_path / name)} for name in ("trainers", "generators")]
+    limit, run = 6.0, tmp_path / "run"
+    assert probe(*startup, **pods[0])[0] == 1  # torchrun waits for the other nodes
+    with (
+        signing(run, limit, "trainer", 0, **pods[0]),
+        signing(run, limit, "generator", 8, **pods[1]) as generator,
+    ):
+        for pod in pods:
+            for command in (startup, live):
+                assert probe(*command, **pod)[0] == 0
+        generator.send_signal(signal.SIGSTOP)
+        time.sleep(limit + 0.5)
+        status, text = probe(*live, **pods[1])
+        assert status == 1
+        assert text.count("\n") == 1
+        assert re.search(r"generator rank 8: generating at step \d+, \d+ s ago", text)
+        for part in (f"{run}: no sign of life since", f"{generator.pid} (stopped by a signal)",
+                     "after 6 s (timeouts.batch_seconds + timeouts.startup_seconds)",
+                     f"py-spy dump --pid {generator.pid}"):  # fmt: skip
+            assert part in text
+        assert probe(*live, **pods[0])[0] == 0
+        generator.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while probe(*live, **pods[1])[0]:
+            assert time.monotonic() < deadline
+
+
+def test_a_pod_is_found_before_it_is_ready_and_starts_within_its_probe():
+    service, *_ = yaml.safe_load_all(KUBERNETES.read_text())
+    pod, container = job()
+    # A pod becomes ready with its first sign, after a rendezvous on pod 0.
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert "readinessProbe" not in container
+    (text,) = container["args"]
+    doctor, start = (shlex.split(part) for part in text.split(";"))
+    assert doctor[:4] == ["python3", "-m", "megatron_rl.cli", "doctor"]
+    startup, live = container["startupProbe"], container["livenessProbe"]
+    rendezvous = int(re.search(r"join_timeout=(\d+)", text)[1])
+    doctors = 300
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= rendezvous + doctors
+    # Ranks that are gone are restarted after another rendezvous, which liveness must survive.
+    limits = [Timeouts().startup_seconds, live["periodSeconds"] * live["failureThreshold"]]
+    assert sum(limits) > rendezvous + 60
+    assert live["terminationGracePeriodSeconds"] < pod["terminationGracePeriodSeconds"]
+    assert start[:2] == ["exec", "torchrun"]
+
+
+def test_a_pod_may_write_lock_memory_use_rdma_and_keeps_what_it_compiled():
+    pod, container = job()
+    (user,) = re.findall(r"^USER (\d+)$", IMAGE, re.M)
+    context = pod["securityContext"]
+    assert {str(context[k]) for k in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
+    assert context["fsGroupChangePolicy"] == "OnRootMismatch"
+    assert "IPC_LOCK" in container["securityContext"]["capabilities"]["add"]
+    assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert CACHE in mounts
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+def test_the_examples_data_may_come_from_the_hub_into_a_cache_that_stays():
+    _, config, _ = yaml.safe_load_all(KUBERNETES.read_text())
+    _, container = job()
+    task = yaml.safe_load(config["data"]["run.yaml"])["task"]
+    assert task["kind"] == "huggingface"
+    environment = {e["name"]: e["value"] for e in container["env"]}
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert any(environment["HF_HOME"].startswith(f"{mount}/") for mount in mounts)
+    switches = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"}
+    assert not switches & environment.keys()
+    assert not switches & {*re.findall(r"[A-Z_]+", re.sub("#.*", "", IMAGE))}
+
+
+def test_the_images_health_is_that_of_the_run_in_it_if_there_is_one(tmp_path):
+    (check,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", IMAGE, re.M)
+    environment = {liveness.FOLDER: str(tmp_path / "node")}
+    assert probe(*json.loads(check), **environment)[0] == 0
+    (tmp_path / "node").mkdir()
+    (tmp_path / "node" / "run_0.json").write_text("damaged")
+    assert probe(*json.loads(check), **environment)[0] == 1
+
+
+def test_the_compose_file_gives_each_service_gpus_shared_memory_and_folders_of_its_user():
     schema = ["--builtin-schema", "vendor.compose-spec"]
-    subprocess.run([BIN / "check-jsonschema", *schema, path], check=True, timeout=120)
-    services = yaml.safe_load(path.read_text())["services"]
+    subprocess.run([BIN / "check-jsonschema", *schema, COMPOSE], check=True, timeout=120)
+    compose = yaml.safe_load(COMPOSE.read_text())
+    services = compose["services"]
     assert services.keys() == {"doctor", "run"}
     for service in services.values():
         assert service["ipc"] == "host"
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
+        # Docker makes a missing folder for root, and the image's user could not write into it.
+        assert service["user"].startswith("${RUN_USER:?")
+        *binds, cache = service["volumes"]
+        assert [bind["bind"] for bind in binds] == [{"create_host_path": False}] * 2
+        assert cache.split(":")[1] == CACHE
+        assert cache.split(":")[0] in compose["volumes"]
+    # A new volume begins as the image's folder, in which every user may write.
+    assert f"install -d -m 1777 /home/rl {CACHE}" in IMAGE

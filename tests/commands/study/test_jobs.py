@@ -68,7 +68,8 @@ def test_kubernetes_gets_one_valid_job_for_each_run(tmp_path: Path) -> None:
         assert pod["subdomain"] == pod["volumes"][0]["configMap"]["name"] == name
         (container,) = pod["containers"]
         values = {each["name"]: each["value"] for each in container["env"]}
-        assert values == {"NODES": "20", "OUTPUT": f"/shared/runs/fig2/{run.name}"}
+        own = {"NODES": "20", "OUTPUT": f"/shared/runs/fig2/{run.name}"}
+        assert values == own | {"HF_HOME": "/shared/huggingface"}
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
         (text,) = container["args"]
         assert f"--rdzv-endpoint={name}-0.{name}:29500 --rdzv-id={name}" in text
