@@ -5,8 +5,7 @@
 #   bash docker/lock.sh [FOLDER]     FOLDER: folder of the locks (default: docker)
 #
 # A lock serves x86_64 and aarch64: it has the hashes of every file of a release. Each is resolved
-# for both, and the script fails if their versions differ. Pre-releases are taken only of packages
-# that have no other release.
+# for both, and the script fails if their versions differ.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-docker}
@@ -19,8 +18,8 @@ compile() { # compile NAME ARGUMENTS...
   shift
   for machine in x86_64 aarch64; do
     "$UV" pip compile --quiet --python-version 3.12 --python-platform "$machine-manylinux_2_39" \
-      --constraint constraints.txt --prerelease if-necessary --generate-hashes --no-header \
-      --no-annotate --output-file "$work/$name.$machine" "$@"
+      --constraint constraints.txt --generate-hashes --no-header --no-annotate \
+      --output-file "$work/$name.$machine" "$@"
   done
   diff "$work/$name".{x86_64,aarch64} >&2 || {
     echo "$0: $name.lock cannot serve both platforms; pin one version in constraints.txt" >&2

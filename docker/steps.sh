@@ -99,6 +99,9 @@ pathlib.Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
 PY
 }
 
+first() { # first FOLDER PATTERN: print the first file with such a name, if there is one
+  if [[ -d $1 ]]; then find "$1" -name "$2" | sort | sed -n 1p; fi
+}
 loads() { # loads LIBRARY: the dynamic linker finds it
   "$PYTHON" -P -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null
 }
@@ -119,8 +122,8 @@ network() {
       fi
       ;;
     efa)
-      fabric=$(find "$AMAZON" -name 'libfabric.so.1' -print -quit)
-      plugin=$(find "$AMAZON" -name 'libnccl-net*.so' -print | sort | head -n 1)
+      fabric=$(first "$AMAZON" 'libfabric.so.1')
+      plugin=$(first "$AMAZON" 'libnccl-net*.so')
       if [[ -z $fabric || -z $plugin ]]; then
         fail "no libfabric and NCCL plug-in in $AMAZON: install them in the base, or drop efa"
       fi
