@@ -119,14 +119,15 @@ def show_config() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; errors of the configuration or the installation exit with status 2."""
+    """Run the command; a configuration, installation or folder that cannot run exits with 2."""
     try:
         app(args=arguments, prog_name="megatron-rl")
     except Exception as e:
         from megatron_rl.compat.upstream import UnsupportedVersionError
+        from megatron_rl.run_lock import FolderInUse
         from megatron_rl.section import ConfigError
 
-        if not isinstance(e, ConfigError | UnsupportedVersionError):
+        if not isinstance(e, ConfigError | UnsupportedVersionError | FolderInUse):
             raise
         print(f"megatron-rl: {e}", file=sys.stderr)
         sys.exit(2)

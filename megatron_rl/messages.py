@@ -316,6 +316,12 @@ class Published(Message):
     seconds: float
 
 
+class BatchSkipped(Message):
+    """The groups of step `step` taught nothing; its batch will be of the next ones."""
+
+    step: int
+
+
 class SaveState(Message):
     """Write the orchestrator's state of `step` into `directory`; the answer is `StateSaved`."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl import launch, liveness, messages
+from megatron_rl import launch, liveness, messages, run_lock
 from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
 from megatron_rl.config import RunConfig, load_config, save_config
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -39,6 +39,7 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
 
     Raises:
         ConfigError: a configuration that cannot run, or another number of ranks than it needs.
+        FolderInUse: another run writes to its folder.
         UnsupportedVersionError: an installed package may have a fault that spoils the run.
     """
     config = load_config(path, overrides)
@@ -61,6 +62,8 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
         launch.exec_torchrun(torchrun, arguments)
     launch.check_world_size(config, needed)
     rank = int(os.environ["RANK"])
+    if rank == 0:
+        _lock = run_lock.hold(config.output_dir)  # until this process ends
     if rank == 0 and command == "train":
         print_plan(config)
         sys.stdout.flush()

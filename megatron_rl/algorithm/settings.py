@@ -80,6 +80,11 @@ class Algorithm(Section):
     def _by_name(cls, value: Any, info: Any) -> Any:
         return with_kind(value, DEFAULT_KINDS[info.field_name])
 
+    @property
+    def has_other_terms(self) -> bool:
+        """True if the objective has terms that do not depend on advantages."""
+        return bool(self.kl_coefficient or self.entropy_coefficient)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         for conflict in (*self._loss_conflicts(), *self._other_conflicts()):

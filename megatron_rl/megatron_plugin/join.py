@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl import liveness
+from megatron_rl import liveness, run_lock
 from megatron_rl.compat.megatron_schedule import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.files import report_failure
@@ -185,6 +185,7 @@ class PretrainingPlugin:
             config.schedule.packing = False
         self._config = config
         if args.rank == 0:
+            self._stack.enter_context(run_lock.hold(config.output_dir))
             self._store.set(CONFIG, config.model_dump_json())
         liveness.begin(config, "trainer", args.rank)
         liveness.sign("loading")

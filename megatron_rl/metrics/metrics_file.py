@@ -15,8 +15,6 @@ writer moves both to `metrics.dropped-<n>.jsonl` of the same layout, before it r
 The event of the resumption has the most compute of a row that was moved.
 """
 
-import errno
-import fcntl
 import itertools
 import json
 import math
@@ -43,25 +41,21 @@ class MetricsError(ValueError):
 
 
 class MetricsWriter:
-    """Appends rows to metrics.jsonl; one writer per file.
+    """Appends rows to metrics.jsonl; one writer per file (`run_lock`).
 
     All rows of an existing file are moved aside, or, to continue from the checkpoint with
     `resume_step` updates, step rows from it on and evaluations after it; events stay.
 
     Raises:
-        MetricsError: another live process writes this file, or it has another schema.
+        MetricsError: the file has another schema.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
         self.path, dropped = Path(path), None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            # Locked until the file is repaired: two runs cannot repair it at once.
-            with open(self.path, "r+b") as old:
-                _lock(old.fileno(), self.path)
-                dropped = _move_aside(self.path, old.read(), resume_step)
+            dropped = _move_aside(self.path, self.path.read_bytes(), resume_step)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-        _lock(self._file.fileno(), self.path)
         if self._file.tell() == 0:
             self._append(SCHEMA_ROW)
         if resume_step is not None:
@@ -182,15 +176,3 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
         replace_file(aside, b"".join([_line(SCHEMA_ROW), *dropped]))
     replace_file(path, b"".join(kept))
     return {"rows": len(dropped), "file": aside.name, **spent} if dropped else None
-
-
-def _lock(fd: int, path: Path) -> None:
-    """Lock the file against a second live writer, where the file system has locks."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in (errno.EACCES, errno.EAGAIN):
-            problem = "another run writes this file; stop it or choose another output_dir"
-            raise MetricsError(f"{path}: {problem}") from None
-        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise

@@ -42,6 +42,7 @@ def write_report(
     output_dir.mkdir(parents=True, exist_ok=True)
     rows = read_metrics(metrics_path)
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
+    batches = [*steps, *(row for row in rows if row.get("event") == "empty_batch")]
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
     longer = "multi_version_fraction_long"
     fit, curve = fit_curve(evaluations, fit_compute)
@@ -54,8 +55,8 @@ def write_report(
         "schema": SCHEMA,
         "metrics": str(metrics_path),
         "steps": steps[-1]["step"] + 1 if steps else 0,
-        "tokens": _total(steps, "tokens"),
-        "completions": _total(steps, "completions"),
+        "tokens": _total(batches, "tokens"),
+        "completions": _total(batches, "completions"),
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
         "pass_rate": ends(evaluations),
         "fit": fit,
@@ -63,8 +64,9 @@ def write_report(
         "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
         longer: _mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
-        "completions_truncated": _total(steps, "completions_truncated"),
-        "alarms": _alarms(steps),
+        "completions_truncated": _total(batches, "completions_truncated"),
+        "alarms": _alarms(sorted(batches, key=lambda row: row["step"])),
+        "empty_batches": _total(steps, "empty_batches"),
         "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
             "max": max(_values(rows, "logprob_error_max"), default=None),

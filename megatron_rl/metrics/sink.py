@@ -27,7 +27,7 @@ class RunSink:
         self.progress = ProgressLog(config.schedule.steps, first_step) if shown else None
 
     def write(self, kind: str, row: Row) -> None:
-        """Write a step (`step`) or an evaluation (`eval`, `sets`)."""
+        """Write a step (`step`), an evaluation (`eval`, `sets`) or an event (`event`)."""
         row = self.writer.write(kind, row)
         for mirror in self.mirrors:
             mirror.log(row)

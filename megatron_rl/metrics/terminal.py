@@ -60,16 +60,15 @@ class ProgressLog:
         """Take a row of metrics.jsonl (a step or an evaluation) and print a line if it is due."""
         now = time.monotonic()
         due = now - self._printed >= self._interval
+        self._show_alarms(row)
+        if row["kind"] == "event":
+            return
         if row["kind"] == "step":
             self._last |= row
             self._done = max(self._done, int(row["step"]) + 1)
             self._marks.append((now, self._done))
             self._note = ""
             due |= self._done >= self._total
-            for name, text in row.get("alarms", {}).items():
-                if row["step"] - self._alarmed.get(name, -ALARM_STEPS) >= ALARM_STEPS:
-                    self._alarmed[name] = row["step"]
-                    print(f"ALARM {name}: {text}", file=self._stream, flush=True)
         elif row["kind"] == "sets":
             rates = (f"{name} {part['pass_rate']:.3f}" for name, part in row["sets"].items())
             self.note(f"pass rate at step {row['step']}: {', '.join(rates)}")
@@ -79,6 +78,12 @@ class ProgressLog:
         if due:
             self._printed = now
             print(", ".join(self._parts()), file=self._stream, flush=True)
+
+    def _show_alarms(self, row: Row) -> None:
+        for name, text in row.get("alarms", {}).items():
+            if row["step"] - self._alarmed.get(name, -ALARM_STEPS) >= ALARM_STEPS:
+                self._alarmed[name] = row["step"]
+                print(f"ALARM {name}: {text}", file=self._stream, flush=True)
 
     def _parts(self) -> list[str]:
         parts = [f"step {self._done}/{self._total}"]

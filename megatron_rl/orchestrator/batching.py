@@ -15,6 +15,8 @@ from megatron_rl.messages import Batch, Sample, ScoreRequest
 from megatron_rl.orchestrator.groups import Group
 
 LONG_COMPLETION_TOKENS = 16
+ZERO_ADVANTAGE = 1e-6
+"""Larger ones are no rounding of equal rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class BuiltBatch:
     metrics: dict[str, Any]
     probe: ScoreRequest
     """Request for the generator's log-probs of the sequences of `batch.probe`."""
+    teaches: bool
+    """False if the gradient is zero: a step would move the weights by Adam's momentum alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,11 @@ def build_batch(
         prompts=[t.prompt for t in trained[:probe]],
         completions=[t.sample.token_ids for t in trained[:probe]],
     )
-    return BuiltBatch(batch, kept, metrics, request)
+    teaches = any(
+        t.loss_weight and (abs(t.advantage) > ZERO_ADVANTAGE or algorithm.has_other_terms)
+        for t in trained
+    )
+    return BuiltBatch(batch, kept, metrics, request, teaches)
 
 
 def _int32(values: Iterable[int]) -> bytes:

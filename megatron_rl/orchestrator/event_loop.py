@@ -32,8 +32,9 @@ from megatron_rl import messages as m
 from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
+from megatron_rl.metrics.alarms import diagnosis
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.batching import is_dropped
+from megatron_rl.orchestrator.batching import BuiltBatch, is_dropped
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator.evaluation import Evaluations
@@ -296,6 +297,9 @@ class Orchestrator:
         else:
             if not self._is_free(step) or (built := self.steps.build(step, self.groups)) is None:
                 return
+            if not built.teaches:
+                self._skip_batch(step, built)
+                return
             self.stores.batch_given(step)
             self._score_requests[step] = built.probe
             self.metrics.batch(step, built.metrics)
@@ -303,10 +307,20 @@ class Orchestrator:
         self.requested_step = None
         self.connection.send(m.TRAINER, batch)
 
+    def _skip_batch(self, step: int, built: BuiltBatch) -> None:
+        """Drop a batch that teaches nothing; the next groups are those of the step."""
+        self.steps.record(self.groups.consume(step, trained=False))
+        count, limit = self.metrics.empty_batch(step, built.metrics), self.config.schedule
+        if count >= limit.max_empty_batches:
+            raise RunError(
+                f"step {step}: {count} batches in a row had nothing to learn"
+                f" (schedule.max_empty_batches): {diagnosis(built.metrics)}"
+            )
+        self.connection.send(m.TRAINER, m.BatchSkipped(step=step))
+        self.connection.post(lambda: None)  # more groups may be complete
+
     def _record_step(self, done: m.StepDone) -> None:
-        for group in self.groups.consume(done.step):
-            if (pass_rate := group.pass_rate) is not None:
-                self.steps.stream.record(group.prompt_id, pass_rate)
+        self.steps.record(self.groups.consume(done.step))
         self.metrics.step(done, self.verification.metrics)
         request = self._score_requests.pop(done.step)
         holders = [g.name for g in self.generators if g.version == done.step and g.updating is None]

@@ -82,7 +82,7 @@ class GroupQueue:
         self.trained_steps = 0
         """Trained steps: the next one is v."""
         self.consumed = 0
-        """Groups that trained steps took (c)."""
+        """Groups of batches that were trained or skipped (c)."""
         self.next_index = 0
 
     @property
@@ -143,13 +143,13 @@ class GroupQueue:
         """Note the groups of a step's batch."""
         self._taken[step] = len(groups)
 
-    def consume(self, step: int) -> list[Group]:
-        """Remove and return the groups of a trained step."""
+    def consume(self, step: int, *, trained: bool = True) -> list[Group]:
+        """Remove and return the groups of a step's batch, which was trained or skipped."""
         last = self.consumed + self._taken.pop(step)
         groups = [self._groups.pop(i) for i in range(self.consumed, last)]
         self._counted -= sum(g.index not in self._replaced for g in groups)
         self._replaced -= {g.index for g in groups}
-        self.consumed, self.trained_steps = last, step + 1
+        self.consumed, self.trained_steps = last, self.trained_steps + trained
         return groups
 
     def restore(self, step: int, consumed: int, groups: list[Group]) -> None:

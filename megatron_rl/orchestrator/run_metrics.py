@@ -35,6 +35,7 @@ class RunMetrics:
         self.sink, self.rows, self._clock = sink, rows, clock
         self._devices, self._trainer_devices = roles.devices, roles.trainer_ranks
         self.active_parameters = self.aborted = self._aborted_before = 0
+        self._empty_batches = 0  # since the last step
         self.publish_seconds = 0.0
         """Seconds of the trainer's last export of weights."""
         self.updates: list[m.WeightsUpdated] = []
@@ -79,6 +80,10 @@ class RunMetrics:
         self._compute[f"compute_{measure}"] += training + evaluation
         self._compute[f"compute_train_{measure}"] += training
 
+    def _spend_rollouts(self, tokens: int) -> None:
+        self._spend("tokens", tokens)
+        self._spend("flops", 2 * tokens * self.active_parameters)
+
     def compute(self) -> dict[str, float]:
         """Return the compute spent so far, by the names of metrics.jsonl."""
         return dict(self._compute)
@@ -97,6 +102,19 @@ class RunMetrics:
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """Record the rollout metrics of a batch that went to the trainer."""
         self._batches[step] = rollouts
+
+    def empty_batch(self, step: int, rollouts: dict[str, Any]) -> int:
+        """Write the event of a batch that was skipped; return how many were so in a row."""
+        self._empty_batches += 1
+        self._spend_rollouts(rollouts["tokens"])
+        alarms = self._alarms.check(rollouts)
+        row = {"step": step, "event": "empty_batch", **self.compute(), **rollouts}
+        self.sink.write("event", {**row, "alarms": alarms} if alarms else row)
+        self.sink.note(
+            f"step {step}: no prompt of the batch has two rewards; it is skipped"
+            f" ({self._empty_batches} in a row)"
+        )
+        return self._empty_batches
 
     def version_taken(self, seconds: float, num_bytes: int) -> None:
         """Record a version in a store, by what `Stores.taken` returns."""
@@ -131,9 +149,8 @@ class RunMetrics:
         rollouts, trainer = self._batches.pop(done.step), dict(done.metrics)
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
-        flops = 2 * tokens + 6 * trainer["tokens_trained"]
-        self._spend("tokens", tokens)
-        self._spend("flops", flops * self.active_parameters)
+        self._spend_rollouts(tokens)
+        self._spend("flops", 6 * trainer["tokens_trained"] * self.active_parameters)
         step_seconds = max(self._now - (self._last_step_end or self._now), 1e-9)
         self._last_step_end = self._now
         row = {
@@ -149,7 +166,9 @@ class RunMetrics:
             # The first wait began before the generators were up.
             "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
             "aborted_requests": self.aborted,
+            "empty_batches": self._empty_batches,
         }
+        self._empty_batches = 0
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
         self.sink.write("step", {**row, **verifiers, **self._generators()})

@@ -9,7 +9,7 @@ from megatron_rl.data.mixture import Mixture, shares
 from megatron_rl.metrics.alarms import diagnosis
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task, task_metrics
-from megatron_rl.orchestrator.groups import GroupQueue
+from megatron_rl.orchestrator.groups import Group, GroupQueue
 
 PROBE_SEQUENCES = 4
 """Sequences of a step whose log-probs are compared between trainer and generator."""
@@ -75,6 +75,12 @@ class StepBuilder:
         a, s = self._config.algorithm, self._config.schedule
         drawn = groups.complete_ahead()
         complete = [g for g in groups.waiting if g.complete]
+    def record(self, groups: list[Group]) -> None:
+        """Tell the curriculum the pass rates of groups that are done."""
+        for group in groups:
+            if (pass_rate := group.pass_rate) is not None:
+                self.stream.record(group.prompt_id, pass_rate)
+
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
             raise RunError(
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"

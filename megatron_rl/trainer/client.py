@@ -47,6 +47,8 @@ class TrainerClient:
     def next_batch(self, step: int) -> m.Batch:
         """Return the batch of this step, or a stopping batch if the run is interrupted.
 
+        A batch that is skipped because nothing can be learned from it begins the wait anew.
+
         Raises:
             OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
         """
@@ -90,6 +92,8 @@ class TrainerClient:
                 # orchestrator keeps its groups until the step is reported.
                 if isinstance(message, kind) and message.step == step:  # type: ignore[attr-defined]
                     return message
+                if isinstance(message, m.BatchSkipped):
+                    deadline = time.monotonic() + seconds
                 continue
             if interruptible and self._stop_requested():
                 return None

@@ -28,12 +28,14 @@ class Rows:
 
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
+    events: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def write(self, kind, row):
-        (self.steps if kind == "step" else self.evals).append(row)
+        {"step": self.steps, "event": self.events}.get(kind, self.evals).append(row)
 
     def note(self, text):
-        pass
+        self.notes.append(text)
 
 
 ONE_TASK = {"task": {"train_prompts": 40, "heldout_prompts": 6}}
@@ -292,7 +294,8 @@ class Trainer(Peer):
                 await self.send(m.TrainerDone(step=self.step, interrupted=True))
                 break
             await self.send(m.BatchRequest(step=self.step))
-            batch = await self.receive()
+            while isinstance(batch := await self.receive(), m.BatchSkipped):
+                pass
             if batch.stop:
                 await self.send(m.TrainerDone(step=self.step, interrupted=False))
                 break
@@ -359,9 +362,10 @@ def run(
     nodes=(),
     stores=None,
     cut_every=None,
+    rows=None,
     **trainer,
 ):
-    """Run to the end and return the rows and the peers.
+    """Run to the end and return the rows (`rows` if given) and the peers.
 
     `evaluated` are steps of the held-out prompts, or (set, step), that the run has had already.
     `concurrent(verification)` runs as a task. The second generator is `late` seconds late.
@@ -371,7 +375,7 @@ def run(
     `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
     generators have none and are on the trainer's node.
     """
-    verification = verification or AtOnce(verify)
+    verification, rows = verification or AtOnce(verify), rows or Rows()
 
     async def go(stack):
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -384,7 +388,6 @@ def run(
         state: State | None = None
         if resume:
             state = load_state(directory, "fingerprint", config.schedule.prompts_per_step)
-        rows = Rows()
         sets = [one for one in evaluated or () if isinstance(one, tuple)]
         made = [{"kind": "sets", "step": step, "sets": {name: {}}} for name, step in sets]
         made += [{"kind": "eval", "step": s} for s in {*(evaluated or ())} - {*sets}]

@@ -7,11 +7,12 @@ import io
 import pytest
 
 from megatron_rl.config import RunConfig
+from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.terminal import ProgressLog
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Outcome, Verdict
-from tests.orchestrator.peers import TWO_TASKS, AtOnce, Finished, run, small_config, verify
+from tests.orchestrator.peers import TWO_TASKS, AtOnce, Rows, run, small_config, verify
 
 
 def boxed(ids: list[int]) -> str:
@@ -19,24 +20,33 @@ def boxed(ids: list[int]) -> str:
     return f"{ids}</think>\\boxed{{{ids[0] + 100}}}<eos>"
 
 
-def exact(think_end: str = "</think>", **values: float | None) -> Finished:
+def in_vain(config: RunConfig, verification: Verification | AtOnce) -> list[Row]:
+    """Run until nothing was learned from four batches in a row; return their rows."""
+    rows = Rows()
+    with pytest.raises(RunError, match=r"step 0: 4 batches in a row had nothing.*max_empty_batch"):
+        run(config, verification=verification, rows=rows)
+    assert not rows.steps
+    assert [(row["event"], row["step"]) for row in rows.events] == [("empty_batch", 0)] * 4
+    assert sum("it is skipped" in note for note in rows.notes) == 4
+    return rows.events
+
+
+def exact(think_end: str = "</think>", **values: float | None) -> list[Row]:
     """Run the exact verifier on `boxed` completions."""
-    tree = small_config(steps=4).model_dump()
+    tree = small_config(steps=4, max_empty_batches=4).model_dump()
     tree["generation"] |= {"think_end": think_end, "interruption_phrase": f"Stop. {think_end}"}
     tree["verifier"] = {"values": values}
     config = RunConfig.model_validate(tree)
-    return run(config, verification=Verification(config.verifier, ["exact"], boxed))
+    return in_vain(config, Verification(config.verifier, ["exact"], boxed))
 
 
-def every(outcome: Outcome, reason: str = "", **schedule: int) -> Finished:
-    return run(
-        small_config(steps=4, **schedule), verification=AtOnce(lambda *_: Verdict(outcome, reason))
-    )
+def every(outcome: Outcome, reason: str = "", **schedule: int) -> list[Row]:
+    config = small_config(steps=4, max_empty_batches=4, **schedule)
+    return in_vain(config, AtOnce(lambda *_: Verdict(outcome, reason)))
 
 
-def alarms(outcome: Finished) -> dict[str, str]:
-    """Return the alarms of the third step; they last."""
-    rows = outcome.rows.steps
+def alarms(rows: list[Row]) -> dict[str, str]:
+    """Return the alarms of the third batch; they last."""
     for row in rows[3:]:
         assert row["alarms"].keys() == rows[2]["alarms"].keys()
     return rows[2]["alarms"]
@@ -76,7 +86,7 @@ def test_a_wrong_verifier_or_task_is_told_by_what_all_rewards_are() -> None:
 
 def test_a_step_of_enough_completions_is_judged_alone() -> None:
     outcome = every(Outcome.CORRECT, completions_per_prompt=40)
-    assert "120 correct" in outcome.rows.steps[0]["alarms"]["no_difference"]
+    assert "120 correct" in outcome[0]["alarms"]["no_difference"]
 
 
 def test_prompts_that_are_all_right_or_all_wrong_are_a_cause_of_their_own() -> None:
@@ -84,7 +94,8 @@ def test_prompts_that_are_all_right_or_all_wrong_are_a_cause_of_their_own() -> N
         right = sample.prompt_id % 2 == 0  # type: ignore[attr-defined]
         return Verdict(Outcome.CORRECT if right else Outcome.WRONG, "")
 
-    text = alarms(run(small_config(steps=4), verification=AtOnce(by_prompt)))["no_difference"]
+    config = small_config(steps=4, max_empty_batches=4)
+    text = alarms(in_vain(config, AtOnce(by_prompt)))["no_difference"]
     assert "all right or all wrong" in text and "completions_per_prompt" in text
 
 
@@ -95,7 +106,7 @@ def test_one_task_without_answers_is_named() -> None:
         return verify(prompt, sample)  # type: ignore[arg-type]
 
     (name, text), *others = alarms(
-        run(small_config(TWO_TASKS, steps=4), verification=AtOnce(one))
+        run(small_config(TWO_TASKS, steps=4), verification=AtOnce(one)).rows.steps
     ).items()
     assert (name, others) == ("no_answer/sums", [])
     assert "task sums" in text and "no box" in text
@@ -128,7 +139,7 @@ def test_healthy_runs_and_their_evaluations_are_silent() -> None:
 def test_the_terminal_shows_an_alarm_when_it_begins_and_now_and_then() -> None:
     stream = io.StringIO()
     progress = ProgressLog(100, interval_seconds=1e6, stream=stream)
-    (row,) = (r for r in exact("</reason>").rows.steps if r["step"] == 2)
+    row = exact("</reason>")[2]
     for step in range(45):
         lasts = step not in range(5) and step != 30  # a short pause does not repeat it
         progress.update(
