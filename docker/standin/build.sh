@@ -108,16 +108,16 @@ make_base() {
     --env "TORCH_CUDA_ARCH_LIST=8.0 8.6 9.0 10.0 11.0 12.0+PTX" "$container"
   "${B[@]}" commit --quiet --format docker --rm "$container" "$base" >/dev/null
 }
-start=$SECONDS
 made_of=$("${B[@]}" inspect --type image \
   --format '{{index .OCIv1.Config.Labels "standin.inputs"}}' "$base" 2>/dev/null || true)
 if [ "$made_of" = "$inputs" ]; then
-  note "the base of the last call"
+  note "the base of an earlier call"
 else
   note "making the base $base"
+  start=$SECONDS
   make_base
+  echo $((SECONDS - start)) >"$WORK/base.seconds"
 fi
-base_seconds=$((SECONDS - start))
 
 # ---- the build
 context=$WORK/context
@@ -165,7 +165,7 @@ inside() { # inside USER ARGUMENT...: run docker/standin/inside.sh in the image
   fi
   shift
   # Without this host name torchrun waits for an address of the container's own.
-  timeout 900 "${B[@]}" run --isolation chroot --hostname localhost "${options[@]}" "$container" -- \
+  timeout 1500 "${B[@]}" run --isolation chroot --hostname localhost "${options[@]}" "$container" -- \
     /opt/nvidia/nvidia_entrypoint.sh /standin.sh "$@" 2>&1 | tee -a "$WORK/inside.log"
 }
 : >"$WORK/inside.log"
@@ -184,7 +184,7 @@ echo "# changed" >>"$context/megatron_rl/cli.py"
 build rebuild.log
 "${B[@]}" inspect --type image "$image" >"$WORK/image.json"
 
-"$PYTHON" "$here/report.py" "$WORK" "$kind" "$commit" "$base_seconds" >"$WORK/result.md"
+"$PYTHON" "$here/report.py" "$WORK" "$kind" "$commit" "$(cat "$WORK/base.seconds")" >"$WORK/result.md"
 if [ -n "$result" ]; then cp "$WORK/result.md" "$result"; fi
 cat "$WORK/result.md"
 [ $status = 0 ] || fail "a command inside failed, see above"

@@ -36,9 +36,9 @@ commands)
   check 120 "megatron-rl plan" megatron-rl plan examples/scalerl_scout.yaml
   check 120 "bash examples/scalerl_scout.sh --dry-run" bash examples/scalerl_scout.sh --dry-run
   ;;
-doctor) check 300 "megatron-rl doctor" megatron-rl doctor ;;
+doctor) check 400 "megatron-rl doctor" megatron-rl doctor ;;
 train)
-  check 560 "five steps of RL" megatron-rl train --config examples/scalerl_tiny.yaml \
+  check 1200 "five steps of RL" megatron-rl train --config examples/scalerl_tiny.yaml \
     --output_dir runs/five --schedule.steps 5 --evaluation.first_step 5 --sft.steps 20
   check 30 "losses of five steps" python3 -c '
 import json, math, pathlib
