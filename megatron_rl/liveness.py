@@ -9,6 +9,7 @@ what the rank begins (`BOUNDS`), and `timeouts.shutdown_seconds`. A wait that ti
 the run with its cause before a probe does.
 """
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -43,7 +44,7 @@ _INTERVAL, _RETRY = 1.0, 60.0  # seconds between writes, and after one that fail
 
 
 class Sign(msgspec.Struct, kw_only=True):
-    """What a rank did last."""
+    """Last act of a rank."""
 
     run: str
     """The run's `output_dir`, absolute."""
@@ -92,13 +93,11 @@ class _Signer:
         self._paths[-1].parent.mkdir(parents=True, exist_ok=True)
 
     def sign(self, state: str, step: int | None) -> None:
-        s, now = self._sign, time.time()
+        s, now, names = self._sign, time.time(), ("shutdown_seconds", *BOUNDS[state])
         if now < self._next_write and state in (s.state, "waiting"):
             return
-        names = ("shutdown_seconds", *BOUNDS[state])
         s.state, s.time, s.step = state, now, s.step if step is None else step
-        s.limit = sum(getattr(self._timeouts, name) for name in names)
-        self._next_write = now + _INTERVAL
+        s.limit, self._next_write = sum(getattr(self._timeouts, n) for n in names), now + _INTERVAL
         try:
             for path in self._paths:
                 replace_file(path, msgspec.json.encode(s), durable=False)
@@ -141,17 +140,13 @@ def run_prefix(run: Path) -> str:
     return f"{hashlib.blake2s(str(run).encode(), digest_size=6).hexdigest()}_"
 
 
-def signs(folder: Path, prefix: str = "") -> dict[Path, Sign | None]:
-    """Return the signs in a node folder by file; None for one that cannot be read."""
-    return {path: read_sign(path) for path in sorted(folder.glob(f"{prefix}*.json"))}
-
-
-def read_sign(path: Path) -> Sign | None:
-    """Return the sign in a file; None if there is none in it."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Sign)
-    except (OSError, msgspec.DecodeError):
-        return None
+def signs(folder: Path, names: str = "*.json") -> dict[Path, Sign | None]:
+    """Return the signs in a folder by file; None for a file that holds none."""
+    files: dict[Path, Sign | None] = dict.fromkeys(sorted(folder.glob(names)))
+    for path in files:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            files[path] = msgspec.json.decode(path.read_bytes(), type=Sign)
+    return files
 
 
 def _process(pid: int) -> tuple[str, int]:

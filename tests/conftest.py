@@ -68,6 +68,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def signs_of_life(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the signs of the tests' ranks apart from those of this node's runs."""
+    os.environ["MEGATRON_RL_ALIVE_DIR"] = str(tmp_path_factory.mktemp("alive"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip `gpu` tests, with the reason, where torch finds no CUDA device."""
     on_gpu = [item for item in items if "gpu" in item.keywords]

@@ -57,6 +57,17 @@ def probe(*command: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def passes(*command: str, seconds: float = 120.0, **variables: str) -> None:
+    """Wait until a probe passes: on a busy machine, the ranks sign late.
+
+    Raises:
+        AssertionError: it did not pass in so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while (answer := probe(*command, **variables))[0]:
+        assert time.monotonic() < deadline, answer
+
+
 if __name__ == "__main__":
     output, role, rank, seconds = sys.argv[1:]
     assert role in ("trainer", "generator")

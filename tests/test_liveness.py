@@ -75,7 +75,7 @@ def test_a_sign_says_what_the_rank_did_last_and_how_long_it_may_be_silent(
     assert sign.process() == "R"
     assert abs(time.time() - sign.time) < 60
     # Rank 0's is in the run's folder, too, for other nodes.
-    assert liveness.read_sign(tmp_path / "run" / "alive.json") == sign
+    assert liveness.signs(tmp_path / "run") == {tmp_path / "run" / "alive.json": sign}
     liveness.sign("ended")
     assert (last(node).state, last(node).step) == ("ended", 7)
 
@@ -117,7 +117,7 @@ def test_torchrun_has_as_long_to_restart_a_rank_that_is_gone(node: Path, tmp_pat
     assert "(on here)" in text
     put(node, tmp_path / "run", age=LIMIT + 30, gone=True, host=os.uname().nodename)
     assert "(gone)" in (text := alive()[1])
-    assert "look at its log and the kernel's" in text
+    assert "(gone), its log and the kernel's" in text
 
 
 def test_a_dead_run_counts_where_no_other_lives(node: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_dead_run_counts_where_no_other_lives(node: Path, tmp_path: Path) -> N
     assert alive()[0] == 0
     assert alive(dead)[0] == 1
     put(node, lives, age=LIMIT + 1)
-    assert alive()[1].startswith(f"{lives}: no sign")
+    assert alive()[1].startswith(f"{lives}: trainer rank 0: training at step 4, 301 s ago")
 
 
 def test_one_rank_that_hangs_is_not_hidden_by_others_of_its_node(
@@ -151,7 +151,7 @@ def test_two_runs_on_a_node_do_not_answer_for_each_other(node: Path, tmp_path: P
     for arguments in ([hangs], []):
         status, text = alive(*arguments)
         assert status == 1
-        assert text.startswith(f"{hangs}: no sign of life since")
+        assert text.startswith(f"{hangs}: trainer rank 0: training at step 4, 301 s ago (")
     put(node, hangs)
     assert alive()[1].count("\n") == 2
 

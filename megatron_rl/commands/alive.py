@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from megatron_rl.liveness import BOUNDS, FOLDER, Sign, node_folder, read_sign, run_prefix, signs
+from megatron_rl.liveness import BOUNDS, FOLDER, Sign, node_folder, run_prefix, signs
 
 RUN = "Folder of a run [all runs on this node]; on other nodes than its own, rank 0 counts."
 IDLE = "Exit status 0 if no run has signed here (an image without a run is healthy)."
@@ -24,10 +24,12 @@ def alive(
     Exit status 1: one line says what stopped when, and what to look at. The time that a rank may
     take follows from the `timeouts` of its run; torchrun has as long to restart one.
     """
-    folder, run = node_folder(), None if run_dir is None else run_dir.resolve()
-    files = signs(folder, "" if run is None else run_prefix(run))
-    if not files and run is not None and (file := run / "alive.json").exists():
-        files = {file: read_sign(file)}
+    folder = node_folder()
+    if run_dir is None:
+        files = signs(folder)
+    else:
+        run = run_dir.resolve()
+        files = signs(folder, f"{run_prefix(run)}*.json") or signs(run, "alive.json")
     status, text = int(not idle_ok), f"no run has signed in {folder} ({FOLDER} names another)"
     if files:
         status, text = judge(files)
@@ -43,27 +45,26 @@ def judge(files: Mapping[Path, Sign | None]) -> tuple[int, str]:
     by_time = sorted(filter(None, files.values()), key=lambda sign: sign.time)
     # What ended or was killed counts only where no run lives.
     runs = {sign.run for sign in by_time if sign.process()} or {by_time[-1].run}
-    counted = [sign for sign in by_time if sign.run in runs]
-    for sign in counted:
-        if sign.late():
-            return 1, _stopped(sign)
-    newest = {sign.run: f"{sign.run}: {_did(sign)}" for sign in counted}
+    newest = {}
+    for sign in by_time:
+        if sign.run in runs:
+            newest[sign.run] = line = (
+                f"{sign.run}: {sign.role} rank {sign.rank}: {sign.state} at step {sign.step},"
+                f" {time.time() - sign.time:.0f} s ago"
+            )
+            if sign.late():
+                return 1, line + _remedy(sign)
     return 0, "\n".join(newest.values())
 
 
-def _did(sign: Sign) -> str:
-    ago = f"{time.time() - sign.time:.0f} s ago"
-    return f"{sign.role} rank {sign.rank}: {sign.state} at step {sign.step}, {ago}"
-
-
-def _stopped(sign: Sign) -> str:
+def _remedy(sign: Sign) -> str:
     state, look = f"on {sign.host}", "its log"
     if sign.host == socket.gethostname():
         state = {"": "gone", "T": "stopped by a signal"}.get(sign.process(), "hangs")
         look += f" and `py-spy dump --pid {sign.pid}`" if sign.process() else " and the kernel's"
     bounds = " + ".join(f"timeouts.{name}" for name in BOUNDS[sign.state])
     return (
-        f"{sign.run}: no sign of life since {time.strftime('%F %T', time.localtime(sign.time))}:"
-        f" {_did(sign)}, process {sign.pid} ({state}); the next one was due after"
-        f" {sign.limit:.0f} s ({bounds}); look at {look}"
+        f" ({time.strftime('%F %T', time.localtime(sign.time))}), and no sign of life since; one"
+        f" was due after {sign.limit:.0f} s ({bounds}): look at process {sign.pid} ({state}),"
+        f" {look}"
     )

@@ -21,7 +21,7 @@ import yaml
 
 from megatron_rl import liveness
 from megatron_rl.config.sections import Timeouts
-from tests.signing_rank import probe, signing
+from tests.signing_rank import passes, probe, signing
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -154,7 +154,7 @@ def test_a_pods_probes_pass_while_its_ranks_train_and_fail_when_they_hang(tmp_pa
         container[f"{name}Probe"]["exec"]["command"] for name in ("startup", "liveness")
     )
     pods = [{liveness.FOLDER: str(tmp_path / name)} for name in ("trainers", "generators")]
-    limit, run = 6.0, tmp_path / "run"
+    limit, run = 9.0, tmp_path / "run"
     assert probe(*startup, **pods[0])[0] == 1  # torchrun waits for the other nodes
     with (
         signing(run, limit, "trainer", 0, **pods[0]),
@@ -162,22 +162,20 @@ def test_a_pods_probes_pass_while_its_ranks_train_and_fail_when_they_hang(tmp_pa
     ):
         for pod in pods:
             for command in (startup, live):
-                assert probe(*command, **pod)[0] == 0
+                passes(*command, **pod)
         generator.send_signal(signal.SIGSTOP)
         time.sleep(limit + 0.5)
         status, text = probe(*live, **pods[1])
         assert status == 1
         assert text.count("\n") == 1
-        assert re.search(r"generator rank 8: generating at step \d+, \d+ s ago", text)
-        for part in (f"{run}: no sign of life since", f"{generator.pid} (stopped by a signal)",
-                     "after 6 s (timeouts.batch_seconds + timeouts.startup_seconds)",
+        assert re.match(rf"{run}: generator rank 8: generating at step \d+, \d+ s ago \(", text)
+        for part in ("no sign of life since", f"process {generator.pid} (stopped by a signal)",
+                     "after 9 s (timeouts.batch_seconds + timeouts.startup_seconds)",
                      f"py-spy dump --pid {generator.pid}"):  # fmt: skip
             assert part in text
-        assert probe(*live, **pods[0])[0] == 0
+        passes(*live, **pods[0])
         generator.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + 60
-        while probe(*live, **pods[1])[0]:
-            assert time.monotonic() < deadline
+        passes(*live, **pods[1])
 
 
 def test_a_pod_is_found_before_it_is_ready_and_starts_within_its_probe():

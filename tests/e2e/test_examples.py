@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from megatron_rl import liveness
 from megatron_rl.metrics import METRICS, read_metrics
 from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start
 from tests.trainer.sft_cases import write_rows
@@ -193,6 +194,12 @@ def test_an_evaluation_set_has_a_curve_of_its_own(run):
     assert [step for step, _ in curve] == [0, SET_EVERY, STEPS]
     assert all((s["num_prompts"], s["samples_per_prompt"]) == (4, 16) for _, s in curve)
     assert json.loads((output / "summary.json").read_text())["sets"].keys() == {"easy"}
+
+
+def test_the_runs_last_sign_of_life_is_its_end(run):
+    (sign,) = liveness.signs(run[0], "alive.json").values()
+    assert (sign.role, sign.rank, sign.state, sign.step) == ("trainer", 0, "ended", STEPS)
+    assert sign.incarnation == 0  # the second torchrun restarted no ranks
 
 
 def test_every_metric_has_a_documented_meaning(run):
