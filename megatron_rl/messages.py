@@ -182,6 +182,8 @@ class Hello(Message):
     """Concurrent completions (generators)."""
     active_parameters: int = 0
     """Active parameters per token (trainer), for FLOPs."""
+    max_logprob_error: float = 0.0
+    """`metrics.max_logprob_error` or its default (trainer) [nats]."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

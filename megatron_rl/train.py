@@ -134,7 +134,7 @@ def _reinforce(
 
     from megatron_rl.orchestrator.child_process import OrchestratorProcess
     from megatron_rl.trainer import checkpoint as checkpoints
-    from megatron_rl.trainer import world
+    from megatron_rl.trainer import start_comparison, world
     from megatron_rl.trainer.client import TrainerClient
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.publisher import Publisher
@@ -161,6 +161,7 @@ def _reinforce(
                 orchestrator.endpoint,
                 config.timeouts,
                 active_parameters=policy.architecture.active_parameters(),
+                max_logprob_error=start_comparison.bound(config),
                 alive=orchestrator.ended,
                 stop_requested=interrupted,
             )

@@ -277,7 +277,8 @@ class Checkpoint(Section):
     """Saved state of the run: Megatron's distributed checkpoint and the orchestrator's state."""
 
     every_steps: PositiveInt = 100
-    """Steps between checkpoints; one is also written at the end and on an interrupt."""
+    """Steps that are multiples of this begin with one, too; one is also written at the end and on
+    an interrupt."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
@@ -295,9 +296,9 @@ class Metrics(Section):
     """Progress on the terminal: a line every ten seconds, or none."""
     logprob_check_every_steps: PositiveInt = 10
     """Steps between comparisons of trainer and generator log-probs at the same weights."""
-    start_logprob_bound: PositiveFloat | None = None
-    """Mean difference in nats of these log-probs above which a run stops before its first update;
-    default: 0.001 for fp32 on CPU, else 0.1."""
+    max_logprob_error: PositiveFloat | None = None
+    """Mean difference in nats of these log-probs above which a run stops, before the update if it
+    is seen in the batch itself; default: 0.001 for fp32 on CPU, else 0.1."""
     token_dump_steps: tuple[NonNegativeInt, ...] = ()
     """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
     40 bytes per token."""

@@ -31,7 +31,7 @@ from megatron_rl.megatron_plugin.data_iterator import (
 from megatron_rl.megatron_plugin.plugin_model import PluginModel, adopt
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
-from megatron_rl.trainer import world
+from megatron_rl.trainer import start_comparison, world
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.trainer.publisher import Publisher
@@ -241,6 +241,7 @@ class PretrainingPlugin:
                 orchestrator.endpoint,
                 config.timeouts,
                 active_parameters=model.architecture.active_parameters(),
+                max_logprob_error=start_comparison.bound(config),
                 alive=orchestrator.ended,
             )
         atexit.register(self._leave_early)

@@ -14,6 +14,7 @@ import yaml
 from megatron_rl.metrics.metrics_file import Row
 
 ENOUGH_COMPLETIONS, MOST_STEPS = 100, 3
+ENOUGH_TOKENS = 50
 TRUNCATED_FRACTION = 0.1
 _COUNTS = ("completions", "completions_truncated", "prompts_differing")
 CAUSES: dict[str, str] = yaml.safe_load((resources.files(__package__) / "causes.yaml").read_text())
@@ -60,6 +61,26 @@ def diagnosis(row: Row) -> str:
     if reason := row.get("frequent_failure"):
         shown.append(f"most often: {reason}")
     return f"{', '.join(shown)}. Likely cause: {cause}"
+
+
+def mismatch(row: Row, limit: float) -> str | None:
+    """Return why a run ends whose two sides compute different log-probs; None if they agree.
+
+    Args:
+        row: of a step; without `logprob_error_*` nothing was compared.
+        limit: largest mean difference in nats.
+    """
+    tokens, mean = row.get("logprob_error_tokens", 0), row.get("logprob_error_mean", 0.0)
+    if tokens < ENOUGH_TOKENS or mean <= limit:
+        return None
+    return (
+        f"step {row['step']}: under the same weights trainer and generators computed log-probs that"
+        f" differ by {mean:.3g} nats (mean; max {row['logprob_error_max']:.3g}) over {tokens:.0f}"
+        f" tokens: the bound is {limit:g} (metrics.max_logprob_error). Likely causes: number"
+        " formats or kernels that differ (precision; `megatron-rl doctor` on both sides), experts"
+        " that are routed differently (algorithm.routing_replay), an engine that kept older weights"
+        " or their cache. Take a checkpoint of a step at which the two agreed, or raise the bound"
+    )
 
 
 def _joined(rows: Sequence[Row]) -> Row | None:

@@ -193,6 +193,7 @@ class Orchestrator:
             )
         if hello.role == m.TRAINER:
             self.metrics.active_parameters = hello.active_parameters
+            self.metrics.max_logprob_error = hello.max_logprob_error
         elif hello.role in ("store", "trainer-store"):
             self.stores.add(sender, hello)
         else:

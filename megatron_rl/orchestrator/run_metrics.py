@@ -1,5 +1,6 @@
 """Measurements of a run: compute, waiting, transfers; one row per step and per evaluation."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,10 +9,11 @@ import numpy as np
 
 from megatron_rl import messages as m
 from megatron_rl.config.sections import Roles
-from megatron_rl.metrics.alarms import Alarms
+from megatron_rl.metrics.alarms import Alarms, mismatch
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
+from megatron_rl.orchestrator import RunError
 
 
 class RunMetrics:
@@ -35,6 +37,8 @@ class RunMetrics:
         self.sink, self.rows, self._clock = sink, rows, clock
         self._devices, self._trainer_devices = roles.devices, roles.trainer_ranks
         self.active_parameters = self.aborted = self._aborted_before = 0
+        self.max_logprob_error = math.inf
+        """Mean difference of both sides' log-probs that ends the run, in nats."""
         self._empty_batches = 0  # since the last step
         self.publish_seconds = 0.0
         """Seconds of the trainer's last export of weights."""
@@ -145,7 +149,11 @@ class RunMetrics:
         self._spend("flops", 0.0, 2 * tokens * self.active_parameters)
 
     def step(self, done: m.StepDone, verifiers: Mapping[str, int] = {}) -> None:
-        """Write the row of a trained step, with `Verification.metrics`."""
+        """Write the row of a trained step, with `Verification.metrics`.
+
+        Raises:
+            RunError: trainer and generators computed different log-probs (`max_logprob_error`).
+        """
         rollouts, trainer = self._batches.pop(done.step), dict(done.metrics)
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
@@ -172,6 +180,8 @@ class RunMetrics:
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
         self.sink.write("step", {**row, **verifiers, **self._generators()})
+        if problem := mismatch(row, self.max_logprob_error):
+            raise RunError(problem)
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""

@@ -25,6 +25,7 @@ class TrainerClient:
         endpoint: ZeroMQ address of the orchestrator.
         timeouts: bounds of every wait.
         active_parameters: parameters that one token uses.
+        max_logprob_error: mean difference to the generators' log-probs that ends the run, in nats.
         alive: None while the orchestrator runs, else why it ended.
         stop_requested: True once the run was interrupted.
     """
@@ -35,6 +36,7 @@ class TrainerClient:
         timeouts: Timeouts,
         *,
         active_parameters: int,
+        max_logprob_error: float,
         alive: Callable[[], str | None],
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -42,7 +44,12 @@ class TrainerClient:
         self._peer = OrchestratorConnection(endpoint, TRAINER)
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
-        self.send(m.Hello(role=TRAINER, rank=0, version=0, active_parameters=active_parameters))
+        self.send(
+            m.Hello(
+                role=TRAINER, rank=0, version=0, active_parameters=active_parameters,
+                max_logprob_error=max_logprob_error,
+            )
+        )  # fmt: skip
 
     def next_batch(self, step: int) -> m.Batch:
         """Return the batch of this step, or a stopping batch if the run is interrupted.

@@ -20,8 +20,8 @@ _KNOWN = ("megatron", "megatron_rl", "transformer_engine", "torch", "apex")
 
 def bound(config: RunConfig) -> float:
     """Return the largest mean difference in nats that number formats explain."""
-    if config.metrics.start_logprob_bound is not None:
-        return config.metrics.start_logprob_bound
+    if config.metrics.max_logprob_error is not None:
+        return config.metrics.max_logprob_error
     p = config.precision
     exact = p.params == "fp32" and p.logits != "bf16" and p.generator_head == "fp32"
     return 1e-3 if exact and not torch.cuda.is_available() else 0.1
@@ -62,7 +62,7 @@ class StartComparison:
         raise ConfigError(
             f"step {step}: from the same weights trainer and generators computed log-probs that"
             f" differ by {mean:.3g} nats (mean; max {metrics['same_version_logprob_error_max']:.3g}"
-            f") over {tokens} tokens: the bound is {limit:g} (metrics.start_logprob_bound). The"
+            f") over {tokens} tokens: the bound is {limit:g} (metrics.max_logprob_error). The"
             " generators run the model of config.json, the trainer another one, and nothing was"
             f" updated. In the trainer's layers, config.json does not give: {differing}. Train the"
             " model that the generators run, or raise the bound if number formats explain this"

@@ -122,7 +122,7 @@ def run(
         "schedule: {micro_batch_tokens: 64, prompts_per_step: 4, completions_per_prompt: 2}\n"
         "roles: {generator_ranks: 1}\n"
         f"algorithm: {{loss: {{kind: cispo, max_ratio: {CAP}}}}}\n"
-        f"metrics: {{start_logprob_bound: {json.dumps(bound)}}}\n"
+        f"metrics: {{max_logprob_error: {json.dumps(bound)}}}\n"
     )
     run_ranks(
         "tests.megatron_plugin.pretrain_worker", ranks, folder, 240,
@@ -319,4 +319,4 @@ def test_another_model_than_the_generators_is_stopped_before_the_first_update(
     mean = re.search(r"step 0: .* differ by ([\d.e-]+) nats", last)
     assert mean and float(mean[1]) > 0.001
     assert "core_attention is a tests.megatron_plugin.specs.HalfScale" in last
-    assert "metrics.start_logprob_bound" in last
+    assert "metrics.max_logprob_error" in last

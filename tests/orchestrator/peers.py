@@ -283,7 +283,10 @@ class Trainer(Peer):
         self.rng, self.announced, self.torn = random.Random(start), None, []
 
     async def run(self):
-        await self.send(m.Hello(role="trainer", rank=0, version=0, active_parameters=100))
+        hello = m.Hello(
+            role="trainer", rank=0, version=0, active_parameters=100, max_logprob_error=0.1
+        )
+        await self.send(hello)
         await self.publish()
         while True:
             if self.step == self.save_before:

@@ -196,3 +196,30 @@ def test_single_version_tokens_of_the_batch_and_probed_tokens_are_one_metric():
         "logprob_error_mean": 1.75 / 8,
         "logprob_error_tokens": 8.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("mean", "tokens", "ends"), [(0.11, 50.0, True), (0.11, 49.0, False), (0.1, 5000.0, False)]
+)
+def test_log_probs_that_differ_end_the_run_with_the_likely_causes(mean, tokens, ends):
+    metrics = RunMetrics(rows := Rows(), Roles())
+    metrics.max_logprob_error = 0.1
+    metrics.batch(
+        7, {"tokens": 100, "verdicts": {"correct": 4, "wrong": 4}, "prompts_differing": 1}
+    )
+    trained = {
+        "tokens_trained": 100.0,
+        "same_version_logprob_error_max": 3.0,
+        "same_version_logprob_error_mean": mean,
+        "same_version_logprob_tokens": tokens,
+    }
+    done = StepDone(step=7, metrics=trained, probe_logprobs=[], wait_seconds=0.0, train_seconds=0.0)
+    if ends:
+        text = (
+            r"step 7: .*differ by 0.11 nats .mean; max 3. over 50 tokens.*max_logprob_error.*Like"
+        )
+        with pytest.raises(RunError, match=text):
+            metrics.step(done)
+    else:
+        metrics.step(done)
+    assert [row["logprob_error_mean"] for row in rows.steps] == [pytest.approx(mean)]

@@ -281,7 +281,7 @@ def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> l
 
     asked: list[int] = []
     # The generators' log-probs of these batches are random.
-    metrics = config.metrics.model_copy(update={"start_logprob_bound": 10.0})
+    metrics = config.metrics.model_copy(update={"max_logprob_error": 10.0})
     config = config.model_copy(update={"metrics": metrics})
 
     def stop_requested() -> bool:

@@ -78,7 +78,7 @@ class Versions:
 def run(tmp_path: Path) -> Iterator[tuple[RunConfig, Path]]:
     directory = write_model(tmp_path / "hf", "tiny_dense")
     # The batches' log-probs are random numbers.
-    own = {"output_dir": tmp_path / "out", "metrics__start_logprob_bound": 1e6}
+    own = {"output_dir": tmp_path / "out", "metrics__max_logprob_error": 1e6}
     config = run_config(directory, **own)
     with world_of_one(config):
         yield config, directory

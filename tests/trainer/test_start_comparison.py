@@ -33,14 +33,14 @@ def test_the_bound_follows_the_number_formats() -> None:
         ({}, 0.1 if torch.cuda.is_available() else 1e-3),
         ({"precision__params": "bf16"}, 0.1),
         ({"precision__generator_logits": "bf16"}, 0.1),
-        ({"metrics__start_logprob_bound": 0.02}, 0.02),
+        ({"metrics__max_logprob_error": 0.02}, 0.02),
     )
     for changes, expected in cases:
         assert bound(run_config("tiny_dense", **changes)) == expected, changes
 
 
 def test_only_the_first_step_with_tokens_of_its_own_weights_is_compared(directory: Path) -> None:
-    policy = Policy(run_config(directory, metrics__start_logprob_bound=0.02), directory)
+    policy = Policy(run_config(directory, metrics__max_logprob_error=0.02), directory)
     comparison = StartComparison(policy)
     comparison.check(metrics(9.0, tokens=0), 7)
     comparison.check(metrics(0.019), 8)
@@ -60,7 +60,7 @@ def test_the_own_layers_are_those_of_config_json_and_others_are_named(directory:
 
 
 def test_a_step_that_differs_changes_no_weight(directory: Path) -> None:
-    config = run_config(directory, metrics__start_logprob_bound=1e-3)
+    config = run_config(directory, metrics__max_logprob_error=1e-3)
     policy = Policy(config, directory)
     before = {name: p.detach().clone() for name, p in policy.parameters.items()}
     with pytest.raises(ConfigError, match="step 0"):  # its log-probs are random numbers
