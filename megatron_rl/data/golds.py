@@ -4,7 +4,12 @@ import json
 from typing import Any
 
 from megatron_rl.data.question import DataError, Question
-from megatron_rl.rewards.math.extract import NoAnswer, last_box, strip_math_delimiters
+from megatron_rl.rewards.math.extract import (
+    NoAnswer,
+    bare_answer,
+    last_box,
+    strip_math_delimiters,
+)
 from megatron_rl.rewards.math.node import OverLimit
 
 
@@ -12,7 +17,8 @@ def gold_text(value: Any, kind: str) -> str:
     r"""Return the right answer of a row as text.
 
     For `math`, the entries of a list are one list (OlympiadBench); of a text, what follows its last
-    `####` (GSM8K), or else the content of its last box (MATH). Raises `DataError` for a broken box.
+    `####` (GSM8K), or else the content of its last box (MATH), or what a solution in the format of
+    Minerva declares. Raises `DataError` for a broken box.
     """
     if kind == "math" and isinstance(value, list):
         value = ", ".join(strip_math_delimiters(str(entry)) for entry in value)
@@ -25,7 +31,9 @@ def gold_text(value: Any, kind: str) -> str:
         box = last_box(value)
     except (NoAnswer, OverLimit) as e:
         raise DataError(f"answer {value[:80]!r}: {e}") from None
-    return value if box is None else box
+    if box is None:
+        return bare_answer(value) if "I hope it is correct" in value else value
+    return box
 
 
 def unreadable(question: Question) -> str:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
-from itertools import chain, permutations
+from itertools import batched, chain, permutations
 from typing import Any
 
 import msgspec
 from mpmath import mp
 
-from megatron_rl.rewards.math.equal import is_near, proportional, same_value
+from megatron_rl.rewards.math.equal import proportional, same_expression, same_value
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.forms import (
     Based,
@@ -29,9 +29,6 @@ from megatron_rl.rewards.math.forms import (
 from megatron_rl.rewards.math.node import Node, substitute
 from megatron_rl.rewards.math.number_sets import FLIPPED, as_intervals, difference, solves
 
-ROUNDED_DECIMALS = 4
-ROUNDED_DIGITS = 6
-"""A decimal with at least this many decimals and digits equals any value that rounds to it."""
 _FUNCTION = re.compile(r"^([A-Za-z])\(([A-Za-z])\)$")
 _NAME = re.compile(
     r"^(?:\\?[A-Za-z]+|\\(?:overline|angle|widehat|vec|hat|bar)\s*\{?[A-Za-z]+\}?)(?:_\{?\w+\}?|')*"
@@ -42,7 +39,7 @@ _NAME = re.compile(
 
 def same(gold: Form, answer: Form) -> bool:
     """Return True if the two forms have the same meaning; `Undefined` if a side has no value."""
-    gold, answer = _collapsed(gold), _collapsed(answer)
+    gold, answer = _tuples(_collapsed(gold)), _tuples(_collapsed(answer))
     if isinstance(gold, Collection) and isinstance(answer, Collection):
         answer = _with_parameter(gold, answer)
     elif isinstance(answer, Collection) and (target := _target(answer)) is not None:
@@ -67,6 +64,30 @@ def _collapsed(form: Form) -> Form:
     if isinstance(form, Collection) and form.closing == "or" and len(_distinct(form.items)) == 1:
         return form.items[0]
     return form
+
+
+def _tuples(form: Form) -> Form:
+    """Return (5, 2), (7, 2) for p = 5, q = 2; p = 7, q = 2; a tuple listed twice counts once."""
+    if not isinstance(form, Collection) or form.opening:
+        return form
+    if all(isinstance(i, Collection) and i.opening for i in form.items):
+        items = tuple(dict.fromkeys(form.items))
+        return items[0] if len(items) == 1 else Collection("", form.closing, items)
+    pairs = [
+        (head.node.name, value)
+        for item in form.items
+        if isinstance(item, Relation) and item.operators == ("=",)
+        for head, value in (item.parts,)
+        if isinstance(head, Expression) and head.node.op == "sym"
+    ]
+    names = [name for name, _ in pairs]
+    size = len(set(names))
+    if len(names) != len(form.items) or not 1 < size < len(names):
+        return form
+    if names != names[:size] * (len(names) // size):
+        return form
+    rows = batched((value for _, value in pairs), size)
+    return Collection("", "", tuple(Collection("(", ")", row) for row in rows))
 
 
 def _letters(form: Form) -> str:
@@ -120,39 +141,6 @@ def _target(answer: Collection) -> Form | None:
     if quantity.op == "sym" or not quantity.symbols or not quantity.symbols <= values.keys():
         return None
     return relations[-1].parts[1] if same_value(substitute(quantity, values), value) else None
-
-
-def same_expression(gold: Node, answer: Node) -> bool:
-    """Compare values; a long decimal also equals a value that rounds to it."""
-    if gold.has("infinity") or answer.has("infinity"):
-        return _infinite(gold) == _infinite(answer) != 0
-    if same_value(gold, answer):
-        return True
-    short, long = gold, answer
-    if decimals(short) < 0 or 0 <= decimals(long) < decimals(short):
-        short, long = long, short
-    return _is_rounding(short, long)
-
-
-def _infinite(node: Node) -> int:
-    """Return +1 for infinity, -1 for minus infinity, 0 for anything else."""
-    return -_infinite(node.args[0]) if node.op == "neg" else int(node.op == "infinity")
-
-
-def decimals(node: Node) -> int:
-    """Return the digits after the point of a decimal literal, -1 for anything else."""
-    return decimals(node.args[0]) if node.op == "neg" else node.decimals
-
-
-def _is_rounding(literal: Node, exact: Node) -> bool:
-    places = decimals(literal)
-    if places < ROUNDED_DECIMALS or exact.symbols or 0 <= decimals(exact) == places:
-        return False
-    value = evaluate(literal, Context())
-    assert isinstance(value, Fraction)
-    if len(str(abs(value.numerator * 10**places // value.denominator))) < ROUNDED_DIGITS:
-        return False
-    return is_near(literal, exact, Fraction(1, 2 * 10**places))
 
 
 def _with_relation(gold: Form, answer: Form) -> bool:
@@ -334,13 +322,20 @@ def _same_function(gold: Relation, answer: Relation) -> bool:
     return any(_parts_agree((Expression(g),), (Expression(r),)) for r in renamed)
 
 
+def _name_the_same_function(gold: Relation, answer: Relation) -> bool:
+    """Return True for f(x) = ... and y = ... of x."""
+    pair = [(_FUNCTION.match(r.texts[0]), r.texts[0]) for r in (gold, answer)]
+    matches = [m for m, _ in pair if m is not None]
+    return len(matches) == 1 and "y" in (pair[0][1], pair[1][1]) and matches[0][2] != "y"
+
+
 def _same_equation(gold: Relation, answer: Relation) -> bool:
     if _same_function(gold, answer):
         return True
     if all(_is_name(r.parts[0], r.texts[0]) for r in (gold, answer)):
         if isinstance(gold.parts[0], Words) or isinstance(answer.parts[0], Words):
             return same(gold.parts[-1], answer.parts[-1])
-        if gold.texts[0] == answer.texts[0]:
+        if gold.texts[0] == answer.texts[0] or _name_the_same_function(gold, answer):
             g, a = (_value_of(r, is_gold=True) for r in (gold, answer))
             return g is not None and a is not None and same(g, a)
     if len(gold.parts) != 2 or len(answer.parts) != 2:

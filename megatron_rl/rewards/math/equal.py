@@ -47,6 +47,11 @@ _INTEGERS = tuple(map(int, f"{_SMALL} 30 49 64 97 120 1234 5039 99991 6".split()
 """A prime number of integers of many residues, so that variables meet in many orders."""
 _INTEGER_NAMES = frozenset("nmkjlNMKL")
 ENOUGH_POINTS = 3
+ROUNDED_DECIMALS = 4
+ROUNDED_DIGITS = 6
+"""A decimal with at least this many decimals and digits equals any value that rounds to it."""
+MAX_POWER = 300
+"""Largest power of ten that moves a point."""
 
 
 def same_value(a: Node, b: Node) -> bool:
@@ -56,6 +61,54 @@ def same_value(a: Node, b: Node) -> bool:
     # A logarithm without a base may be natural or decimal.
     has_log = a.calls("log") or b.calls("log")
     return has_log and _agree_in(a, b, log_base=Fraction(10))
+
+
+def same_expression(gold: Node, answer: Node) -> bool:
+    """Compare values; a long decimal also equals a value that rounds to it."""
+    if gold.has("infinity") or answer.has("infinity"):
+        return _infinite(gold) == _infinite(answer) != 0
+    if same_value(gold, answer):
+        return True
+    short, long = gold, answer
+    if decimals(short) < 0 or 0 <= decimals(long) < decimals(short):
+        short, long = long, short
+    return _is_rounding(short, long)
+
+
+def _infinite(node: Node) -> int:
+    """Return +1 for infinity, -1 for minus infinity, 0 for anything else."""
+    return -_infinite(node.args[0]) if node.op == "neg" else int(node.op == "infinity")
+
+
+def decimals(node: Node) -> int:
+    """Return the digits after the point of a decimal literal, -1 for anything else.
+
+    A power of ten moves the point: 2.5e-3 has 4.
+    """
+    if node.op == "mul" and len(node.args) == 2 and node.args[1].op == "pow":
+        (ten, power), digits = node.args[1].args, decimals(node.args[0])
+        size = power.args[0] if power.op == "neg" else power
+        if digits >= 0 and ten.value == 10 and size.is_integer and size.value <= MAX_POWER:
+            return max(digits + int(size.value) * (1 if power.op == "neg" else -1), 0)
+    return decimals(node.args[0]) if node.op == "neg" else node.decimals
+
+
+def _is_rounding(literal: Node, exact: Node) -> bool:
+    places = decimals(literal)
+    if places < ROUNDED_DECIMALS or exact.symbols or 0 <= decimals(exact) == places:
+        return False
+    value = evaluate(literal, Context())
+    assert isinstance(value, Fraction)
+    if len(str(abs(value.numerator * 10**places // value.denominator))) < ROUNDED_DIGITS:
+        return False
+    error = Fraction(1, 2 * 10**places)
+    if is_near(literal, exact, error):
+        return True
+    if exact.has("pi", "e", "root", "pow", "call"):
+        return False  # as good as never halfway
+    half = evaluate(exact, Context())
+    # A half is rounded up.
+    return isinstance(half, Fraction) and abs(value) - abs(half) == error
 
 
 def proportional(a: Node, b: Node, *, positive: bool) -> bool:

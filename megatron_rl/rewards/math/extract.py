@@ -3,18 +3,26 @@
 import re
 
 from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
+from megatron_rl.rewards.math.sentence import value_in_sentence
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 # A run of escapes is one match.
 _BRACE = re.compile(r"(?:\\.)+|[{}]", re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\s\\{}]")
 _DOLLARS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$", re.DOTALL)
-_SENTENCE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
+_SENTENCE = re.compile(r"\banswer\s*(?:(?:is|=|:)\s*:?(?:\*\*(?=\s))?|\*\*(?=\s))", re.IGNORECASE)
 # A bullet has a space behind it.
 _MINUS = re.compile(r"(?:^|[\s=$(])-\$?$")
 _GAP = r"(?:[\s$~]|\\q?quad(?![A-Za-z])|\\[ ,;:()\[\]])*"
+_WORDS = r"(?:for part \(?\w\)?|[a-z]{3,})"
+# \boxed{5} and y = \boxed{6}; \boxed{1} paper and \boxed{2} bins; nothing at all.
 _JOINED = re.compile(
-    rf"{_GAP}(?:,\s*(?:and|or)?|;|(?:\\text\{{)?\s*(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z]\w*\s*={_GAP})?"
+    rf"{_GAP}(?:,\s*(?:and|or)?|;|(?:\\text\{{)?\s*(?:{_WORDS} and|(?:and|or)\b)\s*\}}?){_GAP}"
+    rf"(?:[A-Za-z]\w*\s*={_GAP})?|"
+)
+# What follows the answer in the prompts of Minerva, and turns of a chat that were not cut off.
+_TAIL = re.compile(
+    r"(?is)(?:\bI hope (?:it|this) is correct\b|<\|(?:[a-z]+_[a-z_]+|endoftext)\|>).*$"
 )
 MAX_NESTED_BOXES = 10
 MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
@@ -109,8 +117,15 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def bare_answer(text: str) -> str:
-    """Return the answer in a text without a box: after "answer is", else the whole text."""
-    if not (answer := strip_math_delimiters(_SENTENCE.split(text)[-1])):
+    """Return the answer in a text without a box: what it declares, or else the whole text.
+
+    A declaration is the last "answer is", and a short sentence with a single value.
+    """
+    if "<|" in text or "I hope" in text:
+        text = _TAIL.sub("", text)
+    *before, text = _SENTENCE.split(text)
+    text = value_in_sentence(text, declared=bool(before)) or text
+    if not (answer := strip_math_delimiters(text)):
         raise NoAnswer("the answer is empty")
     return answer
 

@@ -261,7 +261,9 @@ def _relation(text: str) -> Relation | None:
         right = texts[1]  # "= 5" is "answer = 5"
         return Relation((Words("answer"), read_form(right)), ("=",), ("answer", text_form(right)))
     operators = tuple((m[1] or m[2]).replace("approx", "=") for m in matches)
-    return Relation(tuple(_side(t) for t in texts), operators, tuple(text_form(t) for t in texts))
+    *heads, end = texts
+    sides = (*map(_side, heads), read_form(end) if "\\sum" in end else _side(end))
+    return Relation(sides, operators, tuple(text_form(t) for t in texts))
 
 
 def _side(text: str) -> Form:

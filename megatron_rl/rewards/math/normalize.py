@@ -42,10 +42,12 @@ MAX_REWRITTEN = 500
 """Longer texts are no words around a value."""
 # Formulas that no rewrite changes.
 _PLAIN = re.compile(
-    r"(?:[-+/^=<>()\[\],|.!\d{}]|(?<=,)\s(?!\s)|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"
+    r"(?:[-+/^=<>()\[\],|!\d{}]|\.(?!\.)|(?<=,)\s(?!\s)|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"
     r"|(?<![A-Za-z])[a-z](?![A-Za-z]))*"
 )
 _EMPTY_TEXT = re.compile(r"\\text[a-z]*\s*\{\s*\}")
+# \\begin ... \\end: every backslash was escaped.
+_DOUBLED = re.compile(r"(?:[^\\]|\\\\)*\\\\[A-Za-z]{2}(?:[^\\]|\\\\)*")
 _FILLERS = frozenset(NOTATION["fillers"])
 _POWERS: dict[str, int] = NOTATION["powers"]
 _NUMBER = re.compile(
@@ -86,6 +88,8 @@ def rewrite(text: str) -> str:
     text = text.rpartition("####")[2].strip()
     if len(text) > MAX_REWRITTEN or _PLAIN.fullmatch(text):
         return text
+    if "\\\\" in text and _DOUBLED.fullmatch(text):
+        text = text.replace("\\\\", "\\")
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = _NUMBER.sub(_digits, text)

@@ -1,5 +1,6 @@
 """Forms as sets of numbers: intervals, absolute values, roots of polynomials."""
 
+import re
 from itertools import chain, pairwise
 
 import mpmath
@@ -15,6 +16,7 @@ MINUS_INFINITY = Node("neg", (INFINITY,))
 FLIPPED = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
 MAX_DEGREE = 6
 _TWO = (number(2),)
+_FUNCTION = re.compile(r"[A-Za-z]\([A-Za-z]\)$")
 
 
 def difference(relation: Relation) -> Node | None:
@@ -104,11 +106,17 @@ def _relation_intervals(relation: Relation) -> list[Collection] | None:
         names = [p for p in relation.parts[:1] if isinstance(p, Expression) and p.node.op != "sym"]
         return None if names else as_intervals(relation.parts[1])
     nodes = [p.node for p in relation.parts if isinstance(p, Expression)]
+    # 0 < f(x) < 1 is a statement on the number f(x).
+    nodes = [
+        Node("sym", name=text) if node.symbols and _FUNCTION.match(text) else node
+        for node, text in zip(nodes, relation.texts, strict=False)
+    ]
     variables = [i for i, n in enumerate(nodes) if n.symbols]
     if len(nodes) != len(relation.parts) or len(variables) != 1:
         return None
-    if nodes[at := variables[0]].op != "sym":
-        return _around(relation, nodes[at], nodes[1 - at], at) if len(nodes) == 2 else None
+    node = nodes[at := variables[0]]
+    if len(nodes) == 2 and node.op != "sym":
+        return _around(relation.operators[0], node, nodes[1 - at], at)
     if len(nodes) == 2:
         operator, bound = relation.operators[0], nodes[1 - at]
         operator = FLIPPED.get(operator, operator) if at == 1 else operator
@@ -124,12 +132,27 @@ def _relation_intervals(relation: Relation) -> list[Collection] | None:
         low, high, first, second = high, low, FLIPPED[second], FLIPPED[first]
     if not {first, second} <= {"<", "le"}:
         return None
+    if node.op != "sym":
+        return _ring(node, low, high, first, second)
     return [_interval(low, high, first == "<", second == "<")]
 
 
-def _around(relation: Relation, node: Node, bound: Node, at: int) -> list[Collection] | None:
+def _ring(node: Node, low: Node, high: Node, first: str, second: str) -> list[Collection] | None:
+    """Return the numbers x with |x - a| between two positive bounds."""
+    if not _end(low) < _end(high):
+        return None
+    outside, inside = _around(first, node, low, 1), _around(second, node, high, 0)
+    if outside is None or inside is None:
+        return None
+    (below, above), (whole,) = outside, inside
+    return [
+        Collection(whole.opening, below.closing, (whole.items[0], below.items[1])),
+        Collection(above.opening, whole.closing, (above.items[0], whole.items[1])),
+    ]
+
+
+def _around(operator: str, node: Node, bound: Node, at: int) -> list[Collection] | None:
     """Return the numbers x with |x - a| below or above a positive bound; x^2 is |x| squared."""
-    operator = relation.operators[0]
     operator = FLIPPED.get(operator, operator) if at == 1 else operator
     if node.op not in ("abs", "pow") or len(node.symbols) != 1 or node.args[1:] not in ((), _TWO):
         return None

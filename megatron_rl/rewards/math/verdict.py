@@ -11,8 +11,8 @@ import msgspec
 from mpmath import mp
 
 from megatron_rl.rewards.base import Outcome, Verdict
-from megatron_rl.rewards.math.compare import decimals, same
-from megatron_rl.rewards.math.equal import is_near
+from megatron_rl.rewards.math.compare import same
+from megatron_rl.rewards.math.equal import decimals, is_near
 from megatron_rl.rewards.math.evaluate import Context, Undefined, evaluate
 from megatron_rl.rewards.math.extract import NoAnswer, extract_answer, strip_math_delimiters, unbox
 from megatron_rl.rewards.math.forms import Expression, Form, Relation, read_form
@@ -33,6 +33,10 @@ _HALF = Fraction(1, 2)
 _INTEGER = re.compile(r"^([-+]?)0*([0-9]+)$")
 _GROUPS = re.compile(r"(?<![\d.,])(\d{1,3})((?: +\d{3})+)(?![\d])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)(?!,)")
+# 11,\! 111 has no blank.
+_THIN = re.compile(r",(?:\\!|\\,)\s*(?=\d{3}(?!\d))")
+_LIST = re.compile(r"-?\d+(?:\.\d+)?(?:\s*,\s+-?\d+(?:\.\d+)?)+")
+_DECIMAL_COMMA = re.compile(r"-?(?!\d{1,3},\d{3}$)\d+,\d+|-?0,\d+")
 _CHOICE = re.compile(
     r"^(?:(?:the\s+)?(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s*:?\s*)?\(?\s*([A-Ja-dfghj])\s*"
     r"(?:\)\s*[.:]?|[.:](?=\s|\d|\\)|$)\s*(.*)$"
@@ -41,7 +45,7 @@ _NO_VALUE = re.compile(
     r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|\b(?:or|and)\b|^[-+*/^_=<>(!,]"
     r"|^\\(?:times|div|pm|mp|le|ge|ne|in|cup|cap|to|approx)(?![A-Za-z])"
 )
-_CLOCK = re.compile(r"^(\d{1,2}):([0-5]\d)\s*(?:([ap])\.?\s*m\.?)?$", re.IGNORECASE)
+_CLOCK = re.compile(r"^(\d{1,2}):([0-5]\d)(?::00)?\s*(?:([ap])\.?\s*m\.?)?$", re.IGNORECASE)
 _ARROW = re.compile(r"\\(?:Rightarrow|rightarrow|to)(?![A-Za-z])")
 _MODULUS = re.compile(r"^(?:(.*?)\\equiv)?\s*(-?\d+)\s*\(?\\pmod\s*\{?\s*(\d+)\s*\}?\)?$")
 _APPROXIMATION = re.compile(r"^(.*[\d)}A-Za-z].*?)\s*\\(?:approx|sim)\s*([-\d.]+)(.*)$")
@@ -189,7 +193,9 @@ def _has_value(form: Form) -> bool:
 @lru_cache(maxsize=4096)
 def normal(text: str) -> str:
     r"""Return the spelling that is parsed. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
-    text = clean(plain_to_latex(rewrite(text.replace("\\!", ""))))
+    text = clean(plain_to_latex(rewrite(_THIN.sub(",", text).replace("\\!", ""))))
+    if _LIST.fullmatch(text):
+        text = text.replace(",", ";")  # 32, 349 is no number
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d)", ".", text)
     text = re.sub(r"\s*,\s*", ",", text)
@@ -254,6 +260,11 @@ def _candidates(text: str, is_gold: bool) -> Iterator[tuple[str, Unit | None]]:
             yield value.replace(",", ";"), unit
         else:
             yield value, unit
+        # 3,5 may be the list of 3 and 5, which a gold answer then is.
+        if not is_gold and _DECIMAL_COMMA.fullmatch(value):
+            yield value.replace(",", "."), unit
+        elif re.fullmatch(r"\{[^{}]*,[^{}]*\}", value):
+            yield value[1:-1], unit  # braces that do not show
 
 
 def _same_reading(gold: Reading, answer: Reading) -> bool:
