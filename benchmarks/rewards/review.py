@@ -34,7 +34,7 @@ KINDS = Path(__file__).with_name("review_kinds.jsonl")
 RESULT = ROOT / "benchmarks" / "results" / "math_review.json"
 NAMES = {"this": "megatron_rl", "stock": f"math-verify {version('math-verify')}"}
 UNREAD = ("answer in a sentence, no box", "another answer after the last box")
-"""Kinds that no prompt of this package asks for: it reads the last box, or the whole text."""
+"""Kinds that no prompt of this package asks for: a long text has its answer in the last box."""
 SHOWN = 70
 """Longer texts are not shown: they are more than an answer."""
 Row = dict[str, Any]
