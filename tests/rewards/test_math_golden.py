@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.data.golds import gold_text
 from megatron_rl.rewards.math import math_verdict, verify
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
@@ -74,6 +75,16 @@ def test_readings() -> None:
     outcomes = Counter(v.outcome.value for v in verdicts)
     assert outcomes["correct"] > 200
     assert sum(outcomes.values()) - outcomes["correct"] > 200
+
+
+def test_the_gold_answer_of_a_solution_is_what_it_declares() -> None:
+    golds = {
+        "So it is $.9x$. The final answer is $28\\%$. I hope it is correct. Note: 5": "28\\%",
+        "so \\boxed{3}. I hope it is correct.": "3",
+        "2 + 3 = 5\n#### 5": "5",
+        "the answer is always positive": "the answer is always positive",
+    }
+    assert {text: gold_text(text, "math") for text in golds} == golds
 
 
 def test_all_cases_from_the_main_thread() -> None:
