@@ -193,8 +193,9 @@ def _has_value(form: Form) -> bool:
 @lru_cache(maxsize=4096)
 def normal(text: str) -> str:
     r"""Return the spelling that is parsed. Example: `1{,}234\ \text{km}` -> `1,234 \text{km}`."""
-    text = clean(plain_to_latex(rewrite(_THIN.sub(",", text).replace("\\!", ""))))
-    if _LIST.fullmatch(text):
+    text = _THIN.sub(",", text) if ",\\" in text else text
+    text = clean(plain_to_latex(rewrite(text.replace("\\!", ""))))
+    if "," in text and _LIST.fullmatch(text):
         text = text.replace(",", ";")  # 32, 349 is no number
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3}(?!\d))", ",", text)
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d)", ".", text)
@@ -261,7 +262,9 @@ def _candidates(text: str, is_gold: bool) -> Iterator[tuple[str, Unit | None]]:
         else:
             yield value, unit
         # 3,5 may be the list of 3 and 5, which a gold answer then is.
-        if not is_gold and _DECIMAL_COMMA.fullmatch(value):
+        if is_gold or "," not in value:
+            continue
+        if _DECIMAL_COMMA.fullmatch(value):
             yield value.replace(",", "."), unit
         elif re.fullmatch(r"\{[^{}]*,[^{}]*\}", value):
             yield value[1:-1], unit  # braces that do not show
