@@ -67,6 +67,7 @@ DEV = [
     "kubernetes-validate>=1.33",
     "check-jsonschema>=0.30",
     "uv>=0.5",
+    "cryptography>=42",
 ]
 
 

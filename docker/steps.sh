@@ -143,21 +143,21 @@ check() {
   for python in "$PYTHON" "$GENERATOR/bin/python"; do
     "$python" -P -m megatron_rl.cli config >/dev/null
   done
-  imports "$PYTHON" torch
+  # One process, as torch takes long to import: `imports` has tried the generators'.
   "$PYTHON" -P - "$here/trainer.lock" <<'PY'
 import os, pathlib, re, sys
 from importlib.metadata import version
 from megatron_rl.commands.doctor.software_checks import check_versions
-from megatron_rl.kernels import library
+from megatron_rl.kernels import build, library
 pins = re.findall(r"(?m)^([\w.-]+)==(\S+)", pathlib.Path(sys.argv[1]).read_text())
 wrong = [f"{name}: {version(name)}, not {pin}" for name, pin in pins if version(name) != pin]
 lines = check_versions({}, cuda=True).items()
 wrong += [f"{name}: {line.detail}" for name, line in lines if line.status == "fail"]
+kernels = library.load()
+if kernels.path != build.INSTALLED / build.library_name(os.environ["MEGATRON_RL_BUILD_CUDA"] == "1"):
+    wrong += [f"not the kernels that were compiled: {kernels}"]
 if wrong:
     sys.exit("\n".join(wrong))
-kernels = library.load()
-if kernels.path is None or kernels.cuda != (os.environ["MEGATRON_RL_BUILD_CUDA"] == "1"):
-    sys.exit(f"not the kernels that were compiled: {kernels}")
 PY
 }
 
