@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -19,6 +20,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+# The modules that a worker imports make a million objects, which stay.
+gc.set_threshold(50_000, 20, 20)
+
 # Deadlines measure the machine, not the code: other processes share these cores.
 settings.register_profile(
     "shared", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
@@ -26,14 +30,18 @@ settings.register_profile(
 settings.load_profile("shared")
 
 ONE_WORKER = {
-    f"tests/generator/test_{name}.py": "tests/generator/test_engine.py"
-    for name in ("multimodal", "routes", "weight_updates")
+    f"tests/{name}.py": "tests/generator/test_engine.py"
+    for name in (
+        *("generator/test_captured_routes", "generator/test_engine_errors", "generator/test_fp8"),
+        *("generator/test_multimodal", "generator/test_routes", "generator/test_settings"),
+        *("generator/test_weight_updates", "compat/test_vllm_fork"),
+    )
 } | {
     f"tests/rewards/test_{name}.py": "tests/rewards/test_sandbox.py"
     for name in ("code", "programs")
 }
-"""File -> file whose engines or trainer it shares (on its own, each worker would start all), or
-whose short limits of time its processes would use up."""
+"""File -> file whose engines, trainer or import of vLLM it shares (on its own, each worker would
+have all), or whose short limits of time its processes would use up."""
 
 LONGEST = (
     "tests/e2e/test_examples.py",
@@ -42,6 +50,7 @@ LONGEST = (
     "tests/rewards/test_pool.py",
     "tests/trainer/test_transformer_engine.py",
     "tests/trainer/test_layouts.py",
+    "tests/weights/test_pull.py",
 )
 """Files that start first, so that no worker is left with one of them at the end."""
 
@@ -66,6 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules of all tests out of later collections, which would take seconds of each."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from torch import distributed as dist
 
-pytest.importorskip("vllm")
-
-import vllm
-from vllm.utils.system_utils import get_mp_context
-from vllm.v1.engine import utils
-from vllm.v1.executor import multiproc_executor
-
 from megatron_rl.compat import import_hook, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.process_environment import prepare_environment
+from tests.generator.conftest import needs_vllm
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-MODULES = (utils, multiproc_executor)
+MODULES = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+pytestmark = needs_vllm
+
+
+def modules() -> list[Any]:
+    return [importlib.import_module(name) for name in MODULES]
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put back vLLM's own functions, in an environment that is restored afterwards."""
+    changed = modules()  # imported before the hook loses its other changes
     before = dict(os.environ)
     os.environ.pop(METHOD, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(import_hook, "_CHANGES", [])
-    for module in MODULES:
+    from vllm.utils.system_utils import get_mp_context
+
+    for module in changed:
         monkeypatch.setattr(module, "get_mp_context", get_mp_context)
     yield
     os.environ.clear()
@@ -45,7 +49,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def methods() -> set[str]:
     prepare_environment(RunConfig(), "")
     os.environ[METHOD] = "spawn"  # as vLLM's CPU platform does
-    return {module.get_mp_context().get_start_method() for module in MODULES}
+    return {module.get_mp_context().get_start_method() for module in modules()}
 
 
 def test_the_change_is_still_needed() -> None:
@@ -57,7 +61,7 @@ def test_the_change_is_still_needed() -> None:
 
 def test_another_release_spawns_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
     assert methods() == {"spawn"}
 
 
@@ -88,7 +92,7 @@ def test_a_fork_leaves_the_garbage_of_its_parent_alone(monkeypatch: pytest.Monke
         cycle.append(cycle)
         dist.destroy_process_group()
         del cycle
-        process = utils.get_mp_context().Process(target=gc.collect)
+        process = modules()[0].get_mp_context().Process(target=gc.collect)
         process.start()
         process.join(30)
         assert process.exitcode == 0
@@ -100,7 +104,7 @@ def test_a_fork_leaves_the_garbage_of_its_parent_alone(monkeypatch: pytest.Monke
 def test_a_fork_has_a_process_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     methods()
-    context = utils.get_mp_context()
+    context = modules()[0].get_mp_context()
     queue = context.SimpleQueue()
     process = context.Process(target=lambda: queue.put((os.getpid(), os.getpgrp())))
     process.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +21,10 @@ from megatron_rl.config import RunConfig
 from tests.generator import tiny_models
 from tests.weights.versions import Versions, as_sent
 
+# vLLM's import takes 9 s: a worker that runs no test with it must not import it to collect them.
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
 Ask = Callable[..., Any]
 KINDS = ["llama", "llama4", "qwen3", "qwen3_moe"]
 """Of `tiny_models`, one per architecture."""
@@ -76,17 +81,24 @@ class Served:
         return as_sent(tiny_models.checkpoint(self.folder))
 
 
+async def held_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the weights that an engine holds now (`tests.generator.held_weights`)."""
+    from tests.generator import held_weights as imports_vllm
+
+    return await imports_vllm.held_weights(engine)
+
+
 @contextlib.contextmanager
 def running_engine(config: RunConfig, model_dir: Path) -> Iterator[tuple[Any, Any]]:
     """Yield (engine, its loop), in an environment that is restored afterwards."""
-    environment = dict(os.environ)
-    from megatron_rl.generator.process_environment import prepare_environment
-
-    prepare_environment(config, str(model_dir))
+    # Before the environment, which torch would read at its import, for all later tests.
     from megatron_rl.generator import vllm_args
     from megatron_rl.generator.engine import Engine
+    from megatron_rl.generator.process_environment import prepare_environment
     from tests.generator.held_weights import EXTENSION
 
+    environment = dict(os.environ)
+    prepare_environment(config, str(model_dir))
     loop = asyncio.new_event_loop()
 
     async def start() -> Engine:

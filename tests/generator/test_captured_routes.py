@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from megatron_rl.generator import expert_capture
 from megatron_rl.generator.expert_capture import RequestRoutes
-from megatron_rl.generator.weight_transfer import WorkerExtension
+from tests.generator.conftest import needs_vllm
 
+pytestmark = needs_vllm
 LAYERS, K, BLOCK = [1, 2], 2, 4
 
 
@@ -30,8 +29,11 @@ class Layer:
         self.layer_id, self.router = layer_id, Router()
 
 
-class Worker(WorkerExtension):
-    """A worker whose scheduler is the test; experts of a token are `100 * layer + its number`."""
+class Worker:
+    """A worker whose scheduler is the test; experts of a token are `100 * layer + its number`.
+
+    Its other base, `WorkerExtension`, imports vLLM: the fixture adds it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = "vllm.model_executor.layers.fused_moe.layer"
@@ -74,7 +76,9 @@ class Worker(WorkerExtension):
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    made = Worker(monkeypatch)
+    from megatron_rl.generator.weight_transfer import WorkerExtension
+
+    made = type("CapturingWorker", (Worker, WorkerExtension), {})(monkeypatch)
     assert made.capture_routes() == LAYERS
     return made
 

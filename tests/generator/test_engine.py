@@ -11,22 +11,16 @@ import msgspec
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-from megatron_rl.generator import engine as engine_module
-from megatron_rl.generator import vllm_sampling as sampling
 from megatron_rl.generator.interruption import Completion
-from megatron_rl.generator.vllm_args import interruption
 from megatron_rl.messages import Bucket, Manifest, VersionSpan
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.store import NONE
 from tests.generator import tiny_models
-from tests.generator.conftest import KINDS, run_config, running_engine
-from tests.generator.held_weights import held_weights
+from tests.generator.conftest import KINDS, held_weights, needs_vllm, run_config, running_engine
 from tests.generator.tiny_models import END, reference_logprobs, tokenizer
 from tests.weights.versions import Versions, as_sent
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs_vllm]
 TOLERANCE = 1e-4
 
 
@@ -109,6 +103,8 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
 
 
 def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
+    from megatron_rl.generator import vllm_sampling as sampling
+
     engine, long_prompt = served.engine, prompt(3, 80)  # two full blocks of 32
     params = sampling.sampling(8, 1.0)
 
@@ -129,7 +125,7 @@ def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
 
 
 def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, monkeypatch):
-    monkeypatch.setattr(engine_module, "FIRST_TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_rl.generator.engine.FIRST_TOKEN_SECONDS", 0.0)
     engine, manifest = served.engine, served.publish(300)
     prompts = [prompt(i, 90) for i in range(24)]
     withdrawn: list[str] = []
@@ -183,6 +179,8 @@ def test_interruption_forces_the_phrase_at_the_budget_and_bounds_the_answer(serv
 
 
 def test_a_marker_of_two_tokens_interrupts_as_well(served, monkeypatch):
+    from megatron_rl.generator.vllm_args import interruption
+
     engine, budget, answer = served.engine, 100, 5
     config = run_config(served.folder.parent / "v0", think_end="ab", interruption_phrase="(ab")
     rule = interruption(config, tokenizer())

@@ -13,15 +13,13 @@ import msgspec
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest
 from tests.generator import tiny_models
-from tests.generator.conftest import run_config, running_engine
+from tests.generator.conftest import needs_vllm, run_config, running_engine
 from tests.generator.fp8_process import SEEDS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, needs_vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

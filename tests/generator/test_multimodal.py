@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("vllm")
-
 from megatron_rl.config import RunConfig
 from tests.generator import tiny_models
-from tests.generator.conftest import Ask, run_config, running_engine
+from tests.generator.conftest import Ask, needs_vllm, run_config, running_engine
 from tests.trainer.cases import write_multimodal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, needs_vllm, pytest.mark.timeout(300)]
 TOLERANCE = 1e-4
 PROMPTS = [[1, *(8 + (7 * i + 3 * j) % 20 for j in range(9 + i)), 4] for i in range(8)]
 COMPLETIONS = [[8 + (5 * i + 11 * j) % 20 for j in range(30)] for i in range(8)]

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from megatron_rl.config import RunConfig
 from tests.generator import tiny_models
-from tests.generator.conftest import Ask, run_config, running_engine
+from tests.generator.conftest import Ask, needs_vllm, run_config, running_engine
 from tests.generator.routed import batch_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs_vllm]
 
 
 def test_replay_halves_the_mismatch_of_bf16_and_leaves_no_route_different(

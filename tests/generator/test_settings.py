@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from megatron_rl.config import RunConfig
-from megatron_rl.generator.vllm_args import (
-    BLOCK_TOKENS,
-    engine_args,
-    interruption,
-)
 from megatron_rl.models import architecture
 from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.number_format import WireFormat
 from tests.generator import tiny_models
-from tests.generator.conftest import run_config
+from tests.generator.conftest import needs_vllm, run_config
 from tests.weights.versions import as_sent
+
+pytestmark = needs_vllm
+
+
+def engine_args(*arguments: Any) -> Any:
+    from megatron_rl.generator import vllm_args
+
+    return vllm_args.engine_args(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,8 @@ def test_log_probs_are_those_of_the_sampling_temperature(model_dir):
 
 
 def test_the_longest_sequence_fits_with_one_token_to_spare(model_dir):
+    from megatron_rl.generator.vllm_args import BLOCK_TOKENS
+
     for prompt_tokens in range(100, 140):
         config = run_config(model_dir, max_prompt_tokens=prompt_tokens)
         length = engine_args(config, 0, str(model_dir)).max_model_len
@@ -112,6 +116,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_has_the_settings_of_a_text_mod
 
 
 def test_a_phrase_that_is_not_what_it_seems_as_tokens_is_refused(model_dir):
+    from megatron_rl.generator.vllm_args import interruption
+
     tokenizer = tiny_models.tokenizer()
     config = run_config(model_dir)
     rule = interruption(config, tokenizer)

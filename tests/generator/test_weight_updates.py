@@ -14,17 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.messages import ints
 from megatron_rl.models import routed_experts
-from tests.generator.conftest import Ask
-from tests.generator.held_weights import held_weights
+from tests.generator.conftest import Ask, held_weights, needs_vllm
 from tests.generator.routed import batch_of
 from tests.weights.versions import as_sent
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs_vllm]
 TOLERANCE = 1e-4
 UPDATES = 3
 
