@@ -58,6 +58,32 @@ def run_ranks(
         AssertionError: a rank failed, or time ran out; with the end of the output.
         EOFError: the server has ended, or its imports failed; its output has the error.
     """
+    code = exit_code(worker, ranks, folder, seconds, preloaded)
+    log = (folder / "ranks.log").read_text()
+    assert code == 0, f"{worker} over {ranks} ranks: exit code {code}\n{log[-6000:]}"
+
+
+def run_script(
+    code: str, folder: Path, preloaded: tuple[str, ...], seconds: float = 120
+) -> tuple[int, str]:
+    """Run a program in a fork that has imported these modules; return (exit code, its output).
+
+    `folder` takes the program's files, and is the first in which it looks for modules.
+
+    Raises:
+        AssertionError: time ran out.
+    """
+    (folder / "script.py").write_text(code)
+    status = exit_code("tests.script_worker", 1, folder, seconds, preloaded)
+    log = (folder / "ranks.log").read_text()
+    assert isinstance(status, int), f"exit code {status}\n{log[-6000:]}"
+    return status, log
+
+
+def exit_code(
+    worker: str, ranks: int, folder: Path, seconds: float, preloaded: tuple[str, ...]
+) -> int | str:
+    """Return that of a rank that failed, 0 if none did, or text if time ran out."""
     connection, _ = server(*preloaded)
     connection.send((worker, ranks, folder, dict(os.environ)))
     leader = connection.recv()
@@ -70,15 +96,16 @@ def run_ranks(
             os.killpg(leader, signal.SIGKILL)
         if not isinstance(code, int):
             connection.recv()
-    log = (folder / "ranks.log").read_text()
-    assert code == 0, f"{worker} over {ranks} ranks: exit code {code}\n{log[-6000:]}"
+    return code
 
 
 def serve(connection: Connection, preloaded: list[str]) -> None:
     """Answer every request by the id of a forked process, and by its exit code."""
+    gc.disable()  # a fifth of the time of the imports, whose objects stay
     for name in preloaded:
         importlib.import_module(name)
     gc.freeze()  # the garbage collectors of the forks leave the shared pages alone
+    gc.enable()
     while True:
         try:
             request = connection.recv()

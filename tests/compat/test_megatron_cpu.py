@@ -13,6 +13,7 @@ import torch
 import megatron_rl
 from megatron_rl.compat import cpu_torch, import_hook, megatron_checkpoint, megatron_cpu
 from megatron_rl.compat.megatron_workarounds import WORKAROUNDS
+from tests.workers import TORCH, run_script
 
 
 def source(module: str) -> str:
@@ -63,11 +64,7 @@ def test_streams_and_events_are_always_done() -> None:
     assert event.elapsed_time(cuda.Event()) == 0.0
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-
-
-def test_install_is_inert_with_cuda_and_refuses_a_late_call() -> None:
+def test_install_is_inert_with_cuda_and_refuses_a_late_call(tmp_path: Path) -> None:
     code = """
 import sys, types, torch
 from megatron_rl.compat import megatron_cpu
@@ -86,8 +83,8 @@ from megatron.core import jit
 assert jit.torch is not torch and jit.torch.cuda.current_device() == torch.device("cpu")
 assert torch.ones(1).cuda().device.type == "cpu"
 """
-    done = _python(code)
-    assert done.returncode == 0, done.stderr
+    status, output = run_script(code, tmp_path, TORCH)
+    assert status == 0, output
 
 
 def test_only_megatron_core_sees_the_view() -> None:
@@ -136,5 +133,5 @@ assert torch.ones(1).cuda().device.type == "cpu"
 assert random._get_cuda_rng_state().equal(torch.get_rng_state())
 assert hasattr(FP32Optimizer.sharded_state_dict, "__wrapped__")
 """
-    done = _python(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

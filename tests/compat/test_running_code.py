@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +11,8 @@ import pytest
 from megatron_rl.compat import megatron_cpu, megatron_fixes, running_code
 from megatron_rl.compat.running_code import MEGATRON, Code, code_of
 from megatron_rl.compat.upstream import UnsupportedVersionError, check
+from tests.workers import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 WHEEL = importlib.metadata.version(MEGATRON)
 PACKAGE_INFO = """
 MAJOR = {0}
@@ -60,12 +58,10 @@ def clone(folder: Path, *version: object, layers: str = LAYERS) -> Path:
     return folder
 
 
-def run(script: str, *path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in its own process, with folders in front of the wheel."""
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables},
-    )  # fmt: skip
+def run(script: str, folder: Path, *behind: Path) -> tuple[int, str]:
+    """Run a script in its own process, with folders in front of the wheel: (exit code, output)."""
+    path = f"import sys; sys.path[1:1] = {[str(f) for f in behind]}\n"
+    return run_script(path + script, folder, ("torch",))
 
 
 @pytest.fixture
@@ -124,23 +120,25 @@ def test_a_clone_gets_the_fix_that_its_own_file_needs(tmp_path):
     }
     for name, (version, layers, want) in cases.items():
         folder = clone(tmp_path / name, *version, layers=layers)
-        done = run(SCRIPT, folder)
-        assert want.format(folder) in done.stdout + done.stderr, (name, done.stderr)
-        assert (done.returncode == 0) == want.startswith("FIXED"), name
+        status, output = run(SCRIPT, folder)
+        assert want.format(folder) in output, (name, output)
+        assert (status == 0) == want.startswith("FIXED"), name
         line = f"megatron.core is imported from {folder}, not from "
-        assert done.stderr.count(line) == 1 and f"megatron-core {WHEEL}" in done.stderr, name
-        assert "megatron.training is" not in done.stderr, name
+        assert output.count(line) == 1 and f"megatron-core {WHEEL}" in output, name
+        assert "megatron.training is" not in output, name
 
 
-def test_one_line_says_where_other_code_comes_from_on_the_first_rank(tmp_path):
+def test_one_line_says_where_other_code_comes_from_on_the_first_rank(tmp_path, monkeypatch):
     core, training = clone(tmp_path / "a", 0, 18, 2, ""), clone(tmp_path / "b", 0, 19, 1, "")
     (core / "megatron" / "training" / "arguments.py").unlink()
     (core / "megatron" / "training" / "__init__.py").unlink()
     (core / "megatron" / "training").rmdir()
-    done = run(SCRIPT, core, training)
+    status, output = run(SCRIPT, core, training)
     line = f"megatron.training is imported from {training}, not from {core} (megatron-core 0.18.2)"
-    assert done.returncode == 0 and done.stderr.count(line) == 1, done.stderr
-    assert "is imported from" not in run(SCRIPT, core, training, RANK="1").stderr
+    assert status == 0 and output.count(line) == 1, output
+    monkeypatch.setenv("RANK", "1")
+    status, output = run(SCRIPT, core, training)
+    assert "FIXED" in output and "is imported from" not in output
 
 
 def test_the_cpu_stand_in_checks_the_release_that_runs(tmp_path, in_front):
@@ -152,7 +150,7 @@ def test_the_cpu_stand_in_checks_the_release_that_runs(tmp_path, in_front):
 def test_the_train_command_refuses_a_clone_before_any_rank_starts(tmp_path):
     folder = clone(tmp_path / "clone", 0, 20, 0, "")
     script = f"from megatron_rl.cli import main; main(['train', '--output_dir', '{tmp_path}/out'])"
-    done = run(script, folder)
-    assert done.returncode == 2, done.stderr
-    assert f"megatron-core 0.20.0 (imported from {folder}/megatron/core) may" in done.stderr
-    assert "Traceback" not in done.stderr
+    status, output = run(script, folder)
+    assert status == 2, output
+    assert f"megatron-core 0.20.0 (imported from {folder}/megatron/core) may" in output
+    assert "Traceback" not in output
