@@ -1,21 +1,75 @@
-"""Atomic replacement of files and folders: readers see the old one or the new one, complete."""
+"""Atomic replacement of files and folders, checksums of files, and errors of a full disk.
 
+Readers of a file or folder that is replaced see the old one or the new one, complete.
+"""
+
+import contextlib
+import errno
+import hashlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import xxhash
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write a file under a temporary name in its folder, and on the disk, then rename it."""
     work = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    with work.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    work.replace(path)
+    try:
+        with naming_full_disk(path), work.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        work.replace(path)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Have the error of a full disk name the file that it is about, and the remedy."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        problem = f"{e.strerror}: {path}: free some space there, and go on with --resume"
+        raise OSError(e.errno, problem) from e
+
+
+def size_and_sum(path: Path) -> tuple[int, str]:
+    """Return the size and the xxh3-128 of a file: it detects damage, not an adversary."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return file.tell(), digest
+
+
+def damage(folder: Path, sums: Mapping[str, Sequence[int | str]]) -> list[str]:
+    """Return what is wrong with files of a folder, a line for each.
+
+    Args:
+        folder: of the files.
+        sums: the `size_and_sum` that each was written with, by name.
+    """
+    problems = []
+    for name, (size, digest) in sums.items():
+        path = folder / name
+        try:
+            now = size_and_sum(path)
+        except OSError as e:
+            problems.append(f"{path}: {e.strerror}")
+            continue
+        if now[0] != size:
+            problems.append(f"{path}: it has {now[0]:,} of {size:,} bytes")
+        elif now[1] != digest:
+            problems.append(f"{path}: its bytes were changed after it was written (checksum)")
+    return problems
 
 
 def replace_folder(work: Path, final: Path) -> None:

@@ -134,14 +134,14 @@ def _reinforce(
 
     from megatron_rl.orchestrator.child_process import OrchestratorProcess
     from megatron_rl.trainer import checkpoint as checkpoints
-    from megatron_rl.trainer import start_comparison, world
+    from megatron_rl.trainer import checkpoint_folder, start_comparison, world
     from megatron_rl.trainer.client import TrainerClient
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.publisher import Publisher
     from megatron_rl.weights.store import node_name
 
     liveness.sign("loading")
-    checkpoint = checkpoints.resume_from(config, rank)
+    checkpoint = checkpoint_folder.resume_from(config, rank)
     with contextlib.ExitStack() as stack:
         orchestrator = None
         if rank == 0:
@@ -197,7 +197,8 @@ def train_loop(
     Per step v, with weights of version v:
 
         batch = next_batch(v)           rank 0 asks the orchestrator, all ranks get the bytes
-        checkpoint of step v            if the batch says so, or the run is interrupted
+        checkpoint of step v            if the batch says so, or the run is interrupted; it is
+                                        written while the next steps are trained
         train_step -> step_done         the weights are v + 1 now
         publisher.publish               version v + 1, complete before it is announced
 
@@ -205,19 +206,20 @@ def train_loop(
     have None. `stop_requested` is called before every step, and True once this rank was
     interrupted.
     """
-    from megatron_rl.trainer import checkpoint
+    from megatron_rl.trainer.checkpoint import Saver
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
     from megatron_rl.trainer.start_comparison import StartComparison
     from megatron_rl.trainer.step import Trainer, next_batch
 
     trainer, step = Trainer(config, policy, StartComparison(policy)), start_step
+    saver = Saver(config, policy)
     publisher.publish(step)
     while True:
         started = time.perf_counter()
-        batch, interrupted = next_batch(client, step, stop_requested)
+        batch, interrupted = next_batch(client, step, lambda: stop_requested() or saver.failed())
         wait_seconds = time.perf_counter() - started
         if batch.save or batch.stop or interrupted:
-            checkpoint.save(config, policy, step, None if client is None else client.save_state)
+            saver.save(step, None if client is None else client.save_state)
         if batch.stop or interrupted:
             break
         done = trainer.train_step(batch, step)
@@ -225,6 +227,7 @@ def train_loop(
             client.step_done(done, wait_seconds)
         step += 1
         publisher.publish(step)
+    saver.wait()
     publisher.wait()
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)

@@ -5,12 +5,12 @@ them as `fully_reshardable`, and allocates as much to load them. Here each rank 
 own range of each parameter, as boxes of the parameter (`shard_optimizer`). The files hold the same
 tensors under the same keys, so either side reads what the other wrote, under any layout.
 
-`save` copies one tensor at a time to the host (upstream: all of them first, to pinned blocks whose
-sizes are rounded up to powers of two) and lets the ranks wait for each other in a group of the
-caller, because writing can outlast NCCL's time-out. It writes in this process: upstream passes the
-results through a queue of a spawned `multiprocessing.Manager`, for asynchronous saves, which costs
-seconds at the first save, a re-import of the main script (which must guard its main part), and an
-orphan that keeps stdout open when a rank is killed.
+`Save` gives the caller the steps between which upstream goes through a process of its own: the
+plan, the tensors to copy (into memory of the caller; upstream: pinned blocks whose sizes are
+rounded up to powers of two), the files, and the end, without any collective but those of the plan.
+The caller can write in a thread of this process. Upstream passes the results through a queue of a
+spawned `multiprocessing.Manager`, which costs seconds at the first save, a re-import of the main
+script (which must guard its main part), and an orphan that keeps stdout open when a rank is killed.
 """
 
 import math
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 EVIDENCE = {
     "optimizer.distrib_optimizer": "return_on_all_ranks=return_on_all_ranks or is_loading",
@@ -40,31 +39,111 @@ def write_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-def save(state: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
-    """Write a state of Megatron's sharded tensors and objects to an empty folder; collective.
+class _ItemStream:
+    """A stream that keeps the error of a write until `close`.
 
-    The time-out of `group`, of all ranks, is the longest that one rank may write for.
+    `torch.save` writes from C++, and puts an error of its own in place of that (of a full disk).
+    The traceback is not kept: with its views of a `BytesIO`, the interpreter crashes when it
+    collects the two as garbage (CPython 3.12).
     """
-    from megatron.core import dist_checkpointing
 
-    write_in_process()
-    request = dist_checkpointing.save(
-        state, str(directory), async_sharded_save=True, async_strategy="mcore"
-    )
-    if request.async_fn is not None:  # there is something to write on this rank
-        rank, files, results = request.async_fn_args
-        request.async_fn(rank, one_by_one(files), results)
-    dist.barrier(group=group)
-    for finish in request.finalize_fns:
-        finish()
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, unless a write before has failed; return the size of the data in any case."""
+        try:
+            if self._error is None:
+                self._file.write(data)
+        except OSError as e:
+            self._error = OSError(e.errno, e.strerror)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Leave that to the file, which is closed when all items are in it."""
+
+    def close(self) -> None:
+        """Raise the error of a write; the file stays open."""
+        if self._error is not None:
+            raise self._error
 
 
-def one_by_one(files: list[Any]) -> list[Any]:
-    """Return Megatron's (path, key, (bytes, tensors)), its tensors copied to the host when read."""
-    return [
-        (path, key, (data, ((item, tensor.cpu()) for item, tensor in tensors)))
-        for path, key, (data, tensors) in files
-    ]
+class _ItemStreams:
+    """The streams of a writer of files, in place of torch's `_StorageWriterTransforms`."""
+
+    def transform_save_stream(self, _: Any, file: Any) -> tuple[_ItemStream, list[str]]:
+        return _ItemStream(file), []
+
+
+class Save:
+    """A state of Megatron's sharded tensors and objects on its way into an empty folder.
+
+    Planning it is collective; `copy`, `write` and `finish` follow in this order, on any thread.
+    """
+
+    def __init__(self, state: dict[str, Any], directory: Path) -> None:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+        write_in_process()
+        self._directory, self._strategy = directory, TorchDistSaveShardedStrategy()
+        changed: Any = self._strategy
+        make_request = changed._get_save_and_finalize_callbacks
+
+        def keep_plan(writer: Any, planned: Any, *names: Any) -> Any:
+            self._writer, self._metadata, _ = planned
+            return make_request(writer, planned, *names)
+
+        changed._get_save_and_finalize_callbacks = keep_plan
+        options = {"async_sharded_save": True, "async_strategy": "mcore"}
+        dist_checkpointing.save(state, str(directory), changed, **options)
+        self._files = self._writer.write_buckets
+        """(path, name, ([(item, bytes)], [(item, tensor)])) of each file of this rank."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that this rank writes, each on its device."""
+        return [tensor for *_, (_, tensors) in self._files for _, tensor in tensors]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank writes, without the headers of tensors."""
+        data = sum(item.getbuffer().nbytes for *_, (data, _) in self._files for _, item in data)
+        return data + sum(tensor.nbytes for tensor in self.tensors)
+
+    def copy(self, copies: Iterator[torch.Tensor]) -> None:
+        """Write these tensors, on the host, in place of `tensors`, which are released."""
+        self._files = [
+            (path, name, (data, [(item, next(copies)) for item, _ in tensors]))
+            for path, name, (data, tensors) in self._files
+        ]
+        self._writer.write_buckets = None
+
+    def write(self) -> tuple[list[Path], list[Any]]:
+        """Write this rank's files; return them, and the results that rank 0 needs to `finish`.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        writer, results = self._writer, list[Any]()
+        for number, file in enumerate(self._files):
+            options = {"results_queue": None, "count_queue": None, "use_fsync": True}
+            _, written = writer.write_preloaded_data([_ItemStreams()], number, file, **options)
+            if isinstance(written, Exception):
+                raise written
+            results += written
+        paths = [Path(path) for path, *_ in self._files]
+        self._files = []
+        return paths, results
+
+    def finish(self, results: list[list[Any]]) -> None:
+        """Write the metadata, from the results of all ranks; on rank 0."""
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+        self._writer.finish(self._metadata, results)
+        backend = CheckpointingConfig(self._strategy.backend, self._strategy.version)
+        save_config(backend, str(self._directory))
 
 
 def shard_optimizer(optimizer: Any) -> None:

@@ -276,13 +276,20 @@ class Weights(Section):
 class Checkpoint(Section):
     """Saved state of the run: Megatron's distributed checkpoint and the orchestrator's state."""
 
+    every_minutes: PositiveFloat = 10.0
+    """Minutes after which the next step begins with a checkpoint: a fault costs this much work."""
     every_steps: PositiveInt = 100
     """Steps that are multiples of this begin with one, too; one is also written at the end and on
     an interrupt."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; the disk must have space for one more."""
     keep_every: PositiveInt | None = None
-    """Keep the checkpoints of steps that are multiples of this, too."""
+    """Write and keep the checkpoints of steps that are multiples of this, too."""
+
+    def is_due(self, step: int, seconds: float) -> bool:
+        """Return True if a step begins with a checkpoint, `seconds` after the one before."""
+        multiples = self.every_steps, self.keep_every or self.every_steps
+        return seconds >= 60 * self.every_minutes or any(step % n == 0 for n in multiples)
 
 
 class Metrics(Section):

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.files import replace_file
+from megatron_rl.files import naming_full_disk, replace_file
 from megatron_rl.metrics.names import METRICS, SPENT
 
 SCHEMA = "megatron_rl.metrics/1"
@@ -88,8 +88,9 @@ class MetricsWriter:
 
     def _append(self, row: Row) -> None:
         line = memoryview(_line(row))
-        while line:
-            line = line[self._file.write(line) :]
+        with naming_full_disk(self.path):
+            while line:
+                line = line[self._file.write(line) :]
 
 
 def read_metrics(path: str | Path) -> list[Row]:

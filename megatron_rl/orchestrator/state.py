@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config import ConfigError
+from megatron_rl.files import replace_file
 from megatron_rl.messages import Sample
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict
@@ -83,7 +84,7 @@ def save_state(state: State, directory: Path) -> None:
     """Write the state into a checkpoint folder that is not in place yet."""
     body = msgspec.msgpack.encode(state)
     header = {"format": FORMAT, "blake2b": _checksum(body)}
-    (directory / FILE).write_bytes(json.dumps(header).encode() + b"\n" + body)
+    replace_file(directory / FILE, json.dumps(header).encode() + b"\n" + body)
 
 
 def load_state(
@@ -100,11 +101,14 @@ def load_state(
     if not path.exists():
         raise ConfigError(f"{path}: missing; the checkpoint is not of a megatron_rl run")
     head, _, body = path.read_bytes().partition(b"\n")
-    header = json.loads(head)
+    try:
+        header = json.loads(head)
+    except ValueError:
+        header = {"format": FORMAT, "blake2b": ""}  # a torn first line
     if header.get("format") != FORMAT:
         raise ConfigError(f"{path}: format {header.get('format')!r}, this version reads {FORMAT!r}")
     if header["blake2b"] != _checksum(body):
-        raise ConfigError(f"{path}: checksum differs; use an older checkpoint")
+        raise ConfigError(f"{path}: its checksum differs; take an older checkpoint (--resume STEP)")
     state = msgspec.msgpack.decode(body, type=State, strict=False)
     if state.fingerprint != fingerprint:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The prompt stream of a run, and the batch of each step once its groups are complete."""
 
 import math
+import time
 
 from megatron_rl.algorithm.curriculum import Curriculum
 from megatron_rl.config import RunConfig
@@ -37,6 +38,7 @@ class StepBuilder:
         """The prompts of all tasks by weight, with a curriculum for each task."""
         self.first_step = 0
         """Steps trained before this start of the run."""
+        self._saved_at = time.monotonic()
 
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.
@@ -53,7 +55,8 @@ class StepBuilder:
         comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
         probed = comparable and step % c.metrics.logprob_check_every_steps == 0
         probe = PROBE_SEQUENCES if probed else 0
-        save = step % c.checkpoint.every_steps == 0 and step > self.first_step
+        now = time.monotonic()
+        save = step > self.first_step and c.checkpoint.is_due(step, now - self._saved_at)
         built = build_batch(step, ready, self._prompt_ids, c.algorithm, probe=probe, save=save)
         stream, metrics = self.stream, built.metrics
         lag, limit = metrics["lag_max"], s.max_lag_steps
@@ -62,6 +65,7 @@ class StepBuilder:
                 f"step {step}: a token is {lag} steps old, schedule.max_lag_steps is {limit}"
             )
         groups.take(step, ready)
+        self._saved_at = now if save and built.teaches else self._saved_at
         metrics |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
         if c.algorithm.refill:
             metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
@@ -71,16 +75,16 @@ class StepBuilder:
                 tasks[task] |= {"prompts_excluded": curriculum.excluded, "epoch": curriculum.epoch}
         return built
 
-    def _check_refill(self, step: int, groups: GroupQueue) -> None:
-        a, s = self._config.algorithm, self._config.schedule
-        drawn = groups.complete_ahead()
-        complete = [g for g in groups.waiting if g.complete]
     def record(self, groups: list[Group]) -> None:
         """Tell the curriculum the pass rates of groups that are done."""
         for group in groups:
             if (pass_rate := group.pass_rate) is not None:
                 self.stream.record(group.prompt_id, pass_rate)
 
+    def _check_refill(self, step: int, groups: GroupQueue) -> None:
+        a, s = self._config.algorithm, self._config.schedule
+        drawn = groups.complete_ahead()
+        complete = [g for g in groups.waiting if g.complete]
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
             raise RunError(
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"

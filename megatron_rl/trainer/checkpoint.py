@@ -1,29 +1,18 @@
 """Checkpoints of a run: Megatron's distributed checkpoint and the orchestrator's state.
 
-On disk, below `output_dir/checkpoints`:
-
-    step_000020/
-      model/            megatron.core.dist_checkpointing: parameters, optimizer, random state
-      ...               files of the state writer (the orchestrator), written in between
-      trainer.json      {"format": 1, "step": 20, ...}: written last, so its directory is complete
-    latest.json         {"format": 1, "step": 20, "directory": "step_000020"}
-
-All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
-after the rename. Recovery: the newest directory with a `trainer.json` counts (`resume_from`), or
-the one of a step that is chosen, which moves newer ones to `checkpoints.old-<n>`; a
-`.tmp` directory or one without it was torn by a crash and is skipped with a warning. Each rank
-writes and reads its own shards, one tensor at a time; the format reshards over tensor, pipeline,
-context and data parallelism.
+`checkpoint_folder` has the files and the recovery. Each rank writes and reads its own shards; the
+format reshards over tensor, pipeline, context and data parallelism. Training waits for the copy of
+a rank's shards to its host's memory; a thread of each rank writes them, makes their checksums, and
+completes the checkpoint, also while the ranks are in a long step or are asked to stop.
 """
 
-import json
-import logging
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -31,74 +20,174 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl import liveness
 from megatron_rl.compat import megatron_checkpoint
-from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.files import replace_file, replace_folder
-from megatron_rl.trainer import world
+from megatron_rl.config import RunConfig
+from megatron_rl.files import naming_full_disk, size_and_sum
+from megatron_rl.trainer import checkpoint_folder, world
 from megatron_rl.trainer.model import Policy
+from megatron_rl.weights.pinned import pin
 
-FORMAT = 1
-FOLDER = "checkpoints"
 StateWriter = Callable[[int, str], None]
-_log = logging.getLogger(__name__)
 
 
-def folder(config: RunConfig) -> Path:
-    """Return the folder of a run's checkpoints."""
-    return config.output_dir / FOLDER
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+class Saver:
+    """Writes the checkpoints of a run in the background; collective over the trainer ranks.
+
+    It keeps memory of the host for the bytes that this rank writes.
+
+    Raises:
+        ConfigError: the disk has no space for `checkpoint.keep` checkpoints and the next one.
+    """
+
+    def __init__(self, config: RunConfig, policy: Policy) -> None:
+        self._config, self._policy = config, policy
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        self._memory = np.empty(0, np.uint8)
+        checkpoint_folder.check_space(config, tensor_bytes(config, policy), reserve=True)
+
+    def save(self, step: int, write_state: StateWriter | None = None) -> Path:
+        """Begin the checkpoint after `step` optimizer steps; it is complete after `wait`.
+
+        `write_state` adds files: it is called on rank 0 with the step and the temporary directory.
+        If it raises, no checkpoint is left behind. The checkpoint before is completed first.
+        Returns the directory that is to be; an older one of the same step is replaced.
+
+        Raises:
+            ConfigError: the disk has no space for it.
+            SaveError: the one before could not be written.
+        """
+        self.wait()
+        liveness.sign("saving", step)
+        final = checkpoint_folder.folder(self._config) / f"step_{step:06d}"
+        work, group, first = final.with_suffix(".tmp"), world.control_group(), dist.get_rank() == 0
+        if first:
+            shutil.rmtree(work, ignore_errors=True)
+            with naming_full_disk(work):
+                (work / "model").mkdir(parents=True)
+        dist.barrier(group=group)
+        state = _sharded_state(self._policy, is_loading=False)
+        planned = megatron_checkpoint.Save(state, work / "model")
+        size = torch.tensor(planned.num_bytes)
+        dist.all_reduce(size, group=group)
+        checkpoint_folder.check_space(self._config, int(size))
+        planned.copy(self._copies(planned.tensors))
+        if first and write_state is not None:
+            write_state(step, str(work))
+        self._pending = self._thread.submit(self._complete, planned, work, step)
+        return final
+
+    def _copies(self, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield copies on the host, each over a part of the same memory."""
+        aligned = [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+        if self._memory.size != sum(aligned):
+            self._memory = np.empty(sum(aligned), np.uint8)
+            pin([self._memory])
+        copies, start = [], 0
+        for tensor, size in zip(tensors, aligned, strict=True):
+            # A view of all would be saved as all; this has a storage of its size.
+            part = self._memory[start : start + tensor.nbytes]
+            copy = torch.frombuffer(part, dtype=tensor.dtype) if part.size else torch.empty(0)
+            copies.append(copy.view(tensor.shape).copy_(tensor, non_blocking=True))
+            start += size
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return iter(copies)
+
+    def _complete(self, planned: megatron_checkpoint.Save, work: Path, step: int) -> None:
+        """Write this rank's files; on rank 0, put the checkpoint in place when all have."""
+        rank, group = dist.get_rank(), world.background_group()
+        part: tuple[list[Any], dict[str, tuple[int, str]], str | None]
+        try:
+            with naming_full_disk(work):
+                paths, results = planned.write()
+            part = results, {str(p.relative_to(work)): size_and_sum(p) for p in paths}, None
+        except Exception as e:  # noqa: BLE001 - the others wait for this part
+            part = [], {}, f"rank {rank}: {type(e).__name__}: {e}"
+        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(part, parts, group=group)
+        problem = [None if parts is None else self._put_in_place(planned, work, step, parts)]
+        dist.broadcast_object_list(problem, group=group)
+        if problem[0] is not None:
+            raise SaveError(f"checkpoint of step {step}: {problem[0]}")
+
+    def _put_in_place(
+        self, planned: megatron_checkpoint.Save, work: Path, step: int, parts: list[Any]
+    ) -> str | None:
+        """Return what went wrong, on any rank."""
+        results, sums, problems = zip(*parts, strict=True)
+        problem = next((p for p in problems if p is not None), None)
+        try:
+            if problem is None:
+                with naming_full_disk(work):
+                    planned.finish(list(results))
+                files = {name: value for part in sums for name, value in part.items()}
+                for path in sorted(p for p in work.rglob("*") if p.is_file()):
+                    name = str(path.relative_to(work))
+                    files[name] = files.get(name) or size_and_sum(path)
+                checkpoint_folder.put_in_place(work, step, _layout(self._config), files)
+                checkpoint_folder.remove_old(self._config)
+        except Exception as e:  # noqa: BLE001 - the others wait for it
+            problem = f"{type(e).__name__}: {e}"
+        if problem is not None:
+            shutil.rmtree(work, ignore_errors=True)  # the disk may be full
+        return problem
+
+    def failed(self) -> bool:
+        """Return True once the last checkpoint could not be written; `wait` raises the cause."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete on every rank.
+
+        Raises:
+            SaveError: it could not be written, on any rank.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """End the thread, after the last checkpoint is complete or has failed."""
+        self._thread.shutdown(wait=True)
+
+
+def tensor_bytes(config: RunConfig, policy: Policy) -> int:
+    """Return the bytes of all tensors of a checkpoint, without padding."""
+    element = next(iter(policy.parameters.values())).element_size()
+    # Two moments, and a fp32 value where the optimizer has it apart from the parameter.
+    optimizer = 12 if element < 4 or _is_sharded(_layout(config)) else 8
+    return policy.architecture.parameters() * (element + optimizer)
 
 
 def save(
     config: RunConfig, policy: Policy, step: int, write_state: StateWriter | None = None
 ) -> Path:
-    """Write the checkpoint after `step` optimizer steps; collective over the trainer ranks.
-
-    `write_state` adds files: it is called on rank 0 with the step and the temporary directory. If
-    it raises, no checkpoint is left behind. Returns the finished directory; an older one of the
-    same step was replaced.
-    """
-    liveness.sign("saving", step)
-    final = folder(config) / f"step_{step:06d}"
-    work = final.with_suffix(".tmp")
-    group, first = world.control_group(), dist.get_rank() == 0
-    if first:
-        shutil.rmtree(work, ignore_errors=True)
-        (work / "model").mkdir(parents=True)
-    dist.barrier(group=group)
-    megatron_checkpoint.save(_sharded_state(policy, is_loading=False), work / "model", group)
-    if first:
-        if write_state is not None:
-            write_state(step, str(work))
-        _write_json(work / "trainer.json", {"step": step, "layout": _layout(config)})
-        replace_folder(work, final)
-        _write_json(folder(config) / "latest.json", {"step": step, "directory": final.name})
-        _remove_old(config)
-    dist.barrier(group=group)
-    return final
+    """Write one checkpoint, and return its complete directory; `Saver` has the rest."""
+    saver = Saver(config, policy)
+    path = saver.save(step, write_state)
+    saver.wait()
+    saver.close()
+    return path
 
 
 def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     """Restore parameters, optimizer and random state; collective over the trainer ranks.
 
     The parallel layout may differ from that of the finished checkpoint `directory`, except in the
-    number of expert-parallel ranks and in whether the optimizer is sharded. Returns the optimizer
-    steps that made the weights.
+    number of expert-parallel ranks and in whether the optimizer is sharded. Its files were checked
+    by `checkpoint_folder.resume_from`. Returns the optimizer steps that made the weights.
 
     Raises:
         FileNotFoundError: no complete checkpoint.
         ValueError: a checkpoint that this program or this layout cannot read.
     """
     path = Path(directory)
-    about = _read_json(path / "trainer.json")
-    if about is None:
-        raise FileNotFoundError(
-            f"{path} has no readable trainer.json: it is no complete checkpoint; name another, or"
-            " remove it and resume from the newest"
-        )
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has format {about.get('format')!r}: this program reads {FORMAT}; use the"
-            " release that wrote it"
-        )
+    about = checkpoint_folder.read_about(path)
     layout, now = about["layout"], _layout(config)
     _check_layout(path, layout, now, policy.architecture.experts > 0)
     same_world = all(layout[key] == size for key, size in now.items())
@@ -122,50 +211,6 @@ def load_weights(policy: Policy, directory: str | Path) -> None:
     policy.optimizer.reload_model_params()
 
 
-def resume_from(config: RunConfig, rank: int) -> Path | None:
-    """Return the checkpoint to resume from; collective over the trainer ranks.
-
-    Without `resume`, an older run's are moved aside; with a step, those after it. Ranks that
-    torchrun restarted (`--max-restarts`) resume from the newest one.
-
-    Raises:
-        ConfigError: `resume` is set and there is none, or not the one of this step.
-    """
-    root = folder(config)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if config.resume is not False or restarted:
-        complete = find_complete(root)
-        newest = restarted or config.resume is True
-        path = next((p for p in complete if newest or _step(p) == config.resume), None)
-        if path is not None:
-            dist.barrier()  # all ranks have read the folder
-            if rank == 0 and path != complete[0]:
-                _move_aside(root, complete[: complete.index(path)])
-                _write_json(root / "latest.json", {"step": _step(path), "directory": path.name})
-            dist.barrier()
-            return path
-        if not restarted:
-            steps = ", ".join(str(_step(p)) for p in reversed(complete))
-            remedy = f"it has those of steps {steps}" if steps else "start without --resume"
-            which = "" if config.resume is True else f" of step {config.resume}"
-            raise ConfigError(
-                f"resume is {config.resume}: {root} holds no complete checkpoint{which}; {remedy}"
-            )
-    if rank == 0 and root.exists():
-        _move_aside(root, root.iterdir())
-    dist.barrier()
-    return None
-
-
-def _move_aside(root: Path, paths: Iterable[Path]) -> None:
-    n = 1
-    while (aside := root.with_name(f"{root.name}.old-{n}")).exists():
-        n += 1
-    for path in list(paths):
-        aside.mkdir(exist_ok=True)
-        path.rename(aside / path.name)
-
-
 def _layout(config: RunConfig) -> dict[str, Any]:
     """Return the sizes that say which rank has what."""
     in_any_layout = {"recompute", "overlap_grad_reduce", "overlap_param_gather"}
@@ -180,16 +225,17 @@ def _check_layout(path: Path, old: dict[str, Any], new: dict[str, Any], experts:
             f" {new['expert']}: Megatron does not reshard optimizer state over experts; keep it"
         )
     kinds = {True: "a sharded optimizer", False: "an unsharded optimizer"}
-    before, after = (
-        layout["distributed_optimizer"]
-        and layout["world_size"] > layout["tensor"] * layout["pipeline"]
-        for layout in (old, new)
-    )
+    before, after = _is_sharded(old), _is_sharded(new)
     if before != after:
         raise ValueError(
             f"{path} has {kinds[before]} and cannot be resumed with {kinds[after]}: it is sharded"
             " under parallel.distributed_optimizer with data or context parallelism; keep these"
         )
+
+
+def _is_sharded(layout: dict[str, Any]) -> bool:
+    replicas = layout["world_size"] > layout["tensor"] * layout["pipeline"]
+    return bool(layout["distributed_optimizer"] and replicas)
 
 
 def _layout_metadata() -> dict[str, Any]:
@@ -230,43 +276,3 @@ def _sharded_modules(policy: Policy) -> dict[str, Any]:
 def _load_modules(policy: Policy, state: dict[str, Any]) -> None:
     for key, module in _modules(policy).items():
         module.load_state_dict(state[key], strict=False)
-
-
-def find_complete(directory: Path) -> list[Path]:
-    """Return the complete checkpoints below a `checkpoints` folder, newest first."""
-    complete = []
-    for path in directory.glob("step_*"):
-        if path.suffix == ".tmp":
-            _log.warning("%s was left by a save that did not end: skipped", path)
-        elif not path.is_dir() or not path.name.removeprefix("step_").isdigit():
-            continue
-        elif _read_json(path / "trainer.json") is None:
-            _log.warning("%s is incomplete (no readable trainer.json): skipped", path)
-        else:
-            complete.append(path)
-    return sorted(complete, key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def _remove_old(config: RunConfig) -> None:
-    c = config.checkpoint
-    for path in find_complete(folder(config))[c.keep :]:
-        if c.keep_every and _step(path) % c.keep_every == 0:
-            continue
-        # First: a directory without it is incomplete, should the removal be interrupted.
-        (path / "trainer.json").unlink()
-        shutil.rmtree(path)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    replace_file(path, json.dumps({"format": FORMAT, **content}, indent=2))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return None

@@ -34,7 +34,7 @@ from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.data.question import DataError
 from megatron_rl.files import replace_file
 from megatron_rl.models import start_checkpoint, tiny
-from megatron_rl.trainer import checkpoint, world
+from megatron_rl.trainer import checkpoint, checkpoint_folder, world
 from megatron_rl.trainer.batch import batch_of_examples, micro_batches_of
 from megatron_rl.trainer.hf_checkpoint import save_huggingface
 from megatron_rl.trainer.loss import Objective
@@ -53,7 +53,7 @@ class ExampleFeed:
     """Batches of rank 0, each made in a thread while the one before is trained.
 
     Args:
-        config: `sft.steps` and `checkpoint.every_steps` count.
+        config: `sft.steps` and `checkpoint` count.
         steps: examples of each step, and the position after them.
         start: position before the first of them.
     """
@@ -65,6 +65,7 @@ class ExampleFeed:
         self.position = self._after = start
         """Before the newest batch."""
         self._pending = self._thread.submit(next, steps)
+        self._saved_at = time.monotonic()
 
     def next_batch(self, step: int) -> messages.Batch:
         """Return the batch of a step, which says when to save and when to stop."""
@@ -74,7 +75,9 @@ class ExampleFeed:
         examples, self._after = self._pending.result()
         self._pending = self._thread.submit(next, self._steps)
         weight = 1.0 / sum(len(completion) for _, completion in examples)
-        save = step > 0 and step % self._config.checkpoint.every_steps == 0
+        now = time.monotonic()
+        save = step > 0 and self._config.checkpoint.is_due(step, now - self._saved_at)
+        self._saved_at = now if save else self._saved_at
         return msgspec.structs.replace(batch_of_examples(examples, weight), step=step, save=save)
 
     def save_state(self, step: int, directory: str) -> None:
@@ -112,17 +115,22 @@ def run_supervised(
         FloatingPointError: loss or gradient norm is not finite.
     """
     o, step = config.optimizer, start_step
+    saver = checkpoint.Saver(config, policy) if checkpoints else None
     policy.set_adam(o.beta1, config.sft.beta2, 1e-8)
     while True:
-        batch, interrupted = next_batch(feed, step, stop_requested)
-        if checkpoints and (batch.save or batch.stop or interrupted):
-            checkpoint.save(config, policy, step, None if feed is None else feed.save_state)
+        batch, interrupted = next_batch(
+            feed, step, lambda: stop_requested() or (saver is not None and saver.failed())
+        )
+        if saver is not None and (batch.save or batch.stop or interrupted):
+            saver.save(step, None if feed is None else feed.save_state)
         if batch.stop or interrupted:
             break
         row = _train(config, policy, batch)
         if on_step is not None:
             on_step(row)
         step += 1
+    if saver is not None:
+        saver.wait()
     policy.set_adam(o.beta1, o.beta2, o.eps)
     return not interrupted
 
@@ -174,7 +182,7 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
         if rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
-    path = None if makes_start else checkpoint.resume_from(config, rank)
+    path = None if makes_start else checkpoint_folder.resume_from(config, rank)
     feed = _feed(config, initial, path) if rank == 0 else None
     dist.barrier(group=world.control_group())
     policy = Policy(config, initial)

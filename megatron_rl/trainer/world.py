@@ -35,6 +35,11 @@ def control_group() -> dist.ProcessGroup:
     return _control[0]
 
 
+def background_group() -> dist.ProcessGroup:
+    """Return a group like that of control, for the thread that writes checkpoints."""
+    return _control[1]
+
+
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
     """Join this process, rank `rank` of the trainer ranks, to the Megatron world, and seed it.
 
@@ -99,10 +104,11 @@ def _leave_memory_to_the_generator(config: RunConfig, device: int) -> None:
 
 
 def join_world(config: RunConfig) -> None:
-    """Create the control group in a world that Megatron has set up; collective."""
+    """Create the control groups in a world that Megatron has set up; collective."""
     t = config.timeouts
     wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
-    _control[:] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=wait))]
+    limit = timedelta(seconds=wait)
+    _control[:] = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
 
 
 def destroy_world() -> None:

@@ -70,7 +70,7 @@ def test_the_engine_starts_after_the_trainers_model_where_they_share_a_gpu(
     tmp_path, monkeypatch, one_gpu, started
 ):
     from megatron_rl.orchestrator import child_process
-    from megatron_rl.trainer import checkpoint, client, model
+    from megatron_rl.trainer import checkpoint_folder, client, model
 
     store, keys = {}, []
 
@@ -93,7 +93,7 @@ def test_the_engine_starts_after_the_trainers_model_where_they_share_a_gpu(
         raise Ended
 
     monkeypatch.setattr(child_process, "OrchestratorProcess", Orchestrator)
-    monkeypatch.setattr(checkpoint, "resume_from", lambda *_: None)
+    monkeypatch.setattr(checkpoint_folder, "resume_from", lambda *_: None)
     monkeypatch.setattr(model, "Policy", policy)
     monkeypatch.setattr(client, "TrainerClient", connect)
     config = RunConfig(output_dir=tmp_path, roles={"one_gpu": one_gpu, "trainer_ranks": 1})

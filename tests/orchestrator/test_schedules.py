@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config import RunConfig
-from megatron_rl.orchestrator import RunError
+from megatron_rl.orchestrator import RunError, steps
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator.peers import AtOnce, run, small_config
@@ -31,6 +33,29 @@ def phases(k: int, **schedule) -> RunConfig:
 def refilling(**schedule) -> RunConfig:
     # Of two completions half the groups have one reward: some are dropped in every run.
     return changed(small_config(completions_per_prompt=2, **schedule), algorithm={"refill": True})
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_saves_come_by_time_and_by_steps(monkeypatch):
+    looks = itertools.count(0, 40)  # the clock at the start, and at each batch
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    saves, build = [], steps.StepBuilder.build
+
+    def recorded(self, step, groups):
+        built = build(self, step, groups)
+        saves.extend([step] if built is not None and built.batch.save else [])
+        return built
+
+    monkeypatch.setattr(steps.StepBuilder, "build", recorded)
+    rule = {"every_minutes": 2, "every_steps": 100, "keep_every": 100}
+    run(changed(small_config(steps=12), checkpoint=rule))
+    assert saves == [2, 5, 8, 11]
+    saves.clear()
+    looks = itertools.repeat(0)
+    run(changed(small_config(steps=12), checkpoint=rule | {"every_steps": 4, "keep_every": 6}))
+    assert saves == [4, 6, 8]
 
 
 # ---------------------------------------------------------------- PPO-off-policy-k

@@ -182,11 +182,12 @@ def slow_disk(rank: int, folder: Path) -> list[bool]:
     writing, timed = folder / "writing", []
 
     def slow(function: Any, seconds: float) -> Any:
-        def wrapper(*args: Any, **options: Any) -> None:
+        def wrapper(*args: Any, **options: Any) -> Any:
             writing.touch()
             time.sleep(seconds)
-            function(*args, **options)
+            result = function(*args, **options)
             writing.unlink()
+            return result
 
         return wrapper
 
@@ -200,8 +201,8 @@ def slow_disk(rank: int, folder: Path) -> list[bool]:
 
     dist.send, dist.barrier = observed(dist.send), observed(dist.barrier)
     if rank == RANKS - 1:
-        write = slow(FileSystemWriterAsync.write_preloaded_data_multithread, 1.0)
-        FileSystemWriterAsync.write_preloaded_data_multithread = staticmethod(write)
+        write = slow(FileSystemWriterAsync.write_preloaded_data, 1.0)
+        FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
     checkpoint.save(config, policy, 0)
     hf_checkpoint.save_file = slow(hf_checkpoint.save_file, 0.1)
     hf_checkpoint.write = functools.partial(hf_checkpoint.write, max_shard_bytes=2**16)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl import messages
 from megatron_rl.config import RunConfig
 from megatron_rl.train import train_loop
-from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer import checkpoint, checkpoint_folder
 from megatron_rl.trainer.export import export
 from megatron_rl.trainer.model import Policy
 from tests.trainer.cases import batch, run_config, world_of_one, write_model
@@ -88,7 +88,7 @@ def trained(run: tuple[RunConfig, Path], client: Orchestrator, **options: Any) -
     config, directory = run
     policy = Policy(config, directory)
     start = 0
-    if complete := checkpoint.find_complete(checkpoint.folder(config)):
+    if complete := checkpoint_folder.find_complete(checkpoint_folder.folder(config)):
         start = checkpoint.load(config, policy, complete[0])
     train_loop(
         config,
@@ -111,7 +111,7 @@ def test_events_come_in_order_and_the_end_is_saved_twice(run: tuple[RunConfig, P
     ]
     assert client.done_message == messages.TrainerDone(step=2, interrupted=False)
     config, directory = run
-    latest = checkpoint.find_complete(checkpoint.folder(config))[0]
+    latest = checkpoint_folder.find_complete(checkpoint_folder.folder(config))[0]
     assert json.loads((latest / "orchestrator.json").read_text()) == {"step": 2}
     final = load_file(config.output_dir / "final" / "model.safetensors")
     assert all(torch.equal(final[n], client.weights[2][n]) for n in final)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data.examples import Examples, Position
+from megatron_rl.trainer import checkpoint_folder
 from megatron_rl.trainer.sft import learning_rate, run_stage
 from tests.trainer.cases import world_of_one
 from tests.trainer.sft_cases import (
@@ -172,8 +173,12 @@ def test_an_interrupted_stage_resumes_and_bad_rows_end_it_early(folder: Path) ->
         ):
             with pytest.raises(ConfigError, match=message):
                 run_stage(config("refused", source), 0, lambda: False)
-        for state in (folder / "parts" / "checkpoints").glob("*/supervised.json"):
-            state.unlink()
+        for path in checkpoint_folder.find_complete(folder / "parts" / "checkpoints"):
+            about = checkpoint_folder.read_about(path)  # that of a run has no such file
+            about["files"].pop("supervised.json")
+            (path / "supervised.json").unlink()
+            work = path.rename(path.with_suffix(".tmp"))
+            checkpoint_folder.put_in_place(work, about["step"], about["layout"], about["files"])
         with pytest.raises(ConfigError, match=r"supervised\.json does not exist: .* another stage"):
             run_stage(config("parts", resume=True), 0, lambda: False)
     assert log(folder / "parts") == log(folder / "whole")
