@@ -23,7 +23,7 @@ import yaml
 
 from megatron_rl import liveness
 from megatron_rl.metrics import METRICS, read_metrics
-from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start
+from tests.e2e.processes import ROOT, TORCHRUN, finish, hide, rows, start, steps_done
 from tests.trainer.sft_cases import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -48,12 +48,6 @@ AFTER_RESUME = [
     *("--algorithm.routing_replay", "replay"),
     *("--weights.bucket_bytes", f"{BUCKET_BYTES}"),
 ]
-
-
-def steps_done(output: Path) -> int:
-    # The file is created a moment before its first line is written.
-    path = output / "metrics.jsonl"
-    return len(rows(output, "step")) if path.exists() and b"\n" in path.read_bytes() else 0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.commands.doctor.script import PretrainingScript
-from tests.e2e.processes import ROOT, finish, hide, rows, start
+from tests.e2e.processes import ROOT, finish, hide, rows, start, steps_done
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -71,18 +71,12 @@ class Run:
 def interrupt(process: Any, output: Path, log: Path) -> int:
     """Send Ctrl-C's signal after a few steps; return the number of steps at the end."""
     deadline = time.monotonic() + 420
-
-    def steps() -> int:
-        # The file is created a moment before its first line is written.
-        path = output / "metrics.jsonl"
-        return len(rows(output, "step")) if path.exists() and path.read_bytes() else 0
-
-    while steps() < INTERRUPT_AT:
+    while steps_done(output) < INTERRUPT_AT:
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     process.wait(60)
-    return steps()
+    return steps_done(output)
 
 
 @pytest.fixture(scope="module")
