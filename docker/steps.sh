@@ -26,6 +26,8 @@ ETC=${ETC:-/etc}
 SECRETS=${SECRETS:-/run/secrets}
 export MEGATRON_RL_BUILD_CUDA=${MEGATRON_RL_BUILD_CUDA:-1}
 export UV_NO_CACHE=${UV_NO_CACHE:-1} UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
+# The image's user cannot write next to the sources: each start would compile all that it imports.
+export UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1} UV_COMPILE_BYTECODE_TIMEOUT=600
 # The base pins packages with this file, but the locks here are complete and hashed.
 base_pins=${PIP_CONSTRAINT:-}
 unset PIP_CONSTRAINT

@@ -33,6 +33,9 @@ commands)
   # -P: not a folder of sources
   check 60 "the installed package" python3 -P -c \
     'import megatron_rl as m; assert "/dist-packages/" in m.__file__, m.__file__'
+  # The user cannot write it, so each process would compile again.
+  check 10 "bytecode of the generators' packages" \
+    test -e /opt/generator/lib/python3.12/site-packages/torch/__pycache__/__init__.cpython-312.pyc
   check 120 "megatron-rl plan" megatron-rl plan examples/scalerl_scout.yaml
   check 120 "bash examples/scalerl_scout.sh --dry-run" bash examples/scalerl_scout.sh --dry-run
   ;;

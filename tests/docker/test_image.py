@@ -163,6 +163,7 @@ def test_the_steps_run_in_a_plain_environment(tmp_path):
         "WHEELS": str(tmp_path / "wheels"),
         "PIP_CONSTRAINT": str(base_pins),
         "UV_NO_CACHE": "0",
+        "UV_COMPILE_BYTECODE": "0",
         "MEGATRON_RL_BUILD_CUDA": "0",
     }
     script = home / "docker/steps.sh"
