@@ -90,7 +90,9 @@ class Saver:
         for tensor, size in zip(tensors, aligned, strict=True):
             # A view of all would be saved as all; this has a storage of its size.
             part = self._memory[start : start + tensor.nbytes]
-            copy = torch.frombuffer(part, dtype=tensor.dtype) if part.size else torch.empty(0)
+            copy = torch.empty(0, dtype=tensor.dtype)
+            if part.size:
+                copy = torch.frombuffer(part, dtype=tensor.dtype)
             copies.append(copy.view(tensor.shape).copy_(tensor, non_blocking=True))
             start += size
         if torch.cuda.is_available():
