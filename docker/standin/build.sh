@@ -90,7 +90,7 @@ tag=$(sed -n 's/^ARG NGC_TAG=//p' "$top/Dockerfile" | head -n 1)
 grep -q "^release=${tag%-py3} " "$here/base.sh" ||
   fail "the Dockerfile's NGC_TAG is $tag: bring docker/standin/base.sh and base.txt to that release"
 base=localhost/standin:$tag
-inputs=$({ cat "$here"/base.* "$here"/*.py "$here/entrypoint.sh" && echo "$tag ${SUITE:-}"; } | sha256sum | cut -c1-16)
+inputs=$({ cat "$here"/base.* "$here/debian_layout.py" "$here/entrypoint.sh" && echo "$tag ${SUITE:-}"; } | sha256sum | cut -c1-16)
 make_base() {
   local container root packages=/usr/local/lib/python3.12/dist-packages
   container=$("${B[@]}" from scratch)

@@ -19,8 +19,10 @@ def steps(log: Path) -> list[tuple[str, int, bool]]:
     starts: list[tuple[str, int, bool]] = []
     for line in log.read_text(errors="replace").splitlines():
         at, _, text = line.partition(" ")
-        if (match := STEP.match(text)) or text == "end":
-            starts.append((match[1] if match else "end", int(at), False))
+        match = STEP.match(text)
+        if match or text == "end" or text.startswith("Successfully tagged"):
+            name = match[1] if match else "buildah removes its containers"
+            starts.append((name, int(at), False))
         elif starts and text.startswith("--> Using cache"):
             starts[-1] = (*starts[-1][:2], True)
     ends = [at for _, at, _ in starts[1:]]
@@ -46,8 +48,8 @@ def layers(folder: Path) -> list[tuple[str, float]]:
 
 def short(instruction: str) -> str:
     """Return an instruction of the Dockerfile in one cell of a table."""
-    text = re.sub(r"^/bin/\S+ (-\S+ )*(-c )?|#\(nop\) |--mount=\S+ ", "", instruction)
-    return text.replace("|", "/")[:90].strip()
+    text = re.sub(r"^(\|\d )?([A-Z_]+=\S* )*/bin/\S+( -c)?|--mount=\S+ ", "", instruction)
+    return text.replace("|", "/")[:90].strip() or "the base"
 
 
 def processor() -> str:
@@ -66,7 +68,7 @@ def main(folder: Path, kind: str, commit: str, base_seconds: str) -> None:
     """Print the result as Markdown."""
     built, again = (steps(folder / name) for name in ("build.log", "rebuild.log"))
     sizes = layers(folder)
-    rebuilt = [(name, s) for name, s, hit in again if not hit and s > 0]
+    rebuilt = [(name, s) for name, s, hit in again if not hit and s > 2]
     hits = sum(hit for _, _, hit in again)
     print(f"""# The image on a stand-in base: {kind}
 
@@ -79,7 +81,8 @@ Image: {sum(s for _, s in sizes):.2f} GB, of which the base {sizes[0][1]:.2f} GB
         lines = Path(__file__).with_name("lean.txt").read_text().splitlines()
         names = [x for x in lines if x and not x.startswith("#")]
         print(f"Left out of the generators' lock: {', '.join(names)}.\n")
-    print(table("| step of the build | s |", [f"| `{short(n)}` | {s} |" for n, s, _ in built if s]))
+    rows = [f"| `{short(n)}` | {'from the cache' if c else s} |" for n, s, c in built if c or s > 2]
+    print(table("| step of the build, from 3 s | s |", rows))
     print(table("| layer | GB |", [f"| `{short(n)}` | {s:.3f} |" for n, s in sizes if s >= 5e-4]))
     checks = CHECK.findall((folder / "inside.log").read_text(errors="replace"))
     print(table("| inside the image, as user 10001 | result | |", [
@@ -89,7 +92,7 @@ Image: {sum(s for _, s in sizes):.2f} GB, of which the base {sizes[0][1]:.2f} GB
         f"After a change of one Python file: {sum(s for _, s, _ in again)} s; {hits} of"
         f" {len(again)} steps came from the cache. Built again:\n"
     )
-    print(table("| step | s |", [f"| `{short(n)}` | {s} |" for n, s in rebuilt]))
+    print(table("| step, from 3 s | s |", [f"| `{short(n)}` | {s} |" for n, s in rebuilt]))
 
 
 if __name__ == "__main__":
