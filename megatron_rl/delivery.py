@@ -31,7 +31,7 @@ class FrameError(ValueError):
 class Link:
     """One side of a conversation with one session of a peer.
 
-    A session is the lifetime of a process: a peer that is started anew begins another conversation,
+    A session is the lifetime of a process: a peer that is started again begins another conversation,
     with another `Link`.
     """
 

@@ -1,6 +1,6 @@
 """A role's connection to the orchestrator: a DEALER socket in a thread of its own.
 
-What was sent arrives once and in order, also if the connection is cut and made anew (`delivery`).
+What was sent arrives once and in order, also if the connection is cut and made again (`delivery`).
 """
 
 from __future__ import annotations

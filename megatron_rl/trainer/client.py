@@ -54,7 +54,7 @@ class TrainerClient:
     def next_batch(self, step: int) -> m.Batch:
         """Return the batch of this step, or a stopping batch if the run is interrupted.
 
-        A batch that is skipped because nothing can be learned from it begins the wait anew.
+        A batch that is skipped because nothing can be learned from it starts the wait again.
 
         Raises:
             OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
