@@ -27,7 +27,7 @@ EXPERTS = ["--num-experts", "4", "--moe-router-dtype", "fp32", "--moe-grouped-ge
 
 
 def parser() -> argparse.ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
+    from tests.megatron_plugin.quick_parser import add_megatron_arguments
 
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 

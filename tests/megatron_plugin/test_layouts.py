@@ -126,7 +126,7 @@ def run(
     )
     run_ranks(
         "tests.megatron_plugin.pretrain_worker", ranks, folder, 240,
-        (*PRELOADED, "megatron.training.training", "megatron_rl.megatron_plugin"),
+        (*PRELOADED, "megatron.training.training", "tests.megatron_plugin.quick_parser"),
     )  # fmt: skip
     out = json.loads((folder / "out.json").read_text())
     made = folder / "gradients.pt"
