@@ -15,10 +15,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docker.image_files import PIN, ROOT, run
+
 STANDIN = ROOT / "docker/standin"
-PIN = re.compile(r"^([a-z0-9-]+)==(\S+)", re.MULTILINE)
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -41,7 +42,7 @@ def test_the_base_has_the_libraries_that_the_generators_torch_was_built_for():
     for name in libraries - {"nvidia-cuda-cccl"}:
         # The same library name (libcublas.so.13) needs the same major version.
         assert base[name].split(".")[0] == generator[name].split(".")[0], name
-    assert base["nvidia-nccl-cu13"] >= generator["nvidia-nccl-cu13"]
+    assert Version(base["nvidia-nccl-cu13"]) >= Version(generator["nvidia-nccl-cu13"])
 
 
 def test_the_base_stands_for_the_dockerfiles_default_tag_and_its_torch():
@@ -156,10 +157,15 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_the_report_has_seconds_sizes_failures_and_what_came_from_the_cache(recorded):
-    text = subprocess.run(
-        [sys.executable, STANDIN / "report.py", recorded, "lean", "0123456789abcdef", "120"],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
+    text = run(
+        sys.executable,
+        STANDIN / "report.py",
+        recorded,
+        "lean",
+        "0123456789abcdef",
+        "120",
+        seconds=60,
+    )
     assert "| `RUN docker/steps.sh tools` | 10 |" in text
     assert "Image: 7.00 GB, of which the base 5.00 GB" in text
     assert "| `RUN tools` | 2.000 |" in text
