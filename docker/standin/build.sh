@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the Dockerfile on a stand-in for NVIDIA's PyTorch image, and run what it built. For machines
-# without that image: about 6 GB and 15 minutes on two cores, without a GPU.
+# without that image and without a GPU: 11 GB and half an hour on two busy cores.
 #
 #   docker/standin/build.sh [lean|full] [--keep] [--tree] [--result FILE]
 #
