@@ -31,8 +31,8 @@ class FrameError(ValueError):
 class Link:
     """One side of a conversation with one session of a peer.
 
-    A session is the lifetime of a process: a peer that is started again begins another conversation,
-    with another `Link`.
+    A session is the lifetime of a process: a peer that is started again has another conversation,
+    and another `Link`.
     """
 
     def __init__(self, session: int | None = None, peer: int = 0) -> None:
