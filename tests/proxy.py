@@ -33,11 +33,10 @@ class Proxy:
 
     def cut(self) -> None:
         """Abort all connections."""
+        reset = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         for writer in list(self._writers):
-            to_reset = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, to_reset
-            )
+            with contextlib.suppress(OSError):  # it is closed already
+                writer.get_extra_info("socket").setsockopt(*reset)
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,16 +9,33 @@ Every gold answer of the golden table meets `count` answers that are wrong by co
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.rewards import publish
+from benchmarks.rewards import processor, publish
 from megatron_rl.rewards.math import math_verdict
 from tests.rewards.hacks import hacks
 from tests.rewards.test_math_hacks import KINDS
 
 RESULT = Path(__file__).parents[1] / "results" / "rewards_hacks.md"
+
+
+def search(gold: str, count: int, seed: int) -> dict[str, tuple[int, float, list[str]]]:
+    """Return (answers, CPU seconds, those that pass) of each family for one gold answer."""
+    out: dict[str, tuple[int, float, list[str]]] = {}
+    for family, answer in hacks(gold, KINDS[gold], count, seed):
+        started = time.process_time()
+        verdict = math_verdict(answer, gold)
+        number, spent, passed = out.get(family, (0, 0.0, []))
+        spent += time.process_time() - started
+        out[family] = number + 1, spent, [*passed, answer] if verdict.passed else passed
+    return out
 
 
 def main() -> None:
@@ -31,20 +48,20 @@ def main() -> None:
     tried: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
-    for gold, kind in KINDS.items():
-        for family, answer in hacks(gold, kind, arguments.count, arguments.seed):
-            started = time.process_time()
-            verdict = math_verdict(answer, gold)
-            seconds[family] += time.process_time() - started  # type: ignore[assignment]
-            tried[family] += 1
-            if verdict.passed:
-                passed[family] += 1
-                print(f"passed: {answer!r} for {gold!r}")
+    one = partial(search, count=arguments.count, seed=arguments.seed)
+    with ProcessPoolExecutor(os.cpu_count(), get_context("forkserver")) as pool:
+        for gold, families in zip(KINDS, pool.map(one, KINDS), strict=True):
+            for family, (number, spent, answers) in families.items():
+                tried[family] += number
+                passed[family] += len(answers)
+                seconds[family] += spent  # type: ignore[assignment]
+                for answer in answers:
+                    print(f"passed: {answer!r} for {gold!r}")
     lines = [
         "# Wrong answers that pass",
         "",
         f"`python -m benchmarks.rewards.hacks --count {arguments.count} --seed {arguments.seed}`:"
-        f" {len(KINDS)} gold answers, {arguments.count} generated wrong answers each,"
+        f" {date.today()}, {processor()}: {len(KINDS)} gold answers, {arguments.count} generated wrong answers each,"
         f" {sum(seconds.values()):.0f} s of CPU time.",
         "",
         "| family | answers | passed | ms each |",

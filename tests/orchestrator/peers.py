@@ -211,11 +211,14 @@ class Generator(Peer):
             if self.fail_after <= 0:
                 await self.send(m.Failed(error="out of memory on rank 2"))
                 return
+        ids = [self.rng.randint(4, 30) for _ in range(n)]
+        if message.evaluation < 0 and message.group % 2 == 0 and index < 2:
+            # Right and wrong: in every batch there is something to learn.
+            ids[0] = 2 * self.rng.randint(4, 14) + index
         await self.send(
             m.Sample(
                 group=message.group, index=index, prompt_id=message.prompt_id,
-                evaluation=message.evaluation,
-                token_ids=[self.rng.randint(4, 30) for _ in range(n)], logprobs=[-1.0] * n,
+                evaluation=message.evaluation, token_ids=ids, logprobs=[-1.0] * n,
                 forced=(0, 0), spans=spans, finish_reason="stop",
             )
         )  # fmt: skip

@@ -11,6 +11,7 @@ Importing this module takes seconds.
 import logging
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import mpmath
@@ -105,6 +106,7 @@ def _summed(side: Any) -> Any:
     return side.replace(is_easy, lambda part: part.doit())
 
 
+@lru_cache(maxsize=256)  # a gold answer meets many answers, and its grammar is slow
 def _parse(text: str) -> Any:
     steps = {"basic_latex": True, "malformed_operators": True, "nits": True, "boxed": "none"}
     settings = NormalizationConfig(**steps, units=False, equations=False)
