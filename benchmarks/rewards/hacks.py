@@ -60,9 +60,9 @@ def main() -> None:
     lines = [
         "# Wrong answers that pass",
         "",
-        f"`python -m benchmarks.rewards.hacks --count {arguments.count} --seed {arguments.seed}`:"
-        f" {date.today()}, {processor()}: {len(KINDS)} gold answers, {arguments.count} generated wrong answers each,"
-        f" {sum(seconds.values()):.0f} s of CPU time.",
+        f"`python -m benchmarks.rewards.hacks --count {arguments.count} --seed {arguments.seed}`,"
+        f" {date.today()}, {processor()}: {len(KINDS)} gold answers, {arguments.count} generated"
+        f" wrong answers each, {sum(seconds.values()):.0f} s of CPU time.",
         "",
         "| family | answers | passed | ms each |",
         "|---|--:|--:|--:|",
