@@ -40,7 +40,6 @@ class Proxy:
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -48,6 +47,7 @@ class Proxy:
         to_reader, to_writer = await asyncio.open_connection(self._host, self._port)
         pair = {writer, to_writer}
         self._writers |= pair
+        self.connections += 1
         try:
             await asyncio.gather(self._pump(reader, to_writer), self._pump(to_reader, writer))
         finally:

@@ -115,8 +115,8 @@ def test_what_is_left_of_a_connection_that_was_replaced_is_dropped() -> None:
     assert asyncio.run(go())[-1] == 10
 
 
-async def talk(cut_every: float) -> tuple[list[tuple[str, int]], dict[str, list[int]], int]:
-    """Exchange 1,500 messages in both directions with two peers; connections are cut meanwhile."""
+async def talk(cut_every: int) -> tuple[list[tuple[str, int]], dict[str, list[int]], int]:
+    """Exchange 1,500 messages in both directions with two peers; a cut after every `cut_every`."""
     count, names = 1_500, ("generator-0", "generator-1")
     arrived: list[tuple[str, int]] = []
     got: dict[str, list[int]] = {name: [] for name in names}
@@ -135,18 +135,20 @@ async def talk(cut_every: float) -> tuple[list[tuple[str, int]], dict[str, list[
                 )
                 for name in names
             ]  # fmt: skip
-            sent, next_cut = 0, loop.time() + cut_every
+            sent = cuts = 0
             async with asyncio.timeout(60):
                 while len(arrived) < 2 * count or any(len(g) < count for g in got.values()):
-                    if sent < count:
+                    # Some are sent while nobody is connected.
+                    connected = proxy.connections >= len(names) * (1 + cuts)
+                    if sent < count and (connected or sent % cut_every < cut_every // 2):
                         for peer, name in zip(peers, names, strict=True):
                             peer.send(m.BatchRequest(step=sent))
                             # The first may be sent before the peer has ever connected.
                             connection.send(name, m.StateSaved(step=sent))
                         sent += 1
-                    if loop.time() > next_cut and sent < count:
-                        next_cut = loop.time() + cut_every
-                        proxy.cut()
+                        if sent % cut_every == 0:
+                            cuts += 1
+                            proxy.cut()
                     if (event := await connection.next_event(0.001)) is not None:
                         event()
                     await connection.flush()
@@ -156,8 +158,8 @@ async def talk(cut_every: float) -> tuple[list[tuple[str, int]], dict[str, list[
 
 
 def test_connections_that_are_cut_lose_nothing_repeat_nothing_and_raise_nothing() -> None:
-    arrived, got, connections = asyncio.run(talk(0.15))
-    assert connections >= 8, "the connections were cut too rarely"
+    arrived, got, connections = asyncio.run(talk(150))
+    assert connections >= 2 * 10
     for name, numbers in got.items():
         assert numbers == list(range(1_500)), name
         assert [number for sender, number in arrived if sender == name] == list(range(1_500)), name
