@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 from megatron_rl.rewards.math import math_verdict
 from tests.rewards.hacks import GIANTS, hacks
 from tests.rewards.test_math_golden import CASES
@@ -19,12 +16,16 @@ def search(gold: str) -> tuple[int, list[str]]:
     return len(answers), [a for a in answers if math_verdict(a, gold).passed]
 
 
-def test_no_generated_wrong_answer_passes_for_any_gold_answer() -> None:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver")) as pool:
-        counts, passed = zip(*pool.map(search, KINDS, chunksize=8, timeout=500), strict=True)
-    assert {gold: a for gold, a in zip(KINDS, passed, strict=True) if a} == {}
-    assert len(counts) > 200
+def assert_none_passes(golds: list[str]) -> None:
+    """Search over some gold answers of the table."""
+    counts, passed = zip(*map(search, golds), strict=True)
+    assert {gold: a for gold, a in zip(golds, passed, strict=True) if a} == {}
+    assert len(counts) > 100
     assert set(counts) == {PER_GOLD}
+
+
+def test_no_generated_wrong_answer_passes_for_any_gold_answer() -> None:
+    assert_none_passes(list(KINDS)[::2])  # the others: test_math_hacks_others.py
 
 
 def test_equal_giants_cancel_to_what_they_are() -> None:
