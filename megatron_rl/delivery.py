@@ -107,12 +107,19 @@ class Links:
         """Return the frame of a new message to a peer, which may not have been heard of yet."""
         return self._links.setdefault(to, Link(self.session)).send(payload)
 
-    def receive(self, name: str, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
+    def receive(self, identity: bytes, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
         """Return (True if the payload is the peer's next message, frames to send back).
+
+        `identity` is the ROUTER's for the peer: its name. When a new connection of a peer replaces
+        its old one, what is left to read from that has an identity that ZeroMQ makes up, with a
+        zero byte first. It is dropped: the peer sends it again.
 
         The first frame of another session of a peer begins a new conversation with it; messages
         for its earlier session are dropped.
         """
+        if identity[:1] == b"\0":
+            return False, []
+        name = identity.decode()
         link = self._links.setdefault(name, Link(self.session))
         source = unpack(header)[1]
         if link.peer and source != link.peer:
@@ -129,15 +136,6 @@ class Links:
     def undelivered(self) -> list[str]:
         """Return the names of the peers that have not acknowledged every message."""
         return [name for name, link in self._links.items() if not link.all_delivered]
-
-
-def is_unnamed(identity: bytes) -> bool:
-    """Return True for the identity that a ROUTER makes up itself.
-
-    A connection gets one when another connection of its peer replaces it, for the messages that
-    are still to be read from it. They are to be dropped: the peer sends them again.
-    """
-    return identity[:1] == b"\0"
 
 
 def unpack(header: bytes) -> tuple[int, int, int, int, int]:

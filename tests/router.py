@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from megatron_rl import messages as m
-from megatron_rl.delivery import Links, is_unnamed
+from megatron_rl.delivery import Links
 
 
 class Router:
@@ -26,14 +26,13 @@ class Router:
         """Return (sender, message), or None if none comes within so many seconds."""
         while self._socket.poll(int(1000 * seconds)):
             identity, header, payload = self._socket.recv_multipart()
-            if is_unnamed(identity):
-                continue
-            name = identity.decode()
-            is_message, back = self._links.receive(name, header, payload)
-            for to, frame in [*((name, frame) for frame in back), *self._links.tick()]:
+            is_message, back = self._links.receive(identity, header, payload)
+            for frame in back:
+                self._socket.send_multipart([identity, *frame])
+            for to, frame in self._links.tick():
                 self._socket.send_multipart([to.encode(), *frame])
             if is_message:
-                return name, m.decode(payload)
+                return identity.decode(), m.decode(payload)
         return None
 
     def close(self) -> None:

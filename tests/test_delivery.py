@@ -71,19 +71,19 @@ def test_a_stream_in_one_direction_is_acknowledged_before_it_fills_the_memory() 
 
 def test_a_process_that_is_started_anew_gets_nothing_that_was_meant_for_the_one_before() -> None:
     links, before, after = Links(), Link(), Link()
-    assert links.receive("g", *before.send(b"hello"))[0]
+    assert links.receive(b"g", *before.send(b"hello"))[0]
     late = before.send(b"late")
     old = links.send("g", b"for the one before")
-    assert links.receive("g", *after.send(b"hello again"))[0]
+    assert links.receive(b"g", *after.send(b"hello again"))[0]
     assert after.receive(*old) == (False, [])
-    assert links.receive("g", *late) == (False, [])
+    assert links.receive(b"g", *late) == (False, [])
     assert after.receive(*links.send("g", b"for this one"))[0]
     assert links.undelivered() == ["g"]
 
 
 def test_bytes_of_another_version_are_refused_with_the_remedy() -> None:
     with pytest.raises(FrameError, match="has 5 bytes.*install the same version"):
-        Links().receive("g", b"hello", b"")
+        Links().receive(b"g", b"hello", b"")
 
 
 def test_what_is_left_of_a_connection_that_was_replaced_is_dropped() -> None:

@@ -15,7 +15,7 @@ import zmq
 from zmq.asyncio import Socket
 
 from megatron_rl import messages as m
-from megatron_rl.delivery import TICK_SECONDS, Frame, Links, is_unnamed
+from megatron_rl.delivery import TICK_SECONDS, Frame, Links
 
 Event = Callable[[], None]
 
@@ -86,12 +86,11 @@ class Connection:
 
     async def _receive(self) -> Event:
         identity, header, payload = await self._socket.recv_multipart()
-        if is_unnamed(identity):
+        is_message, back = self._links.receive(identity, header, payload)
+        self._outbox += [(identity.decode(), frame) for frame in back]
+        if not is_message:
             return _nothing
-        name = identity.decode()
-        is_message, back = self._links.receive(name, header, payload)
-        self._outbox += [(name, frame) for frame in back]
-        return partial(self._handle, name, m.decode(payload)) if is_message else _nothing
+        return partial(self._handle, identity.decode(), m.decode(payload))
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled():

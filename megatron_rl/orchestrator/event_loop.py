@@ -296,10 +296,11 @@ class Orchestrator:
         if step >= self.config.schedule.steps:
             batch = m.Batch(step=step, stop=True)
         else:
-            if not self._is_free(step) or (built := self.steps.build(step, self.groups)) is None:
+            if not self._is_free(step):
                 return
-            if not built.teaches:
+            while (built := self.steps.build(step, self.groups)) is not None and not built.teaches:
                 self._skip_batch(step, built)
+            if built is None:
                 return
             self.stores.batch_given(step)
             self._score_requests[step] = built.probe
@@ -311,14 +312,13 @@ class Orchestrator:
     def _skip_batch(self, step: int, built: BuiltBatch) -> None:
         """Drop a batch that teaches nothing; the next groups are those of the step."""
         self.steps.record(self.groups.consume(step, trained=False))
-        count, limit = self.metrics.empty_batch(step, built.metrics), self.config.schedule
-        if count >= limit.max_empty_batches:
+        count = self.metrics.empty_batch(step, built.metrics)
+        if count >= self.config.schedule.max_empty_batches:
             raise RunError(
                 f"step {step}: {count} batches in a row had nothing to learn"
                 f" (schedule.max_empty_batches): {diagnosis(built.metrics)}"
             )
         self.connection.send(m.TRAINER, m.BatchSkipped(step=step))
-        self.connection.post(lambda: None)  # more groups may be complete
 
     def _record_step(self, done: m.StepDone) -> None:
         self.steps.record(self.groups.consume(done.step))
