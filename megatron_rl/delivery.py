@@ -100,12 +100,12 @@ class Links:
 
     def __init__(self) -> None:
         self.session = Link().session
-        self._links: dict[str, Link] = {}
+        self._links = defaultdict[str, Link](lambda: Link(self.session))
         self._ended: defaultdict[str, set[int]] = defaultdict(set)
 
     def send(self, to: str, payload: bytes) -> Frame:
         """Return the frame of a new message to a peer, which may not have been heard of yet."""
-        return self._links.setdefault(to, Link(self.session)).send(payload)
+        return self._links[to].send(payload)
 
     def receive(self, identity: bytes, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
         """Return (True if the payload is the peer's next message, frames to send back).
@@ -120,7 +120,7 @@ class Links:
         if identity[:1] == b"\0":
             return False, []
         name = identity.decode()
-        link = self._links.setdefault(name, Link(self.session))
+        link = self._links[name]
         source = unpack(header)[1]
         if link.peer and source != link.peer:
             if source in self._ended[name]:

@@ -64,8 +64,7 @@ class OrchestratorConnection:
         Raises:
             ConnectionError: the connection's thread has ended.
         """
-        if self.error is not None:
-            raise ConnectionError(f"the connection to the orchestrator ended: {self.error}")
+        self._raise_if_ended()
         self._outbox.append(m.encode(message))
         os.eventfd_write(self._wake, 1)
 
@@ -78,10 +77,7 @@ class OrchestratorConnection:
         try:
             data = self._waiting.get(timeout=seconds) if seconds > 0 else self._waiting.get_nowait()
         except queue.Empty:
-            if self.error is not None:
-                raise ConnectionError(
-                    f"the connection to the orchestrator ended: {self.error}"
-                ) from None
+            self._raise_if_ended()
             return None
         return m.decode(data)
 
@@ -92,6 +88,10 @@ class OrchestratorConnection:
             os.eventfd_write(self._wake, 1)
             self._thread.join()
             os.close(self._wake)
+
+    def _raise_if_ended(self) -> None:
+        if self.error is not None:
+            raise ConnectionError(f"the connection to the orchestrator ended: {self.error}")
 
     def _run(self) -> None:
         try:
