@@ -14,80 +14,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = 6
+from megatron_rl.message_parts import (
+    Bucket,
+    Manifest,
+    Partial,
+    Region,
+    StoreSource,
+    TensorInfo,
+    VersionSpan,
+)
+
+__all__ = ["Bucket", "Manifest", "Partial", "Region", "StoreSource", "TensorInfo", "VersionSpan"]
+
+PROTOCOL = 7
 TRAINER = "trainer"
-"""Socket identity of trainer rank 0; generators are `generator-0`, `generator-1`, ..., stores
-`store-<node>` and, on the trainer's nodes, `trainer-store-<node>`."""
+"""Socket identity of trainer rank 0; the other ranks are `trainer-1`, ..., generators `generator-0`
+or, if they joined by themselves, `generator-<host>-<number>`, stores `store-<node>` and, on the
+trainer's nodes, `trainer-store-<node>`."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     """Base of all messages."""
-
-
-# ---------------------------------------------------------------- weights
-class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a weight version, by its Hugging Face name."""
-
-    name: str
-    dtype: str
-    """torch dtype without the module: `float32`, `bfloat16`."""
-    shape: tuple[int, ...]
-
-
-class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors that travel together, as flat bytes (`weights.buckets`)."""
-
-    owner: int
-    """Trainer rank whose memory has them."""
-    tensors: tuple[TensorInfo, ...]
-    num_bytes: int
-    checksum: str
-    """Hex xxh3-128 of the flat bytes."""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete weight version: announced only after its last byte is readable."""
-
-    version: int
-    """Optimizer steps behind these weights."""
-    buckets: tuple[Bucket, ...]
-    root: str
-    """Folder on the trainer's nodes, with a store (`weights.store`) in `<root>/<owner>`."""
-    nodes: tuple[str, ...]
-    """Nodes that see it; empty if every node does (`weights.directory`)."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    def buckets_of(self, owner: int) -> list[int]:
-        """Return the numbers of a trainer rank's buckets; -1: of all."""
-        return [i for i, bucket in enumerate(self.buckets) if owner in (-1, bucket.owner)]
-
-    @property
-    def tensors(self) -> list[TensorInfo]:
-        """All tensors, in the order of the buckets."""
-        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
-
-
-class Region(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of a store that peers read."""
-
-    owner: int
-    """Trainer rank whose buckets it has; -1: all buckets."""
-    addresses: tuple[int, ...]
-    """Of header, two slots and two differences (`weights.store.Store.regions`)."""
-
-
-class StoreSource(msgspec.Struct, frozen=True, array_like=True):
-    """A store from which another one takes a version."""
-
-    name: str
-    """The store process, `store-<node>` or `trainer-store-<node>`."""
-    agent: bytes
-    """NIXL's description of the process and its memory."""
-    regions: tuple[Region, ...]
 
 
 # ---------------------------------------------------------------- orchestrator -> store
@@ -128,7 +75,10 @@ class SourceFailed(Message):
 
 # ---------------------------------------------------------------- orchestrator -> generator
 class Generate(Message):
-    """Sample completions of one prompt; the answer is one `Sample` per completion."""
+    """Sample completions of one prompt; the answer is one `Sample` per completion.
+
+    Of a completion that grows long, a `Grown` comes about every `fleet.report_tokens` tokens.
+    """
 
     group: int
     """Group index in dispatch order (training), or prompt index (evaluation)."""
@@ -136,12 +86,16 @@ class Generate(Message):
     prompt: list[int]
     """Token ids, including the marker that opens thinking."""
     thinking_budgets: list[int]
-    """Thinking tokens before interruption, one entry per completion of the group."""
+    """Thinking tokens before interruption, one entry per completion."""
+    indices: list[int]
+    """`Sample.index` of each completion."""
     answer_budget: int
     """Tokens for the answer after thinking."""
     temperature: float
     evaluation: int = -1
     """Weight version under evaluation; -1 for training."""
+    begun: dict[int, Partial] = {}
+    """Completions, by index, that another generator had begun: they are continued."""
 
 
 class UpdateWeights(Message):
@@ -164,15 +118,40 @@ class Stop(Message):
     """Exit cleanly."""
 
 
+class Welcome(Message):
+    """The answer to `Join`."""
+
+    config: dict[str, Any]
+    """The run's resolved configuration."""
+    model_dir: str
+    """Hugging Face directory of weights version 0."""
+    trainer_node: str
+    """Node whose processes see every trainer rank's store; empty if no node does."""
+
+
 # ---------------------------------------------------------------- generator -> orchestrator
+class Join(Message):
+    """The first message of a generator, in every conversation; the answer is `Welcome`.
+
+    `Hello` follows once its engine runs.
+    """
+
+    process: str
+    """Where it runs, for messages: `process 123 on host`."""
+    supervised: bool
+    """True if a rank of torchrun starts it anew when it ends."""
+    protocol: int = PROTOCOL
+
+
 class Hello(Message):
-    """The first message of a peer."""
+    """A peer is ready; the first message of every other role."""
 
     role: str
-    """`trainer`, `generator`, `store` or `trainer-store`."""
+    """`trainer`, `trainer-rank` (ranks after the first), `generator`, `store` or
+    `trainer-store`."""
     rank: int
     version: int
-    """Weight version that the peer holds."""
+    """Weight version that the peer holds; one of another incarnation of the run does not count."""
     node: str = ""
     """Node of the peer, the same for all that share its memory (`weights.store.node_name`)."""
     folder: str = ""
@@ -184,14 +163,6 @@ class Hello(Message):
     """Active parameters per token (trainer), for FLOPs."""
     max_logprob_error: float = 0.0
     """`metrics.max_logprob_error` or its default (trainer) [nats]."""
-
-
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Completion tokens `[start, end)` were sampled by weights `version`."""
-
-    version: int
-    start: int
-    end: int
 
 
 class Sample(Message):
@@ -213,6 +184,25 @@ class Sample(Message):
     """`stop`, or `length` if truncated."""
     routes: bytes = b""
     """Routed experts of all tokens (`models.routed_experts`) for `algorithm.routing_replay`."""
+
+
+class Grown(Message):
+    """More of a training completion that is not at its end yet."""
+
+    group: int
+    index: int
+    start: int
+    """Tokens that were told before."""
+    rest: Partial
+    """Ids and log-probs from `start` on; spans and forced range of the whole."""
+
+
+class Leaving(Message):
+    """The generator takes no more work; it gets `Stop` when its completions have arrived."""
+
+
+class Left(Message):
+    """The generator ends now; its completions are generated elsewhere."""
 
 
 class WeightsUpdated(Message):

@@ -16,7 +16,8 @@ LAYERS = {
     "files": "",
     "liveness": "files",
     "section": "",
-    "messages": "",
+    "message_parts": "",
+    "messages": "message_parts",
     "run_lock": "",
     "delivery": "",
     "orchestrator_connection": "messages delivery",
@@ -57,9 +58,9 @@ MAY_IMPORT = {layer: others.split() for layer, others in LAYERS.items()}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
 # Importing a module of these reaches nothing heavy, not even through others.
 LIGHT = """
-files liveness section config messages algorithm recipes rewards scaling data metrics orchestrator
-launch train cli commands.alive commands.doctor commands.plan commands.recipes commands.study
-commands.verify weights.store_process generator.store_keeper generator_rank
+files liveness section config message_parts messages algorithm recipes rewards scaling data metrics
+orchestrator launch train cli commands.alive commands.doctor commands.plan commands.recipes
+commands.study commands.verify weights.store_process generator.store_keeper generator_rank
 """
 
 

@@ -38,6 +38,7 @@ class RunConfig(Section):
     """Continue from the newest checkpoint in `output_dir`, or from that of a step; then checkpoints
     and metrics after it are moved aside."""
     roles: sections.Roles = sections.Roles()
+    fleet: sections.Fleet = sections.Fleet()
     parallel: sections.Parallel = sections.Parallel()
     precision: sections.Precision = sections.Precision()
     kernels: sections.Kernels = sections.Kernels()

@@ -14,8 +14,8 @@ class Roles(Section):
 
     trainer_ranks: PositiveInt = 2
     """Ranks that train (Megatron's world)."""
-    generator_ranks: PositiveInt = 1
-    """Ranks that generate."""
+    generator_ranks: NonNegativeInt = 1
+    """Ranks that generate; 0: all generators join by themselves (`megatron-rl generate --join`)."""
     generator_tensor_parallel: PositiveInt = 1
     """Tensor-parallel ranks of one vLLM engine; the first one runs the engine, the others wait."""
     one_gpu: bool = False
@@ -45,6 +45,24 @@ class Roles(Section):
     def engines(self) -> int:
         """Number of vLLM engines."""
         return self.generator_ranks // self.generator_tensor_parallel
+
+
+class Fleet(Section):
+    """Generators that come and go, and what is done when a process is lost."""
+
+    port: NonNegativeInt = 0
+    """Port of the orchestrator for `megatron-rl generate --join HOST:PORT`; 0: any free one, which
+    `--join OUTPUT_DIR` finds."""
+    generator_restarts: NonNegativeInt = 3
+    """Times within ten minutes that an engine which torchrun's ranks started is started anew."""
+    trainer_restarts: NonNegativeInt = 3
+    """Times that the trainer's ranks are started anew, where the command starts torchrun itself;
+    else that is torchrun's `--max-restarts`."""
+    group_attempts: PositiveInt = 3
+    """Losses of a generator after which a prompt that was in work there each time is dropped."""
+    report_tokens: PositiveInt = 256
+    """Tokens after which a generator tells how a completion goes on; if it is lost, another one
+    continues from there."""
 
 
 class Parallel(Section):
@@ -245,6 +263,9 @@ class Evaluation(Section):
     """Step of the first evaluation after step 0."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations; if set, it replaces `points` and `first_step`."""
+    engine_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the engines that evaluate, at least one; the others go on with the training prompts
+    and load newer weights."""
     sets: dict[str, EvaluationSet] = Field(default_factory=dict)
     """Evaluation sets by name, each with its own interval; the fit of the run is without them."""
 
@@ -326,3 +347,8 @@ class Timeouts(Section):
     """One evaluation."""
     shutdown_seconds: PositiveFloat = 25.0
     """Wait for a role to end after it was asked to stop."""
+    silence_seconds: PositiveFloat = 30.0
+    """Silence after which a generator is lost: its prompts go to others. A trainer rank is named
+    then, and after four times as long the trainer's ranks are started anew."""
+    rejoin_seconds: PositiveFloat = 900.0
+    """Wait of generators, with their weights and cache, for a run whose trainer is gone."""

@@ -207,6 +207,7 @@ class Evaluations:
                     prompt_id=prompt.id,
                     prompt=prompt.token_ids,
                     thinking_budgets=[g.thinking_budget_tokens[1]] * run.samples_per_prompt,
+                    indices=list(range(run.samples_per_prompt)),
                     answer_budget=g.answer_budget_tokens,
                     temperature=self._only.temperature if self._only else g.temperature,
                     evaluation=step,

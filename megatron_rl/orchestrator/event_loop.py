@@ -253,6 +253,7 @@ class Orchestrator:
                 prompt_id=group.prompt_id,
                 prompt=self.prompts.train[group.prompt_id].token_ids,
                 thinking_budgets=budgets,
+                indices=list(range(group.size)),
                 answer_budget=g.answer_budget_tokens,
                 temperature=g.temperature,
             )

@@ -1,0 +1,88 @@
+"""Parts of messages: tokens of completions, weight versions, and the memory of stores."""
+
+import msgspec
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Completion tokens `[start, end)` were sampled by weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a completion, as far as its generator had told it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of each token at sampling time."""
+    spans: list[VersionSpan]
+    """Weight version of each token, without gaps."""
+    forced: tuple[int, int]
+    """Half-open range of forced tokens; (0, 0) for none."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a weight version, by its Hugging Face name."""
+
+    name: str
+    dtype: str
+    """torch dtype without the module: `float32`, `bfloat16`."""
+    shape: tuple[int, ...]
+
+
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that travel together, as flat bytes (`weights.buckets`)."""
+
+    owner: int
+    """Trainer rank whose memory has them."""
+    tensors: tuple[TensorInfo, ...]
+    num_bytes: int
+    checksum: str
+    """Hex xxh3-128 of the flat bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete weight version: announced only after its last byte is readable."""
+
+    version: int
+    """Optimizer steps behind these weights."""
+    buckets: tuple[Bucket, ...]
+    root: str
+    """Folder on the trainer's nodes, with a store (`weights.store`) in `<root>/<owner>`."""
+    nodes: tuple[str, ...]
+    """Nodes that see it; empty if every node does (`weights.directory`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def buckets_of(self, owner: int) -> list[int]:
+        """Return the numbers of a trainer rank's buckets; -1: of all."""
+        return [i for i, bucket in enumerate(self.buckets) if owner in (-1, bucket.owner)]
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """All tensors, in the order of the buckets."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of a store that peers read."""
+
+    owner: int
+    """Trainer rank whose buckets it has; -1: all buckets."""
+    addresses: tuple[int, ...]
+    """Of header, two slots and two differences (`weights.store.Store.regions`)."""
+
+
+class StoreSource(msgspec.Struct, frozen=True, array_like=True):
+    """A store from which another one takes a version."""
+
+    name: str
+    """The store process, `store-<node>` or `trainer-store-<node>`."""
+    agent: bytes
+    """NIXL's description of the process and its memory."""
+    regions: tuple[Region, ...]
