@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,23 @@ from pathlib import Path
 import xxhash
 
 
+def sibling(path: Path, kind: str) -> Path:
+    """Return a hidden name in the same folder that no process has, on any node or in a container.
+
+    Example: `.config.yaml.tmp-5d41402a`. `left_in` finds those that were left.
+    """
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def left_in(folder: Path) -> list[Path]:
+    """Return the half-written files and folders there: torn if no process writes to the folder."""
+    names = (f".*.{kind}-{'[0-9a-f]' * 8}" for kind in ("tmp", "old"))
+    return [path for name in names for path in folder.glob(name)]
+
+
 def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write a file under a temporary name in its folder, and on the disk, then rename it."""
-    work = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    work = sibling(path, "tmp")
     try:
         with naming_full_disk(path), work.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -74,8 +89,7 @@ def damage(folder: Path, sums: Mapping[str, Sequence[int | str]]) -> list[str]:
 
 def replace_folder(work: Path, final: Path) -> None:
     """Rename a complete folder into place; an older one of that name is removed."""
-    old = final.with_name(f".{final.name}.old{os.getpid()}")
-    shutil.rmtree(old, ignore_errors=True)
+    old = sibling(final, "old")
     if final.exists():
         final.rename(old)
     work.rename(final)

@@ -22,6 +22,7 @@ from megatron_rl import liveness
 from megatron_rl.compat import megatron_checkpoint
 from megatron_rl.config import RunConfig
 from megatron_rl.files import naming_full_disk, size_and_sum
+from megatron_rl.models.run_checkpoint import read_about
 from megatron_rl.trainer import checkpoint_folder, world
 from megatron_rl.trainer.model import Policy
 from megatron_rl.weights.pinned import pin
@@ -189,7 +190,7 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
         ValueError: a checkpoint that this program or this layout cannot read.
     """
     path = Path(directory)
-    about = checkpoint_folder.read_about(path)
+    about = read_about(path)
     layout, now = about["layout"], _layout(config)
     _check_layout(path, layout, now, policy.architecture.experts > 0)
     same_world = all(layout[key] == size for key, size in now.items())

@@ -2,11 +2,7 @@
 
 On disk, below `output_dir/checkpoints`:
 
-    step_000020/
-      model/            megatron.core.dist_checkpointing: parameters, optimizer, random state
-      ...               files of the state writer (the orchestrator)
-      trainer.json      {"format": 2, "step": 20, "layout": {...}, "files": {name: [bytes, xxh3]},
-                        "checksum": of all before}: written last, so its directory is complete
+    step_000020/        a checkpoint (`models.run_checkpoint`)
     latest.json         {"format": 2, "step": 20, "directory": "step_000020"}
 
 All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
@@ -25,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import xxhash
 
 from megatron_rl.config import ConfigError, RunConfig
-from megatron_rl.files import damage, naming_full_disk, replace_file, replace_folder
+from megatron_rl.files import left_in, naming_full_disk, replace_file, replace_folder
+from megatron_rl.models import run_checkpoint
+from megatron_rl.models.run_checkpoint import find_complete, read_about, step_of, steps
 from megatron_rl.trainer import world
 
-FORMAT = 2
-ABOUT, LATEST = "trainer.json", "latest.json"
+LATEST = "latest.json"
 _log = logging.getLogger(__name__)
 
 
@@ -41,51 +37,18 @@ def folder(config: RunConfig) -> Path:
     return config.output_dir / "checkpoints"
 
 
-def find_complete(directory: Path) -> list[Path]:
-    """Return the complete checkpoints below a `checkpoints` folder, newest first."""
-    complete = []
-    for path in _steps(directory):
-        if _parsed(path / ABOUT) is None:
-            _log.warning("%s is incomplete (no readable %s): skipped", path, ABOUT)
-        else:
-            complete.append(path)
-    return complete
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """Return the contents of a complete checkpoint's `trainer.json`.
-
-    Raises:
-        FileNotFoundError: there is none that can be read.
-        ValueError: one that this program cannot read.
-    """
-    about = _parsed(path / ABOUT)
-    if about is None:
-        raise FileNotFoundError(
-            f"{path} has no readable {ABOUT}: it is no complete checkpoint; name another, or"
-            " remove it and resume from the newest"
-        )
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} has format {about.get('format')!r}: this program reads {FORMAT}; use the"
-            " release that wrote it"
-        )
-    return about
-
-
 def put_in_place(
     work: Path, step: int, layout: dict[str, Any], files: dict[str, tuple[int, str]]
 ) -> None:
     """Make a written `.tmp` directory the newest checkpoint, with the sums of all its files."""
-    about = {"format": FORMAT, "step": step, "layout": layout, "files": files}
-    replace_file(work / ABOUT, json.dumps(about | {"checksum": _checksum(about)}, indent=1))
+    run_checkpoint.complete(work, step, layout, files)
     final = work.with_suffix("")
     replace_folder(work, final)
     _point_to(final)
 
 
 def _point_to(path: Path) -> None:
-    content = {"format": FORMAT, "step": step_of(path), "directory": path.name}
+    content = {"format": run_checkpoint.FORMAT, "step": step_of(path), "directory": path.name}
     replace_file(path.with_name(LATEST), json.dumps(content, indent=2))
 
 
@@ -103,9 +66,9 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     root = folder(config)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if rank == 0:
-        for path in (*root.glob("step_*.tmp"), *root.glob(".step_*.old*")):
+        for path in [*root.glob("step_*.tmp"), *left_in(root), *left_in(config.output_dir)]:
             _log.warning("%s was left by a save that did not end: removed", path)
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     complete = _of_rank_0(find_complete(root) if rank == 0 else [])
     if config.resume is not False or restarted:
         newest = restarted or config.resume is True
@@ -114,7 +77,7 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
                 continue
             problem = find_damage(path)
             if problem is None:
-                newer = [p for p in _steps(root) if step_of(p) > step_of(path)]
+                newer = [p for p in steps(root) if step_of(p) > step_of(path)]
                 dist.barrier(group=world.control_group())  # all ranks have read the folder
                 if rank == 0 and newer:
                     _move_aside(root, newer)
@@ -141,8 +104,8 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
 
 
 def _choices(paths: list[Path]) -> str:
-    steps = ", ".join(str(step_of(p)) for p in reversed(paths))
-    return f"--resume STEP takes another: {steps}" if steps else "start without --resume"
+    others = ", ".join(str(step_of(p)) for p in reversed(paths))
+    return f"--resume STEP takes another: {others}" if others else "start without --resume"
 
 
 def find_damage(path: Path) -> str | None:
@@ -150,14 +113,11 @@ def find_damage(path: Path) -> str | None:
 
     Each trainer rank reads its share of the files; collective over them.
     """
-    files = read_about(path)["files"]
-    own = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    own = sorted(read_about(path)["files"])[dist.get_rank() :: dist.get_world_size()]
     by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    problems = damage(path, {name: files[name] for name in own})
+    problems = run_checkpoint.problems(path, own)
     dist.all_gather_object(by_rank, problems, group=world.control_group())
-    lines = [line for part in by_rank for line in part]
-    more = f", and {len(lines) - 1} more of its files" if len(lines) > 1 else ""
-    return f"{lines[0]}{more}" if lines else None
+    return run_checkpoint.first_of([line for part in by_rank for line in part])
 
 
 def check_space(config: RunConfig, size: int, reserve: bool = False) -> None:
@@ -178,7 +138,9 @@ def check_space(config: RunConfig, size: int, reserve: bool = False) -> None:
             root.mkdir(parents=True, exist_ok=True)
         keep, here = config.checkpoint.keep, find_complete(root)
         number = max(1, keep + 1 - len(here)) if reserve else 1
-        size = max([size, *map(_size, here[:1])])  # that one has the orchestrator's state, too
+        size = max(
+            [size, *map(run_checkpoint.num_bytes, here[:1])]
+        )  # that one has the orchestrator's state, too
         free = shutil.disk_usage(root).free
         if free < number * size:
             next_ones = "the next checkpoint needs"
@@ -200,22 +162,8 @@ def remove_old(config: RunConfig) -> None:
         if c.keep_every and step_of(path) % c.keep_every == 0:
             continue
         # First: a directory without it is incomplete, should the removal be interrupted.
-        (path / ABOUT).unlink()
+        (path / run_checkpoint.ABOUT).unlink()
         shutil.rmtree(path)
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's directory."""
-    return int(path.name.removeprefix("step_"))
-
-
-def _size(path: Path) -> int:
-    return sum(size for size, _ in read_about(path)["files"].values())
-
-
-def _steps(directory: Path) -> list[Path]:
-    named = (p for p in directory.glob("step_*") if p.name.removeprefix("step_").isdigit())
-    return sorted((p for p in named if p.is_dir()), key=step_of, reverse=True)
 
 
 def _move_aside(root: Path, paths: Iterable[Path]) -> None:
@@ -231,19 +179,3 @@ def _of_rank_0[Value](value: Value) -> Value:
     values = [value]
     dist.broadcast_object_list(values, group=world.control_group())
     return values[0]
-
-
-def _checksum(about: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(about, sort_keys=True).encode())
-
-
-def _parsed(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a `trainer.json`; None if it is torn, changed or not there."""
-    try:
-        about = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    if not isinstance(about, dict):
-        return None
-    digest = about.pop("checksum", None)
-    return about if about.get("format") != FORMAT or digest == _checksum(about) else None

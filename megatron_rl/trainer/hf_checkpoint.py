@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.files import replace_folder
+from megatron_rl.files import replace_folder, sibling
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory
 from megatron_rl.trainer import world
@@ -46,8 +45,7 @@ def write(
     directory of that name is replaced. Called by one rank.
     """
     path, source = Path(directory), Path(source)
-    work = path.parent / f".{path.name}.tmp{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
+    work = sibling(path, "tmp")
     work.mkdir(parents=True)
     shards: list[dict[str, Tensor]] = [{}]
     total = filled = 0

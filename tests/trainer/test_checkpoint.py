@@ -115,10 +115,14 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
         checkpoint.save(config, policy, 2, fails)
     assert checkpoint_folder.find_complete(checkpoint_folder.folder(config)) == [good]
     assert names(config) == ["latest.json", "step_000001", "step_000002.tmp"]
-    (good.parent / ".step_000001.old77").mkdir()  # of a replacement that was killed
+    (good.parent / ".step_000001.old-0123abcd").mkdir()  # of a replacement that was killed
+    (config.output_dir / ".final.tmp-0123abcd").mkdir()
+    (config.output_dir / ".config.yaml.tmp-0123abcd").touch()
+    (config.output_dir / ".mine.tmp-of-others").touch()
     assert resumed(config, True) == good
     assert "step_000002.tmp was left by a save that did not end: removed" in caplog.text
     assert names(config) == ["latest.json", "step_000001"]
+    assert sorted(os.listdir(config.output_dir)) == [".mine.tmp-of-others", "checkpoints"]
     checkpoint.save(config, policy, 2)
     assert names(config) == ["latest.json", "step_000001", "step_000002"]
 

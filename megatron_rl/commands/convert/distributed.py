@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_rl.commands.convert.resumable import ConvertError
+from megatron_rl.models import run_checkpoint
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import VocabularyRows, Weight, transformer_engine_name
 
@@ -83,21 +84,37 @@ def extra_states(parameter: StoredParameter) -> list[str]:
 def locate(directory: Path) -> Path:
     """Return the folder with `.metadata`, given it, a training run's checkpoint or Megatron's.
 
+    Of a run's, the sums of the files there are checked: nothing is made of damaged ones.
+
     Raises:
-        ConvertError: none of them. Megatron's pretraining script writes a `TRACKER` file.
+        ConvertError: none of them, or a damaged one. Megatron's pretraining script writes a
+            `TRACKER` file.
     """
     tracker, folder = directory / TRACKER, directory
     if tracker.is_file():
         iteration = tracker.read_text().strip()
         folder /= iteration if iteration == RELEASE else f"iter_{int(iteration):07d}"
-    elif (directory / "trainer.json").is_file():
+    elif (directory / run_checkpoint.ABOUT).is_file():
         folder /= "model"
+        _check_sums(directory)
     if not (folder / ".metadata").is_file():
         raise ConvertError(
             f"{folder}: no .metadata in it: not a Megatron distributed checkpoint ({BACKEND}), or"
             " its save did not finish"
         )
     return folder
+
+
+def _check_sums(checkpoint: Path) -> None:
+    try:
+        files = run_checkpoint.read_about(checkpoint)["files"]
+        lines = run_checkpoint.problems(checkpoint, [n for n in files if n.startswith("model/")])
+    except (FileNotFoundError, ValueError) as e:
+        raise ConvertError(str(e)) from None
+    if problem := run_checkpoint.first_of(lines):
+        others = [p for p in run_checkpoint.find_complete(checkpoint.parent) if p != checkpoint]
+        remedy = f"take another: {', '.join(p.name for p in others)}" if others else "none is left"
+        raise ConvertError(f"{problem}: {checkpoint} is damaged; {remedy}")
 
 
 class MegatronCheckpoint:

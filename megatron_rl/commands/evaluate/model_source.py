@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
 from megatron_rl.metrics.metrics_file import read_metrics
 from megatron_rl.metrics.names import COMPUTE
+from megatron_rl.models.run_checkpoint import ABOUT, find_complete, read_about
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,10 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if (path / "checkpoints").is_dir():
-        complete = [p.parent for p in path.glob("checkpoints/step_*/trainer.json")]
-        if not (complete := [p for p in complete if p.name[5:].isdigit()]):
+        if not (complete := find_complete(path / "checkpoints")):
             raise ConfigError(f"{path}/checkpoints: no complete checkpoint (step_*/trainer.json)")
-        path = max(complete, key=lambda p: int(p.name[5:]))
-    is_megatron = (path / "trainer.json").is_file()
+        path = complete[0]
+    is_megatron = (path / ABOUT).is_file()
     run = next((p for p in path.resolve().parents[:2] if (p / CONFIG_FILE).is_file()), None)
     file = config or (run / CONFIG_FILE if run is not None else None)
     if is_megatron and file is None:
@@ -66,7 +66,10 @@ def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelS
         return ModelSource(path, is_megatron, load_config(file, overrides), run, None)
     step = None
     if is_megatron:
-        step = json.loads((path / "trainer.json").read_text())["step"]
+        try:
+            step = read_about(path)["step"]
+        except (FileNotFoundError, ValueError) as e:
+            raise ConfigError(str(e)) from None
     elif path.resolve() == run / "final" and (run / "summary.json").is_file():
         step = json.loads((run / "summary.json").read_text())["steps"]
     settings = load_config(file, ["--output_dir", str(run), *overrides])  # it may have moved

@@ -17,7 +17,9 @@ from megatron_rl.commands.evaluate.model_source import find_source
 from megatron_rl.config import ConfigError, RunConfig, load_config, save_config
 from megatron_rl.data.prompt_format import PromptFormat, read_format, save_tiny_tokenizer
 from megatron_rl.data.question import DataError
+from megatron_rl.files import size_and_sum
 from megatron_rl.metrics.metrics_file import MetricsWriter
+from megatron_rl.models import run_checkpoint
 
 SMALL = ["--task.heldout_prompts", "5", "--task.train_prompts", "100"]
 
@@ -30,8 +32,10 @@ def run(tmp_path: Path) -> Path:
     save_config(config)
     for step in (8, 16):
         path = folder / "checkpoints" / f"step_{step:06d}"
-        path.mkdir(parents=True)
-        (path / "trainer.json").write_text(json.dumps({"format": 1, "step": step}))
+        (path / "model").mkdir(parents=True)
+        (path / "model" / "__0_0.distcp").write_bytes(bytes(range(100)))
+        sums = {"model/__0_0.distcp": size_and_sum(path / "model" / "__0_0.distcp")}
+        run_checkpoint.complete(path, step, {}, sums)
     (folder / "checkpoints" / "step_000024").mkdir()
     (folder / "checkpoints" / "step_000032.tmp").mkdir()
     final = folder / "final"
@@ -84,8 +88,35 @@ def test_compute_and_evaluation_are_those_of_the_weight_version(run: Path) -> No
     assert newest.evaluation is not None and newest.evaluation["pass_rate"] == 0.4
     (run / "checkpoints" / "step_000008").rename(run / "checkpoints" / "step_000009")
     other = run / "checkpoints" / "step_000009"
-    (other / "trainer.json").write_text(json.dumps({"format": 1, "step": 9}))
+    run_checkpoint.complete(other, 9, {}, {})
     assert find_source(other, None, []).compute == {}
+
+
+def test_a_torn_checkpoint_is_passed_over_unless_it_was_chosen(run: Path) -> None:
+    newest = run / "checkpoints" / "step_000016"
+    (newest / "trainer.json").write_text('{"format": 2, "st')
+    assert find_source(run, None, []).step == 8
+    with pytest.raises(ConfigError, match="step_000016 has no readable trainer.json"):
+        find_source(newest, None, [])
+
+
+@pytest.mark.parametrize("command", ["evaluate", "convert"])
+def test_nothing_is_made_of_a_damaged_checkpoint(run: Path, tmp_path: Path, command: str) -> None:
+    newest = run / "checkpoints" / "step_000016"
+    file = newest / "model" / "__0_0.distcp"
+    whole = file.read_bytes()
+    target = tmp_path / "converted"
+    for damaged, seen in (
+        (whole[:50], "it has 50 of 100 bytes"),
+        (bytes([1]) + whole[1:], "its bytes were changed after it was written (checksum)"),
+        (None, "No such file or directory"),
+    ):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        targets = ["--huggingface", str(target)] if command == "evaluate" else [str(target)]
+        done = CliRunner().invoke(app, [command, str(newest), *targets])
+        assert done.exit_code == 2, done.output
+        assert f"{file}: {seen}: {newest} is damaged; take another: step_000008" in done.stderr
+        assert not target.exists()
 
 
 def test_a_hugging_face_directory_without_a_run_has_the_defaults(tmp_path: Path) -> None:
