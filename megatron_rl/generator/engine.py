@@ -2,41 +2,45 @@
 
 Invariants:
 - An update aborts no request: it pauses decoding, and every request continues on its KV cache.
-- Every request is prefilled by the version in its `cache_salt`, so it never reads prefix blocks of
-  older weights: an update waits until each submitted request has its first token, and no request is
+- Every request is prefilled by the weights in its `cache_salt`, so it never reads prefix blocks of
+  others: an update waits until each submitted request has its first token, and no request is
   submitted during one.
-- Every token has the version that made it (vLLM's weight-version labels are our versions).
+- Every token has the version that made it (vLLM's weight-version labels are our versions). Versions
+  are labels only: after a restart of the trainer, a number can come again with other weights.
+- A call that is cancelled leaves the engine as if it had not been made, or had come to its end.
 """
 
 import asyncio
 import contextlib
-import itertools
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
-from vllm import SamplingParams
 from vllm.distributed.weight_transfer import base as transfer
-from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
-from megatron_rl.generator import vllm_args
+from megatron_rl.generator import engine_health, vllm_args
 from megatron_rl.generator.cpu_attention import check_head_size
+from megatron_rl.generator.engine_requests import EngineRequests
 from megatron_rl.generator.expert_capture import RequestRoutes
-from megatron_rl.generator.interruption import Completion
-from megatron_rl.generator.vllm_sampling import sampled_tokens, sampling, scoring
-from megatron_rl.messages import Manifest, WeightsUpdated
+from megatron_rl.generator.interruption import Completion, SampledTokens
+from megatron_rl.generator.vllm_sampling import (
+    ONLY_AT_THE_END,
+    check_routes,
+    sampling,
+    scoring,
+)
+from megatron_rl.messages import Manifest, Partial, WeightsUpdated
 from megatron_rl.models import architecture
-from megatron_rl.models.routed_experts import RoutedExperts, check_experts
+from megatron_rl.models.routed_experts import check_experts
 from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.weights.loading import NodeStores
-from megatron_rl.weights.manifest import WeightsError, check_tensors
+from megatron_rl.weights.manifest import WeightsError, check_tensors, checksum
 from megatron_rl.weights.number_format import WireFormat
 
 ENGINE_EXIT_SECONDS = 3.0
@@ -62,7 +66,7 @@ class Engine:
                 missing.
             RuntimeError: vLLM did not start (its own error is above in the log).
         """
-        self.version, self.aborted, self.in_flight = version, 0, 0
+        self.version = version
         self._config = config
         check_head_size(Path(model_dir))
         self.architecture = architecture(read_config(model_dir))
@@ -82,14 +86,25 @@ class Engine:
         self.cores = [c for c in multiprocessing.active_children() if c not in others]
         cores = [psutil.Process(c.pid) for c in self.cores]
         self._processes = cores + [p for core in cores for p in core.children(recursive=True)]
-        self._ids = itertools.count()
-        self._not_begun: set[str] = set()
-        self._withdrawn: set[str] = set()
-        self._all_begun = asyncio.Event()
-        self._submitting = asyncio.Event()
-        self._submitting.set()
-        self._one_version = asyncio.Lock()
+        self._requests = EngineRequests(self._llm, self._drop_routes)
+        self._one_version, self._updating = asyncio.Lock(), asyncio.Lock()
+        self._content, self._swapping = "", False
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._scores = asyncio.Semaphore(vllm_args.CONCURRENT_SCORES)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests in vLLM."""
+        return self._requests.in_flight
+
+    @property
+    def aborted(self) -> int:
+        """Number of requests that vLLM ended unfinished; those of cancelled calls do not count."""
+        return self._requests.aborted
+
+    def _drop_routes(self, request_id: str) -> None:
+        if self.routes is not None:
+            self.routes.forget(request_id)
 
     async def prepare(self) -> None:
         """Check the head, label the start version, open the weight transfer; before all else.
@@ -100,6 +115,7 @@ class Engine:
         await self.check_head()
         await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest())
         await self._llm.update_weight_version(str(self.version))
+        await self._llm.get_supported_tasks()  # it is kept: requests are submitted without a wait
         if self.routes is not None:
             await self.routes.prepare()
 
@@ -117,13 +133,62 @@ class Engine:
                 )
 
     async def complete(
-        self, prompt: list[int], thinking_budget: int, answer_budget: int, temperature: float
+        self,
+        prompt: list[int],
+        thinking_budget: int,
+        answer_budget: int,
+        temperature: float,
+        begun: Partial | None = None,
+        grown: Callable[[int, Partial], None] | None = None,
     ) -> Completion:
         """Sample one completion under the interruption rule.
 
+        Args:
+            prompt: token ids.
+            thinking_budget: tokens before the interruption.
+            answer_budget: tokens after thinking.
+            temperature: of sampling.
+            begun: a beginning that another engine made; the budgets include it.
+            grown: called about every `fleet.report_tokens` tokens of a completion that is not at
+                its end, with the number of tokens before and `Completion.since` it; never where
+                routed experts are captured.
+
         Raises:
-            ValueError: prompt and budgets exceed the engine's longest sequence.
+            ValueError: prompt and budgets exceed the engine's longest sequence, or `begun` cannot
+                be continued.
         """
+        self._check_length(prompt, thinking_budget, answer_budget)
+        completion = Completion(thinking_budget, answer_budget, self.interruption)
+        if begun is not None:
+            if self.routes is not None:
+                raise ValueError(
+                    "a completion that another engine began was to be continued, but the experts of"
+                    " its tokens are not known: with algorithm.routing_replay, completions are made"
+                    " again from their prompts"
+                )
+            completion.begin(begun)
+        every, reported = self._config.fleet.report_tokens, len(begun.token_ids) if begun else 0
+        if grown is None or self.routes is not None:
+            every = ONLY_AT_THE_END
+
+        def take(sampled: SampledTokens) -> bool:
+            nonlocal reported
+            completion.add(sampled)
+            length = len(completion.token_ids)
+            if grown is not None and completion.wanted and length - reported >= every:
+                grown(reported, completion.since(reported))
+                reported = length
+            return completion.wanted == 0
+
+        while wanted := completion.wanted:
+            inputs = prompt + completion.token_ids
+            outputs = await self._requests.run(inputs, sampling(wanted, temperature, every), take)
+            if self.routes is not None:
+                routes_NLK = await self.routes.of(outputs[-1].request_id, outputs)
+                completion.add_routes(check_routes(outputs, routes_NLK))
+        return completion
+
+    def _check_length(self, prompt: list[int], thinking_budget: int, answer_budget: int) -> None:
         forced = 0 if self.interruption is None else len(self.interruption.phrase)
         longest = len(prompt) + thinking_budget + forced + answer_budget
         if longest > self._max_tokens:
@@ -133,12 +198,6 @@ class Engine:
                 f" {longest} tokens; the engine takes {self._max_tokens}: raise"
                 " generation.max_prompt_tokens or shorten the prompt"
             )
-        completion = Completion(thinking_budget, answer_budget, self.interruption)
-        while wanted := completion.wanted:
-            inputs = prompt + completion.token_ids
-            outputs, routes = await self._request(inputs, sampling(wanted, temperature))
-            completion.add(sampled_tokens(outputs, routes))
-        return completion
 
     async def score(
         self, prompts: Sequence[list[int]], completions: Sequence[list[int]]
@@ -165,7 +224,7 @@ class Engine:
         if not completion:
             return []
         async with self._scores:
-            (output,), _ = await self._request(prompt + completion, scoring())
+            (output,) = await self._requests.run(prompt + completion, scoring())
         # The first prompt token has no log-prob: entry i belongs to token i + 1.
         flat = output.prompt_logprobs
         start = len(prompt) - 1
@@ -181,21 +240,50 @@ class Engine:
 
         Everything that can be wrong with the version is checked before the engine is touched, and
         its bytes stay locked from there until they are loaded; an error after that leaves the
-        engine paused, for the caller to end.
+        engine paused, for the caller to end. Updates are made one after the other, and one that is
+        cancelled finishes a swap that it has begun.
         The store `folder` has all of its buckets; empty: the stores of the trainer's ranks do.
 
         Raises:
             WeightsError: names, shapes, dtypes or bytes are not what they must be.
             TimeoutError: `timeouts.transfer_seconds` passed, in mapping or in loading.
+            RuntimeError: it was cancelled, and the swap failed.
         """
         limit = self._config.timeouts.transfer_seconds
         check_tensors(manifest.tensors, self._expected, manifest.version)
-        with contextlib.ExitStack() as locks:
-            checked = self._stores.checked(manifest, folder, limit)
-            await asyncio.to_thread(locks.enter_context, checked)
-            await asyncio.wait_for(self._map(manifest, folder), limit)
-            async with self._one_version:
-                return await asyncio.wait_for(self._swap(manifest.version), limit)
+        async with self._updating:
+            with contextlib.ExitStack() as locks:
+                checked = self._stores.checked(manifest, folder, limit)
+                await self._to_its_end(asyncio.to_thread(locks.enter_context, checked))
+                await asyncio.wait_for(self._map(manifest, folder), limit)
+                async with self._one_version:
+                    try:
+                        swap = asyncio.wait_for(self._swap(manifest), limit)
+                        return await self._to_its_end(swap)
+                    except asyncio.CancelledError:
+                        if self._failed.done():
+                            raise RuntimeError(self._failed.result()) from None
+                        raise
+
+    async def _to_its_end[T](self, work: Awaitable[T]) -> T:
+        """Await what must not be left halfway: a cancellation counts when it is at its end."""
+        task = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            first, ends = asyncio.FIRST_COMPLETED, (task, self._failed)
+            while not any(end.done() for end in ends):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait(ends, return_when=first)
+            if task.done() and not task.cancelled():
+                task.exception()  # the cancellation is raised instead
+            raise
+
+    async def forget_stores(self) -> None:
+        """Unmap the memory of all versions, so that it is free once their writer is gone."""
+        async with self._updating:
+            self._stores.forget()
+            await self._llm.collective_rpc("forget_stores")
 
     async def _map(self, manifest: Manifest, folder: str) -> None:
         text = msgspec.json.encode(manifest).decode()
@@ -211,31 +299,36 @@ class Engine:
             if error:
                 raise WeightsError(f"refused by worker {number}: {error}")
 
-    async def _swap(self, version: int) -> WeightsUpdated:
+    async def _swap(self, manifest: Manifest) -> WeightsUpdated:
         """Load the version that all workers have mapped; nothing but this happens in the pause."""
-        self._submitting.clear()
-        self._all_begun.clear()
-        if self._not_begun:
-            # Those that get none, because the KV cache is full, are withdrawn below.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_begun.wait(), FIRST_TOKEN_SECONDS)
+        self._swapping = True
+        try:
+            updated = await self._load(manifest.version)
+        except BaseException as e:
+            self._fail(
+                f"the swap to weights version {manifest.version} did not come to its end"
+                f" ({type(e).__name__}: {e}): the engine is between two versions and must be ended"
+            )
+            raise
+        content = checksum("".join(b.checksum for b in manifest.buckets).encode())
+        self._requests.release(other_weights=content != self._content)
+        self.version, self._content, self._swapping = manifest.version, content, False
+        return updated
+
+    async def _load(self, version: int) -> WeightsUpdated:
+        await self._requests.hold(FIRST_TOKEN_SECONDS)
         in_flight = self.in_flight
         # `pause_generation` is this call and 20 ms of sleep for tidier ordering. It returns when
         # the step in progress has its tokens.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         start = time.perf_counter()
-        if self._not_begun:
-            # They have sampled nothing, so nothing is lost: `_request` submits them again.
-            self._withdrawn |= self._not_begun
-            await self._llm.abort(list(self._not_begun))
+        await self._requests.withdraw()
         loading = time.perf_counter()
         await self._llm.start_weight_update()
         await self._llm.update_weights(transfer.WeightTransferUpdateRequest({"version": version}))
         await self._llm.finish_weight_update(str(version))
         loaded = time.perf_counter()
         await self._llm.resume_generation()
-        self.version = version
-        self._submitting.set()
         return WeightsUpdated(
             version=version,
             pause_seconds=time.perf_counter() - start,
@@ -243,40 +336,28 @@ class Engine:
             requests_in_flight=in_flight,
         )
 
-    async def _request(
-        self, prompt: list[int], params: SamplingParams
-    ) -> tuple[list[RequestOutput], RoutedExperts | None]:
-        while True:
-            await self._submitting.wait()
-            request_id = str(next(self._ids))
-            self._not_begun.add(request_id)
-            self.in_flight += 1
-            outputs = []
-            try:
-                inputs = tokens_input(prompt, cache_salt=str(self.version))
-                async for output in self._llm.generate(inputs, params, request_id):
-                    self._begun(request_id)
-                    outputs.append(output)
-            finally:
-                self.in_flight -= 1
-                self._begun(request_id)
-            routes = None if self.routes is None else await self.routes.of(request_id, outputs)
-            if request_id in self._withdrawn:
-                self._withdrawn.discard(request_id)
-                continue
-            reason = outputs[-1].outputs[0].finish_reason if outputs else None
-            if reason not in ("stop", "length"):
-                self.aborted += 1
-                raise RuntimeError(
-                    f"vLLM ended request {request_id} ({len(prompt)} prompt tokens) with"
-                    f" {reason!r} instead of finishing it; its own log has the cause"
-                )
-            return outputs, routes
+    async def check_alive(self, seconds: float) -> None:
+        """Check that the engine's core answers a cheap call.
 
-    def _begun(self, request_id: str) -> None:
-        self._not_begun.discard(request_id)
-        if not self._not_begun:
-            self._all_begun.set()
+        Raises:
+            RuntimeError: it did not within `seconds`, and no work explains it (`engine_health`); a
+                process of it is gone; or a swap failed. The engine must be ended.
+        """
+        if self._failed.done():
+            raise RuntimeError(self._failed.result())
+        call = self._llm.engine_core.get_weight_version_async()
+        try:
+            await engine_health.check_answer(
+                call, self.cores, self._processes, seconds, lambda: self._swapping
+            )
+        except RuntimeError as e:
+            self._fail(str(e))
+            raise
+
+    def _fail(self, error: str) -> None:
+        """Say that the engine must be ended; nothing waits for it any more."""
+        if not self._failed.done():
+            self._failed.set_result(error)
 
     def stop(self) -> None:
         """End the engine's processes; returns when they are gone."""

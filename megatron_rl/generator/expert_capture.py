@@ -31,6 +31,7 @@ class RequestRoutes:
     def __init__(self, llm: Any, architecture: Architecture) -> None:
         self._llm, self._architecture = llm, architecture
         self._layers = sorted(architecture.moe_layers)
+        self._forgotten: list[str] = []
 
     async def prepare(self) -> None:
         """Start the capture, before the first request.
@@ -55,8 +56,13 @@ class RequestRoutes:
             if experts is None:
                 return np.empty((0, len(self._layers), k), dtype=np.int16)
             return np.asarray(experts)[:, self._layers].astype(np.int16)
-        (rows, *_) = await self._llm.collective_rpc("take_routes", args=([request_id],))
+        ids, self._forgotten = [request_id, *self._forgotten], []
+        (rows, *_) = await self._llm.collective_rpc("take_routes", args=(ids, 1))
         return np.frombuffer(rows[0], dtype=np.int16).reshape(-1, len(self._layers), k)
+
+    def forget(self, request_id: str) -> None:
+        """Have the workers drop the experts of a request that was aborted, with the next `of`."""
+        self._forgotten.append(request_id)
 
     def encoded(self, routes_NLK: RoutedExperts, tokens: int) -> bytes:
         """Return `Sample.routes` of so many tokens of prompt and completion; pad with unknown."""

@@ -19,6 +19,9 @@ Example (budget 3, phrase "stop </think>", answer budget 2; E is end-of-sequence
     sampled a b c        -> a b c [stop </think>] x E      `stop`, forced (3, 5)
     sampled a b </think> -> a b </think> x y               `length`, forced (0, 0)
     sampled a E          -> a E                            `stop`
+
+A completion is known by its tokens and its forced range alone: cut anywhere, it goes on elsewhere
+as if it had never been cut (`Completion.begin`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.messages import VersionSpan
+from megatron_rl.messages import Partial, VersionSpan
 from megatron_rl.models.routed_experts import RoutedExperts
 
 BLOCK = 64
@@ -36,7 +39,7 @@ BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens that one engine request sampled."""
+    """Tokens that an engine request sampled, one after the other."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -44,9 +47,7 @@ class SampledTokens:
     spans: Sequence[VersionSpan]
     """Versions that made the tokens; `[start, end)` within these tokens, without gaps."""
     finish_reason: str
-    """`stop` or `length`."""
-    routes_NLK: RoutedExperts | None = None
-    """Experts of all tokens of the request, prompt included, except the last one."""
+    """`stop` or `length`; empty while the request goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ class Interruption:
 
     phrase: Sequence[int]
     """Token ids that are forced; they end with the end marker."""
-    end: Callable[[Sequence[int]], int]
-    """Number of tokens up to the end of the first end marker among them, -1 without one."""
+    end: Callable[[Sequence[int], int], int]
+    """Number of tokens up to the end of the first end marker among them, -1 without one. So many
+    of the tokens are known to have none."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,43 @@ class Completion:
     """Experts of prompt and completion, as far as they are known. A token that was an input of
     several requests keeps those of the first, in which its successor was sampled."""
     _answer_start: int = -1
+    _searched: int = 0
+    """Tokens that are known to have no end marker."""
+
+    def begin(self, begun: Partial) -> None:
+        """Take the beginning that another engine made; before all else.
+
+        Raises:
+            ValueError: it is not the beginning of a completion under this rule.
+        """
+        ids, (start, end) = begun.token_ids, begun.forced
+        phrase = [] if self.interruption is None else list(self.interruption.phrase)
+        whole = end - start == len(phrase) or end == len(ids)
+        as_forced = start == self.thinking_budget and ids[start:end] == phrase[: end - start]
+        valid = _agree(len(ids), begun.logprobs, begun.spans)
+        valid = valid and (end == 0 or (start < end and as_forced and whole))
+        if valid:
+            self.token_ids, self.logprobs = list(ids), list(begun.logprobs)
+            self.spans, self.forced = list(begun.spans), begun.forced
+            if end:
+                self._interrupt()
+            elif ids:
+                self._search(cut=len(ids) == self.thinking_budget)
+            valid = self.wanted >= 0
+        if not valid:
+            raise ValueError(
+                f"a completion was begun with {len(ids)} tokens, {len(begun.logprobs)} log-probs,"
+                f" version spans {begun.spans} and forced range {begun.forced}: that is no"
+                f" beginning under thinking budget {self.thinking_budget} and answer budget"
+                f" {self.answer_budget}; all generators need one configuration and one release"
+            )
+        if ids:
+            self._finish("")
+
+    def since(self, start: int) -> Partial:
+        """Return the tokens from `start` on, with spans and forced range of the whole."""
+        ids, logprobs = self.token_ids[start:], self.logprobs[start:]
+        return Partial(ids, logprobs, list(self.spans), self.forced)
 
     @property
     def wanted(self) -> int:
@@ -91,43 +130,56 @@ class Completion:
         return thinking + self.answer_budget - len(self.token_ids)
 
     def add(self, sampled: SampledTokens) -> None:
-        """Append the tokens that a request for `wanted` tokens sampled.
+        """Append tokens of a request for `wanted` tokens.
 
         Raises:
             ValueError: lengths of ids, log-probs and version spans disagree, or more tokens than
-                wanted.
+                were wanted.
         """
         count, spans = len(sampled.token_ids), sampled.spans
-        ends = [0, *(s.end for s in spans)]
-        if (
-            len(sampled.logprobs) != count
-            or ends[-1] != count
-            or [s.start for s in spans] != ends[:-1]
-            or not 0 < count <= self.wanted
-        ):
+        most = self.wanted
+        if self.interruption is not None:  # a request may sample up to the budget of thinking
+            most = max(most, self.thinking_budget - len(self.token_ids))
+        if not _agree(count, sampled.logprobs, spans) or not 0 < count <= most:
             raise ValueError(
-                f"the engine returned {count} tokens (wanted at most {self.wanted}) with"
+                f"the engine returned {count} tokens (wanted at most {most}) with"
                 f" {len(sampled.logprobs)} log-probs and version spans {list(spans)}; the lengths"
                 " must agree: unsupported behavior of this vLLM release"
             )
         offset = len(self.token_ids)
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
-        if sampled.routes_NLK is not None:
-            held = sampled.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
-            self.routes_NLK = np.concatenate([held, sampled.routes_NLK[len(held) :]])
         for span in spans:
             self._extend_spans(span.version, offset + span.start, offset + span.end)
-        if self.interruption is not None and self._answer_start < 0:
-            self._answer_start = self.interruption.end(self.token_ids)
-            if self._answer_start < 0 and sampled.finish_reason == "length":
-                start, phrase = len(self.token_ids), self.interruption.phrase
-                self.token_ids += phrase
-                self.logprobs += [0.0] * len(phrase)
-                self._answer_start = len(self.token_ids)
-                self.forced = (start, self._answer_start)
-                self._extend_spans(self.spans[-1].version, start, self._answer_start)
+        if self._answer_start < 0:
+            self._search(cut=sampled.finish_reason == "length")
         self._finish(sampled.finish_reason)
+
+    def add_routes(self, routes_NLK: RoutedExperts) -> None:
+        """Take the experts of all inputs of a request that is at its end."""
+        held = routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
+        self.routes_NLK = np.concatenate([held, routes_NLK[len(held) :]])
+
+    def _search(self, *, cut: bool) -> None:
+        """Look for the end of thinking; if it was `cut` at its budget without one, interrupt."""
+        if self.interruption is not None:
+            self._answer_start = self.interruption.end(self.token_ids, self._searched)
+            self._searched = len(self.token_ids)
+            if self._answer_start < 0 and cut:
+                self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Append the phrase, or what is missing of it."""
+        assert self.interruption is not None
+        length = len(self.token_ids)
+        start = self.forced[0] if self.forced[1] else length
+        self._answer_start = start + len(self.interruption.phrase)
+        self.forced = (start, self._answer_start)
+        if length < self._answer_start:
+            missing = self.interruption.phrase[length - start :]
+            self.token_ids += missing
+            self.logprobs += [0.0] * len(missing)
+            self._extend_spans(self.spans[-1].version, length, self._answer_start)
 
     def _finish(self, reason: str) -> None:
         if self.interruption is None:
@@ -152,6 +204,13 @@ class Completion:
         self.spans.append(VersionSpan(version, start, end))
 
 
+def _agree(count: int, logprobs: Sequence[float], spans: Sequence[VersionSpan]) -> bool:
+    """Return True if these are of so many tokens, without gaps."""
+    ends = [0, *(span.end for span in spans)]
+    starts = [span.start for span in spans]
+    return len(logprobs) == count == ends[-1] and starts == ends[:-1]
+
+
 class EndMarker:
     """The end-of-thinking marker under a tokenizer.
 
@@ -165,14 +224,17 @@ class EndMarker:
         ids = tokenizer.encode(text, add_special_tokens=False)
         self._token = ids[0] if len(ids) == 1 else None
 
-    def end(self, token_ids: Sequence[int]) -> int:
+    def end(self, token_ids: Sequence[int], searched: int = 0) -> int:
         r"""Return the number of tokens up to the end of the first marker; -1 without one.
+
+        The first `searched` tokens are known to have none.
 
         Example: `</`, `think`, `>\n`, `4`: 3.
         """
         if self._token is not None:
-            return token_ids.index(self._token) + 1 if self._token in token_ids else -1
-        for start in range(0, len(token_ids), BLOCK):
+            rest = token_ids[searched:]
+            return searched + rest.index(self._token) + 1 if self._token in rest else -1
+        for start in range(searched, len(token_ids), BLOCK):
             # A marker that began before this block has at least a character in each token.
             first, last = max(0, start - len(self.text)), min(start + BLOCK, len(token_ids))
             if self.text in self._decode(token_ids[first:last]):

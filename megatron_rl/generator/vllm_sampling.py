@@ -1,4 +1,4 @@
-"""Sampling parameters for vLLM, and the tokens that a finished request sampled."""
+"""Sampling parameters for vLLM, and the tokens that its requests sample."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,23 @@ from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
 _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clone": True}
 
 
-def sampling(max_tokens: int, temperature: float) -> SamplingParams:
-    """Return the parameters of one request; without a seed, which crashes vLLM's CPU build."""
+ONLY_AT_THE_END = 2**31 - 1
+
+
+def sampling(
+    max_tokens: int, temperature: float, interval: int = ONLY_AT_THE_END
+) -> SamplingParams:
+    """Return the parameters of one request; without a seed, which crashes vLLM's CPU build.
+
+    Its outputs come with the first token, which shows that the request was prefilled, and then
+    every `interval` tokens: each one wakes this process.
+    """
     return SamplingParams(
         temperature=temperature,
         max_tokens=max_tokens,
         logprobs=0,
-        # The first token shows that the request was prefilled; all others come at the end, since
-        # each output wakes this process.
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=2**31 - 1,
+        stream_interval=interval,
         **_COMMON,
     )
 
@@ -36,35 +43,61 @@ def scoring() -> SamplingParams:
     )
 
 
-def sampled_tokens(
-    outputs: Sequence[RequestOutput], routes: RoutedExperts | None = None
-) -> SampledTokens:
-    """Return the tokens that a finished request sampled, from its outputs in order.
+class RequestTokens:
+    """The tokens that a request of an AsyncLLM samples, output by output."""
 
-    The experts are those of its tokens from the first one of the prompt.
+    def __init__(self, llm: Any, request_id: str) -> None:
+        self._processor, self._request_id, self._count = llm.output_processor, request_id, 0
+
+    def of(self, output: RequestOutput) -> SampledTokens:
+        """Return the tokens of the next output.
+
+        Raises:
+            RuntimeError: the log-probs are not those of the tokens.
+        """
+        (part,) = output.outputs
+        start = self._count
+        self._count = end = start + len(part.token_ids)
+        if list(part.logprobs.token_ids) != list(part.token_ids):
+            raise RuntimeError(
+                f"vLLM returned log-probs of other tokens than it sampled (request"
+                f" {self._request_id}): unsupported behavior of this release"
+            )
+        versions = part.weight_versions if output.finished else self._versions()
+        return SampledTokens(
+            token_ids=list(part.token_ids),
+            logprobs=[float(x) for x in part.logprobs.logprobs],
+            spans=[
+                VersionSpan(int(v.version), max(v.start, start) - start, min(v.end, end) - start)
+                for v in versions or ()
+                if v.start < end and v.end > start
+            ],
+            finish_reason=str(part.finish_reason or ""),
+        )
+
+    def _versions(self) -> Any:
+        """Return the versions of the tokens so far, these and maybe more.
+
+        Only a request's last output has them; until then vLLM keeps them here, token by token.
+        """
+        (request,) = self._processor.external_req_ids.get(self._request_id, [None])
+        state = self._processor.request_states.get(request)
+        return None if state is None else state._weight_version_spans()
+
+
+def check_routes(outputs: Sequence[RequestOutput], routes_NLK: RoutedExperts) -> RoutedExperts:
+    """Return the experts of all inputs of a request, from the outputs that it ended with.
 
     Raises:
-        RuntimeError: the log-probs or the experts are not those of the tokens.
+        RuntimeError: some are missing.
     """
-    parts = [output.outputs[0] for output in outputs]
-    token_ids = [token for part in parts for token in part.token_ids]
-    if [token for part in parts for token in part.logprobs.token_ids] != token_ids:
-        raise RuntimeError(
-            f"vLLM returned log-probs of other tokens than it sampled (request"
-            f" {outputs[-1].request_id}): unsupported behavior of this release"
-        )
-    last = parts[-1]
-    inputs = len(outputs[-1].prompt_token_ids or ()) + len(token_ids) - 1
-    if routes is not None and (len(routes) < inputs or (routes[:inputs] == UNKNOWN).any()):
-        known = int((routes[:inputs] != UNKNOWN).all(axis=(1, 2)).sum())
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    inputs = len(outputs[-1].prompt_token_ids or ()) + tokens - 1
+    routes_NLK = routes_NLK[:inputs]
+    if len(routes_NLK) < inputs or (routes_NLK == UNKNOWN).any():
+        known = int((routes_NLK != UNKNOWN).all(axis=(1, 2)).sum())
         raise RuntimeError(
             f"vLLM returned the experts of {known} of {inputs} tokens (request"
             f" {outputs[-1].request_id}): unsupported behavior of this release"
         )
-    return SampledTokens(
-        token_ids=token_ids,
-        logprobs=[float(x) for part in parts for x in part.logprobs.logprobs],
-        spans=[VersionSpan(int(s.version), s.start, s.end) for s in last.weight_versions or ()],
-        finish_reason=str(last.finish_reason),
-        routes_NLK=None if routes is None else routes[:inputs],
-    )
+    return routes_NLK

@@ -68,6 +68,10 @@ class StoredWeights(transfer.WeightTransferEngine):
         self._stores.map(version, folder)
         return version, folder
 
+    def forget(self) -> None:
+        """Unmap all stores, after what was to be mapped before; nothing is loaded meanwhile."""
+        self._thread.submit(self._stores.forget).result()
+
     def start_weight_update(self) -> None:
         """Prepare the layers for loading: parameters in checkpoint layout, on `meta`."""
         reload.initialize_layerwise_reload(self.model)
@@ -108,9 +112,9 @@ class WorkerExtension:
         self._routes = RouteRecorder(self.model_runner)
         return self._routes.layers
 
-    def take_routes(self, request_ids: list[str]) -> list[bytes]:
-        """Return int16 [N, L, K] of each finished request, for its input tokens; keep none."""
-        return [self._routes.take(request) for request in request_ids]
+    def take_routes(self, request_ids: list[str], wanted: int | None = None) -> list[bytes]:
+        """Return int16 [N, L, K] of the first `wanted` requests' input tokens; keep none."""
+        return [self._routes.take(request) for request in request_ids][:wanted]
 
     def head_dtypes(self) -> list[str]:
         """Return the types of the logits that the model's heads compute, as torch names them."""
@@ -121,6 +125,10 @@ class WorkerExtension:
     def map_version(self, manifest: str, folder: str) -> None:
         """Start to map the version of this manifest (JSON) in the stores of `NodeStores.map`."""
         self.weight_transfer_engine.map(manifest, folder)
+
+    def forget_stores(self) -> None:
+        """Unmap the memory of all versions."""
+        self.weight_transfer_engine.forget()
 
     def version_mapped(self) -> tuple[bool, str]:
         """Return (True if the version can be loaded, reason of a refusal or "")."""

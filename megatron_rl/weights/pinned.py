@@ -10,7 +10,7 @@ from megatron_rl.weights.store import Bytes
 
 
 def pin(regions: Sequence[Bytes]) -> None:
-    """Register memory with CUDA, until this process ends.
+    """Register memory with CUDA, until `unpin`.
 
     Raises:
         WeightsError: CUDA refuses (its own message is in the error).
@@ -23,6 +23,15 @@ def pin(regions: Sequence[Bytes]) -> None:
                     f"cudaHostRegister of {region.size} bytes of weights failed: {result}; raise"
                     " the limit of locked memory (ulimit -l) and the container's shared memory"
                 )
+
+
+def unpin(regions: Sequence[Bytes]) -> None:
+    """Take back `pin`, before the memory is unmapped; raises WeightsError as it does."""
+    for region in regions if torch.cuda.is_available() else ():
+        if region.size:
+            result = torch.cuda.cudart().cudaHostUnregister(region.ctypes.data)
+            if int(result) != 0:
+                raise WeightsError(f"cudaHostUnregister of weights failed: {result}")
 
 
 def as_tensor(data: Bytes) -> torch.Tensor:

@@ -42,7 +42,7 @@ def world(directory: Path) -> Iterator[None]:
 
 def generated(tokens: list[int], thinking: int, answer: int, phrase: list[int]) -> Completion:
     """Build the completion by the generator's rule, from an engine that samples these tokens."""
-    rule = Interruption(phrase, lambda ids: ids.index(END) + 1 if END in ids else -1)
+    rule = Interruption(phrase, lambda ids, _: ids.index(END) + 1 if END in ids else -1)
     left, completion = list(tokens), Completion(thinking, answer, rule if phrase else None)
     while wanted := completion.wanted:
         piece, left = left[:wanted], left[wanted:]

@@ -109,19 +109,19 @@ def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):
     params = sampling.sampling(8, 1.0)
 
     async def work():
-        before = [(await engine._request(long_prompt, params))[0] for _ in range(2)]
+        before = [await engine._requests.run(long_prompt, params) for _ in range(2)]
         await engine.update(served.publish(200))
-        return before, [(await engine._request(long_prompt, params))[0] for _ in range(2)]
+        return before, [await engine._requests.run(long_prompt, params) for _ in range(2)]
 
     before, after = served.run(work)
     assert [o[-1].num_cached_tokens for o in before] == [0, 64]
     assert [o[-1].num_cached_tokens for o in after] == [0, 64]
     for outputs in after:
-        sampled = sampling.sampled_tokens(outputs)
-        expected = reference_logprobs(
-            served.models, long_prompt, sampled.token_ids, [VersionSpan(engine.version, 0, 8)]
-        )
-        assert (torch.tensor(sampled.logprobs) - expected).abs().max() < TOLERANCE
+        tokens = [token for o in outputs for token in o.outputs[0].token_ids]
+        logprobs = [x for o in outputs for x in o.outputs[0].logprobs.logprobs]
+        spans = [VersionSpan(engine.version, 0, len(tokens))]
+        expected = reference_logprobs(served.models, long_prompt, tokens, spans)
+        assert (torch.tensor(logprobs) - expected).abs().max() < TOLERANCE
 
 
 def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, monkeypatch):
@@ -131,9 +131,9 @@ def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, mo
     withdrawn: list[str] = []
     abort = engine._llm.abort
 
-    async def count_and_abort(ids: list[str]) -> None:
-        withdrawn.extend(ids)
-        await abort(ids)
+    async def count_and_abort(ids: list[str], internal: bool = False) -> None:
+        withdrawn.extend(() if internal else ids)
+        await abort(ids, internal)
 
     monkeypatch.setattr(engine._llm, "abort", count_and_abort)
 
@@ -142,7 +142,7 @@ def test_a_request_that_has_not_begun_is_prefilled_by_the_new_weights(served, mo
         tasks = [asyncio.create_task(engine.complete(p, 6, 3, 1.0)) for p in prompts]
         while not engine.in_flight:
             await asyncio.sleep(0)
-        await engine._swap(manifest.version)  # `update` checks first, and they would begin
+        await engine._swap(manifest)  # `update` checks first, and they would begin
         return await asyncio.gather(*tasks)
 
     completions = served.run(work)

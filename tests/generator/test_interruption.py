@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 
 from megatron_rl.generator.interruption import (
@@ -13,7 +15,7 @@ from megatron_rl.generator.interruption import (
     Interruption,
     SampledTokens,
 )
-from megatron_rl.messages import VersionSpan
+from megatron_rl.messages import Partial, VersionSpan
 
 EOS, END = 2, 5
 PHRASE = [8, 9, END]
@@ -35,7 +37,8 @@ class Words:
         return "".join(self.vocabulary[i] for i in ids)
 
 
-def one_token(ids: Sequence[int]) -> int:
+def one_token(ids: Sequence[int], searched: int = 0) -> int:
+    assert END not in ids[:searched]
     return ids.index(END) + 1 if END in ids else -1
 
 
@@ -213,3 +216,112 @@ def test_the_rule_holds_for_a_marker_of_several_tokens():
     within = grown(([1, 1, 1, 4, 5], "length"), ([10, 3], "stop"))
     assert within.token_ids == [1, 1, 1, 4, 5, *rule.phrase, 10, 3]
     assert (within.forced, within.finish_reason) == ((5, 9), "stop")
+
+
+def continued(
+    begun: Partial | None,
+    rule: Interruption | None,
+    thinking: int,
+    answer: int,
+    seed: int,
+    every: int,
+) -> tuple[Completion, list[tuple[int, Partial]]]:
+    """Return a completion whose token depends on its place alone, and what is told as it grows.
+
+    The sampler ends it with `EOS` at places that the seed decides; weights change every 7 tokens.
+    """
+    completion = Completion(thinking, answer, rule)
+    if begun is not None:
+        completion.begin(begun)
+    reports, reported = [], 0 if begun is None else len(begun.token_ids)
+
+    def sample(place: int) -> int:
+        rng = random.Random(1000 * seed + place)
+        return EOS if rng.random() < 0.02 else rng.choice(TOKENS)
+
+    while wanted := completion.wanted:
+        first = len(completion.token_ids)
+        ids: list[int] = []
+        while len(ids) < wanted and EOS not in ids:
+            ids.append(sample(first + len(ids)))
+        reason = "stop" if ids[-1] == EOS else "length"
+        for start in range(0, len(ids), every):
+            piece = ids[start : start + every]
+            places = range(first + start, first + start + len(piece))
+            spans = [VersionSpan(p // 7, i, i + 1) for i, p in enumerate(places)]
+            end = reason if start + every >= len(ids) else ""
+            completion.add(SampledTokens(piece, [-1.0 - p for p in places], spans, end))
+            if not completion.wanted:
+                break
+            reports.append((reported, completion.since(reported)))
+            reported = len(completion.token_ids)
+    return completion, reports
+
+
+def cut(completion: Completion, count: int) -> Partial:
+    start, end = completion.forced
+    spans = [VersionSpan(s.version, s.start, min(s.end, count)) for s in completion.spans]
+    return Partial(
+        completion.token_ids[:count],
+        completion.logprobs[:count],
+        [s for s in spans if s.start < count],
+        (start, min(end, count)) if start < count else (0, 0),
+    )
+
+
+TOKENS = [0, 1, 1, 1, 4, 4, 5, 5, 6, 6, 7, 8]
+LONGER = Interruption([3, 10, 3, 10, 7], lambda ids, _: ids.index(7) + 1 if 7 in ids else -1)
+SPELT = Interruption([0, 1, 4, 5, 6], EndMarker("</think>", Words()).end)
+
+
+@pytest.mark.parametrize("rule", [LONGER, SPELT, None])
+def test_a_completion_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(rule):
+    kinds: set[str] = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        thinking, answer = rng.randint(1, 40), rng.randint(1, 25)
+        whole, _ = continued(None, rule, thinking, answer, seed, every=10**6)
+        natural = rule is not None and not whole.forced[1] and rule.end(whole.token_ids, 0) > 0
+        thought = "interrupted" if whole.forced[1] else "ended" if natural else "open"
+        kinds |= {whole.finish_reason, thought}
+        for count in range(len(whole.token_ids)):
+            begun, every = cut(whole, count), rng.randint(1, 9)
+            again, reports = continued(begun, rule, thinking, answer, seed, every)
+            for name in "token_ids", "logprobs", "spans", "forced", "finish_reason":
+                assert getattr(again, name) == getattr(whole, name), (name, seed, count)
+            # What was told on the way is the completion's own, without gaps.
+            ids = list(begun.token_ids)
+            for start, rest in reports:
+                assert start == len(ids)
+                ids += rest.token_ids
+                _, logprobs, spans, forced = msgspec.structs.astuple(cut(whole, len(ids)))
+                assert rest == Partial(ids[start:], logprobs[start:], spans, forced)
+            assert whole.token_ids[: len(ids)] == ids
+    assert kinds == {"stop", "length", "open"} | ({"interrupted", "ended"} if rule else set())
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        Partial([20] * 3, [-1.0] * 2, [VersionSpan(0, 0, 3)], (0, 0)),
+        Partial([20] * 3, [-1.0] * 3, [VersionSpan(0, 0, 2)], (0, 0)),
+        Partial([20] * 3, [-1.0] * 3, [], (0, 0)),
+        Partial([20] * 11, [-1.0] * 11, [VersionSpan(0, 0, 11)], (0, 0)),  # past the budget
+        Partial([END] + [20] * 5, [-1.0] * 6, [VersionSpan(0, 0, 6)], (0, 0)),  # past the answer's
+        Partial([20] * 10 + [8, 7], [-1.0] * 12, [VersionSpan(0, 0, 12)], (10, 12)),
+        Partial([20] * 8 + PHRASE, [-1.0] * 11, [VersionSpan(0, 0, 11)], (8, 11)),
+        Partial([20] * 10 + [8, 9, 7], [-1.0] * 13, [VersionSpan(0, 0, 13)], (10, 12)),
+    ],
+)
+def test_a_beginning_under_another_rule_is_refused(begun):
+    with pytest.raises(ValueError, match="no beginning under thinking budget 10"):
+        Completion(BUDGET, ANSWER, RULE).begin(begun)
+
+
+@pytest.mark.parametrize("searched", [0, 1, 60, BLOCK, 100])
+def test_a_marker_is_found_when_a_part_without_one_was_searched_before(searched):
+    for whole in (False, True):
+        marker = EndMarker("</think>", Words(whole=whole))
+        ids = [0] * 98 + [4, 5, 6, 1] if not whole else [0] * 100 + [9, 1]
+        assert marker.end(ids, searched) == 101
+        assert marker.end(ids[:100], searched) == -1
