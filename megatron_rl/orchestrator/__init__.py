@@ -7,3 +7,7 @@ and imports neither torch nor Megatron nor vLLM.
 
 class RunError(RuntimeError):
     """The run cannot continue; the message names the role and the remedy."""
+
+
+class TrainerGone(RuntimeError):
+    """The trainer's ranks are gone or must be started anew, with another orchestrator."""

@@ -1,8 +1,9 @@
 """Evaluations of a run: their steps, their requests to generators, and their rows."""
 
+import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,14 @@ from megatron_rl.config import Evaluation, RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.orchestrator.child_process import EvaluateOnly
-from megatron_rl.orchestrator.generators import GeneratorState
+from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.rewards import Verdict
 
 HELDOUT = ""
 """Name of the evaluation of the held-out prompts; the others have the names of their sets."""
+HOLDERS = 2
+"""Generators that are held at a version until its evaluations have every completion."""
 
 
 def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
@@ -151,7 +154,12 @@ def sampling_stderr(table: np.ndarray) -> float:
 
 
 class Evaluations:
-    """The evaluations of a run that starts at `first_step`: those to come and those in progress."""
+    """The evaluations of a run that starts at `first_step`: those to come and those in progress.
+
+    A share of the generators (`evaluation.engine_share`) evaluates a version: those that load it
+    first are held at it and get prompts as they return others. Two of them stay until the last
+    completion has arrived, so that one can take what the other loses.
+    """
 
     def __init__(
         self,
@@ -178,10 +186,12 @@ class Evaluations:
             self._due |= {(name, step) for step in left}
         self.running: dict[tuple[str, int], EvaluationRun] = {}
         """Evaluations by name and step until they are complete."""
+        self._todo: dict[int, deque[tuple[int, list[int]]]] = {}
+        # version -> (prompt, completions) that no generator has
 
     @property
     def steps(self) -> set[int]:
-        """Steps to evaluate at; generators skip none of these versions."""
+        """Steps to evaluate at."""
         return {step for _, step in self._due}
 
     def reach(self, version: int) -> None:
@@ -191,43 +201,101 @@ class Evaluations:
                 tasks, n = {p.id: p.task for p in part}, self._samples[name]
                 compute = self._metrics.compute()
                 self.running[name, version] = EvaluationRun(version, tasks, n, compute, name)
+                todo = self._todo.setdefault(version, deque())
+                todo.extend((p.id, list(range(n))) for p in part)
 
-    def start(self, generator: GeneratorState) -> list[m.Generate]:
-        """Hold a generator at its version and return the requests for its share of the prompts."""
-        step, g = generator.version, self._config.generation
-        due = [p for n, part in self._parts.items() if (n, step) in self.running for p in part]
-        number = int(generator.name.rpartition("-")[2])
-        requests = []
-        for prompt in due[number :: self._config.roles.engines]:
-            run = self.running[self._names[prompt.id], step]
-            run.started = run.started or time.monotonic()
-            requests.append(
-                m.Generate(
-                    group=prompt.id,
-                    prompt_id=prompt.id,
-                    prompt=prompt.token_ids,
-                    thinking_budgets=[g.thinking_budget_tokens[1]] * run.samples_per_prompt,
-                    indices=list(range(run.samples_per_prompt)),
-                    answer_budget=g.answer_budget_tokens,
-                    temperature=self._only.temperature if self._only else g.temperature,
-                    evaluation=step,
-                )
-            )
-        if requests:
-            completions = sum(len(request.thinking_budgets) for request in requests)
-            generator.evaluations_left = completions
-            generator.in_flight += completions
+    def wanted(self, generators: Generators) -> set[int]:
+        """Return the versions that more generators have to load; none of them skips one."""
+        return {v for v in self.steps if self._wants(v, generators)}
+
+    def _wants(self, version: int, generators: Generators) -> bool:
+        if not self._todo.get(version, True):
+            return False
+        holders = sum(g.evaluating == version for g in generators)
+        others = sum(g.version <= version and g.evaluating != version for g in generators.ready)
+        others += generators.size - len(generators.ready)  # those that have yet to come
+        return not holders or holders < min(self._engines(generators), holders + others)
+
+    def _engines(self, generators: Generators) -> int:
+        return max(1, math.ceil(self._config.evaluation.engine_share * generators.size))
+
+    def requests(self, generators: Generators) -> Iterator[tuple[GeneratorState, m.Generate]]:
+        """Yield what generators that hold a version under evaluation get now."""
+        engines = self._engines(generators)
+        for version, todo in list(self._todo.items()):
+            holders = [g for g in generators if g.evaluating == version]
+            free = [g for g in generators if g.takes_work and g.evaluating is None]
+            for g in free if todo else ():
+                if g.version == version and g.updating is None and len(holders) < engines:
+                    g.evaluating = version
+                    holders.append(g)
+            tasks = sum(len(r.tasks) for (_, step), r in self.running.items() if step == version)
+            share = -(-tasks // engines)
+            for g in holders if todo else ():
+                while todo and g.takes_work and sum(key[0] == version for key in g.work) < share:
+                    yield g, self._request(version, *todo.popleft())
+            self._release(version, holders, bool(todo))
+            if not todo and not holders:
+                del self._todo[version]
+
+    def _request(self, version: int, prompt_id: int, indices: list[int]) -> m.Generate:
+        g, prompt = self._config.generation, self.prompts[prompt_id]
+        run = self.running[self._names[prompt_id], version]
+        if run.started is None:
+            run.started = time.monotonic()
             self._metrics.sink.note("evaluating")
-        return requests
+        return m.Generate(
+            group=prompt_id,
+            prompt_id=prompt_id,
+            prompt=prompt.token_ids,
+            thinking_budgets=[g.thinking_budget_tokens[1]] * len(indices),
+            indices=indices,
+            answer_budget=g.answer_budget_tokens,
+            temperature=self._only.temperature if self._only else g.temperature,
+            evaluation=version,
+        )
 
-    def arrived(self, generator: GeneratorState, sample: m.Sample) -> None:
-        """Count a completion; the generator's last one frees it for the next version."""
+    def _release(self, version: int, holders: list[GeneratorState], has_more: bool) -> None:
+        """Let holders load newer versions that are not needed for this one any more."""
+        left = [any(key[0] == version for key in g.work) for g in holders]
+        over = not has_more and not any(left)
+        for g, busy in list(zip(holders, left, strict=True)):
+            if over or (not busy and not has_more and len(holders) > HOLDERS):
+                g.evaluating = None
+                holders.remove(g)
+
+    def lost(self, version: int, prompt_id: int, indices: set[int]) -> None:
+        """Put completions of a lost generator back."""
+        if (self._names[prompt_id], version) in self.running:
+            self._todo[version].appendleft((prompt_id, sorted(indices)))
+
+    def move(self, generators: Generators, readable_from: int, newest: int) -> None:
+        """Begin evaluations anew at the newest version whose weights nobody has any more."""
+        for version in [v for v, todo in self._todo.items() if todo]:
+            held = any(version in (g.evaluating, g.version, g.updating) for g in generators)
+            if held or version >= readable_from or newest <= version:
+                continue
+            for name in [name for name, step in self.running if step == version]:
+                del self.running[name, version]
+                self._due.discard((name, version))
+                if (name, newest) not in self._due and (name, newest) not in self.running:
+                    self._due.add((name, newest))
+            del self._todo[version]
+            self._metrics.sink.note(
+                f"evaluation at step {version}: every generator that had its weights was lost; it"
+                f" is made at step {newest}"
+            )
+            self.reach(newest)
+
+    def arrived(self, sample: m.Sample) -> None:
+        """Count a completion."""
         self._run_of(sample).check_versions(sample)
-        generator.evaluations_left -= 1
         self._metrics.evaluation_completion(len(sample.token_ids))
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one of an evaluation writes its row."""
+        if (self._names[sample.prompt_id], sample.evaluation) not in self.running:
+            return  # it was moved to another version
         run = self._run_of(sample)
         run.add(sample, verdict)
         if self._only:

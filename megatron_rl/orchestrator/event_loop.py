@@ -2,13 +2,14 @@
 
 One step of a run, in the order of its calls:
 
-    _dispatch           Generate -> the least busy generator, while the schedule allows it
+    _dispatch           Generate -> the least busy generator, while the schedule allows it;
+                        first what a lost generator had (`membership`)
     _receive_sample     Sample <- generator; `_verify` and `_record_verdict` complete its group
     _answer_batch       Batch -> trainer, once the groups of the requested step are complete
     _record_step        StepDone <- trainer; a row of metrics.jsonl
     _publish_version    Published <- trainer
     _move_weights       TakeVersion -> stores, UpdateWeights -> generators (`stores`)
-    _finish_update      WeightsUpdated <- generator; an evaluation of this version starts
+    _finish_update      WeightsUpdated <- generator; an evaluation of this version may start
 
 Groups are trained in dispatch order, regardless of which finishes first. With v the next step, c
 the first group that no step took yet, and B prompts per step, group i is trained in step
@@ -29,17 +30,17 @@ from pathlib import Path
 import zmq.asyncio
 
 from megatron_rl import messages as m
-from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.metrics.alarms import diagnosis
-from megatron_rl.orchestrator import RunError
+from megatron_rl.orchestrator import RunError, TrainerGone
 from megatron_rl.orchestrator.batching import BuiltBatch, is_dropped
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator.evaluation import Evaluations
 from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.groups import Group, GroupQueue
+from megatron_rl.orchestrator.membership import Membership
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, restored_groups, save_state, saved_groups
 from megatron_rl.orchestrator.steps import StepBuilder
@@ -57,6 +58,7 @@ class Orchestrator:
 
     The socket is a bound ROUTER, and the verifiers are started. `state` resumes a checkpoint;
     `evaluate_only` evaluates the version that the generators start with, without a trainer.
+    `model_dir` and `trainer_node` are told to generators that join (`Welcome`).
     """
 
     def __init__(
@@ -68,12 +70,22 @@ class Orchestrator:
         socket: zmq.asyncio.Socket,
         state: State | None = None,
         evaluate_only: EvaluateOnly | None = None,
+        *,
+        model_dir: str = "",
+        trainer_node: str = "",
     ) -> None:
         self.config, self.prompts, self.verification = config, prompts, verification
         self.metrics, self.connection = metrics, Connection(socket, self._handle)
         per_step, a = config.schedule.prompts_per_step, config.algorithm
         self.groups = GroupQueue(per_step, lambda group: a.refill and is_dropped(group, a))
         self.generators, self.stores = Generators(config), Stores(config)
+        as_json = config.model_dump(mode="json")
+        self.membership = Membership(
+            config,
+            m.Welcome(config=as_json, model_dir=model_dir, trainer_node=trainer_node),
+            self.connection, self.generators, self.stores, self.groups, metrics,
+            evaluate_only=evaluate_only is not None,
+        )  # fmt: skip
         self._weights_can_move = True
         self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
@@ -86,13 +98,15 @@ class Orchestrator:
             self._restore(state)
         self._first_step = first_step = self.groups.trained_steps
         self.evaluations = Evaluations(config, prompts, metrics, first_step, evaluate_only)
+        self.membership.evaluations = self.evaluations
 
     async def run(self) -> m.TrainerDone:
         """Serve until the trainer is done and every evaluation is complete.
 
         Raises:
-            RunError: a role failed or fell silent, or the parent process is gone.
+            RunError: the run cannot go on.
             VerifierError: a verifier failed.
+            TrainerGone: the parent process is gone, or a trainer rank does not run any more.
         """
         parent, next_check = os.getppid(), 0.0
         self.evaluations.reach(self._first_step)
@@ -111,10 +125,10 @@ class Orchestrator:
                 if (now := time.monotonic()) >= next_check:
                     next_check = now + TICK_SECONDS
                     if os.getppid() != parent:
-                        raise RunError("trainer rank 0 is gone; its log has the cause")
-                    self.generators.check(now)
-                    self.stores.check(now, self.generators.nodes)
+                        raise TrainerGone("trainer rank 0 is gone; its log has the cause")
+                    self.membership.check(now)
                     self._weights_can_move = True
+                self._evaluate()
                 if self._weights_can_move:
                     self._weights_can_move = False
                     self._move_weights()
@@ -126,7 +140,7 @@ class Orchestrator:
 
     async def stop_peers(self) -> None:
         """Tell every generator and store to stop; their starters wait for them."""
-        names = [peer.name for peer in (*self.generators, *self.stores)]
+        names = self.membership.names()
         for name in names:
             self.connection.send(name, m.Stop())
         await self.connection.finish(names, STOP_SECONDS)
@@ -147,60 +161,69 @@ class Orchestrator:
         """Count the time since the last event, in which the work in flight was as it is now."""
         over = self.trainer_done is not None
         share = 1.0 if over else self.generators.evaluation_share
+        ready = self.metrics.engines_ready = len(self.generators.ready)
+        self.metrics.engines = max(self.generators.expected, ready)
         self.metrics.advance(share, over or self.requested_step is not None)
 
     def _handle(self, sender: str, message: m.Message) -> None:
-        self.generators.message_from(sender)
-        if not isinstance(message, m.Sample | m.GeneratorStats):
+        self.generators.message_from(sender, time.monotonic())
+        if not isinstance(message, m.Sample | m.GeneratorStats | m.Grown):
             self._weights_can_move = True
         match message:
+            case m.Join():
+                self.membership.join(sender, message)
             case m.Hello():
-                self._add_peer(sender, message)
+                self.membership.hello(sender, message)
+            case m.Failed():
+                self.membership.failed(sender, message)
             case m.Published():
                 self._publish_version(message)
+            case m.BatchRequest():
+                self.requested_step = message.step
+            case m.StepDone():
+                self._record_step(message)
+            case m.SaveState():
+                self._save_state(message)
+            case m.TrainerDone():
+                self._end_training(message)
+            case m.StoreMemory() | m.VersionTaken() | m.SourceFailed():
+                self._handle_store(sender, message)
+            case _ if sender in self.generators:
+                self._handle_generator(sender, message)
+            case _ if not sender.startswith("generator"):  # what a lost one had sent
+                raise RunError(f"unexpected message {type(message).__name__} from {sender}")
+
+    def _handle_generator(self, sender: str, message: m.Message) -> None:
+        match message:
+            case m.WeightsUpdated():
+                self._finish_update(sender, message)
+            case m.Sample():
+                self._receive_sample(sender, message)
+            case m.Grown():
+                self._receive_beginning(sender, message)
+            case m.Scores():
+                self.metrics.scored(message)
+            case m.GeneratorStats():
+                self.metrics.generator_stats(sender, message)
+            case m.Leaving():
+                self.membership.leaving(sender)
+            case m.Left():
+                self.membership.left(sender)
+            case _:
+                raise RunError(f"unexpected message {type(message).__name__} from {sender}")
+
+    def _handle_store(
+        self, sender: str, message: m.StoreMemory | m.VersionTaken | m.SourceFailed
+    ) -> None:
+        if sender not in {store.name for store in self.stores}:
+            return  # it was lost
+        match message:
             case m.StoreMemory():
                 self.stores.mapped(sender, message.source)
             case m.VersionTaken():
                 self.metrics.version_taken(*self.stores.taken(sender, message))
             case m.SourceFailed():
                 print(f"warning: {self.stores.failed(sender, message)}", file=sys.stderr)
-            case m.WeightsUpdated():
-                self._finish_update(sender, message)
-            case m.Sample():
-                self._receive_sample(sender, message)
-            case m.BatchRequest():
-                self.requested_step = message.step
-            case m.StepDone():
-                self._record_step(message)
-            case m.Scores():
-                self.metrics.scored(message)
-            case m.SaveState():
-                self._save_state(message)
-            case m.GeneratorStats():
-                self.metrics.generator_stats(sender, message)
-            case m.TrainerDone():
-                self._end_training(message)
-            case m.Failed():
-                raise RunError(f"{sender}: {message.error}")
-            case _:
-                raise RunError(f"unexpected message {type(message).__name__} from {sender}")
-
-    def _add_peer(self, sender: str, hello: m.Hello) -> None:
-        if hello.protocol != m.PROTOCOL:
-            raise RunError(
-                f"{sender} speaks protocol {hello.protocol}, this is {m.PROTOCOL}: install the same"
-                " version of megatron_rl on every rank"
-            )
-        if hello.role == m.TRAINER:
-            self.metrics.active_parameters = hello.active_parameters
-            self.metrics.max_logprob_error = hello.max_logprob_error
-        elif hello.role in ("store", "trainer-store"):
-            self.stores.add(sender, hello)
-        else:
-            generator = self.generators.add(sender, hello.node, hello.capacity)
-            if self._evaluate_only:
-                generator.version = hello.version
-                self._start_evaluation(generator)
 
     def _publish_version(self, published: m.Published) -> None:
         manifest = published.manifest
@@ -208,14 +231,19 @@ class Orchestrator:
         self.stores.publish(manifest)
         self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
 
+    def _evaluate(self) -> None:
+        for generator, request in self.evaluations.requests(self.generators):
+            self._send_work(generator, request)
+
     def _move_weights(self) -> None:
-        keep = self.evaluations.steps
-        for name, update in self.generators.updates(keep, self.stores.folder):
+        keep, now = self.evaluations.wanted(self.generators), time.monotonic()
+        for name, update in self.generators.updates(keep, self.stores.folder, now):
             self.connection.send(name, update)
         for name, request in self.stores.requests(self.generators, keep):
             self.connection.send(name, request)
         read = self.generators.oldest_read(keep), self.stores.oldest_taken()
         self._oldest_read = min((v for v in read if v is not None), default=None)
+        self.evaluations.move(self.generators, self.stores.readable_from, self.stores.newest)
 
     def _is_free(self, step: int) -> bool:
         """Return True if the weights before `step` may be overwritten."""
@@ -224,54 +252,50 @@ class Orchestrator:
         return self._oldest_read is None or self._oldest_read >= step
 
     def _finish_update(self, sender: str, updated: m.WeightsUpdated) -> None:
-        generator = self.generators[sender]
-        if generator.updating != updated.version:
-            raise RunError(f"{sender} acknowledged version {updated.version}, which was not sent")
-        generator.updating, generator.version = None, updated.version
+        self.membership.updated(sender, updated)
         self.metrics.updates.append(updated)
-        self._start_evaluation(generator)
-
-    def _start_evaluation(self, generator: GeneratorState) -> None:
         self.metrics.start_clock()
-        for request in self.evaluations.start(generator):
-            self.connection.send(generator.name, request)
+
+    def _send_work(self, generator: GeneratorState, request: m.Generate) -> None:
+        self.metrics.start_clock()
+        version = request.evaluation
+        generator.give((version, request.group), request.indices)
+        self.connection.send(generator.name, request)
 
     def _dispatch(self) -> None:
-        s, g, seed = self.config.schedule, self.config.generation, self.config.seed
+        s = self.config.schedule
         while not self.verification.full:
-            self.groups.skip_finished()
-            step = self.groups.next_step
+            step = self.groups.latest_step(self.groups.next_to_dispatch)
             if step >= s.steps or self.trainer_done is not None:
                 return
-            if (generator := self.generators.free(s.oldest_version(step))) is None:
+            oldest = s.oldest_version(step)
+            if (generator := self.generators.free(oldest)) is None:
                 return
-            group = self.groups.dispatch(self.steps.stream.next, self._new_group)
-            generator.in_flight += group.size
-            budgets = thinking_budgets(seed, group.index, group.size, g.thinking_budget_tokens)
-            request = m.Generate(
-                group=group.index,
-                prompt_id=group.prompt_id,
-                prompt=self.prompts.train[group.prompt_id].token_ids,
-                thinking_budgets=budgets,
-                indices=list(range(group.size)),
-                answer_budget=g.answer_budget_tokens,
-                temperature=g.temperature,
-            )
-            self.connection.send(generator.name, request)
+            group, indices = self.groups.dispatch(self.steps.stream.next, self._new_group)
+            self._send_work(generator, self.steps.request(group, indices, oldest))
 
     def _new_group(self, index: int, prompt_id: int) -> Group:
         size, values = self.config.schedule.completions_per_prompt, self.config.verifier.values
         return Group(index, prompt_id, size, self.prompts.train[prompt_id].task, values)
 
     def _receive_sample(self, sender: str, sample: m.Sample) -> None:
-        generator = self.generators[sender]
-        generator.in_flight -= 1
-        if sample.evaluation < 0:
-            self.groups[sample.group].samples[sample.index] = sample
-        else:
-            self.evaluations.arrived(generator, sample)
+        key = sample.evaluation, sample.group
+        if not self.generators[sender].took(key, sample.index):
+            return
+        if sample.evaluation >= 0:
+            self.evaluations.arrived(sample)
             self._weights_can_move = True
+        elif (group := self.groups.get(sample.group)) is None:
+            return  # it has failed
+        else:
+            group.samples[sample.index] = sample
+            group.begun.pop(sample.index, None)
         self._verify(sample)
+
+    def _receive_beginning(self, sender: str, grown: m.Grown) -> None:
+        group, work = self.groups.get(grown.group), self.generators[sender].work
+        if group is not None and grown.index in work.get((-1, grown.group), ()):
+            group.grow(grown)
 
     def _verify(self, sample: m.Sample) -> None:
         """Record the verdict now, or as an event (which raises the verifier's error)."""
@@ -285,9 +309,9 @@ class Orchestrator:
 
     def _record_verdict(self, sample: m.Sample, verdict: Verdict) -> None:
         if sample.evaluation < 0:
-            group = self.groups[sample.group]
-            group.verdicts[sample.index] = verdict
-            self.groups.verified(group)
+            if (group := self.groups.get(sample.group)) is not None:
+                group.verdicts[sample.index] = verdict
+                self.groups.verified(group)
         else:
             self.evaluations.verified(sample, verdict)
 
@@ -325,7 +349,11 @@ class Orchestrator:
         self.steps.record(self.groups.consume(done.step))
         self.metrics.step(done, self.verification.metrics)
         request = self._score_requests.pop(done.step)
-        holders = [g.name for g in self.generators if g.version == done.step and g.updating is None]
+        holders = [
+            g.name
+            for g in self.generators
+            if g.takes_work and g.version == done.step and g.updating is None
+        ]
         if request.prompts and holders:
             self.metrics.score_requested(done)
             self.connection.send(holders[0], request)
@@ -353,6 +381,7 @@ class Orchestrator:
         self.steps.stream.restore(state.curriculum)
         self.steps.first_step = state.step
         self.metrics.restore(state.compute, state.aborted)
+        self.metrics.trained_steps = state.step
         routed = self.config.algorithm.routing_replay != "none"
         groups = restored_groups(state, self._new_group, routed)
         self.groups.restore(state.step, state.consumed, groups)

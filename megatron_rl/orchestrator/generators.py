@@ -1,62 +1,148 @@
-"""The orchestrator's view of the generators: versions held, work in flight, the next update."""
+"""The orchestrator's view of the generators: who is a member, versions held, work, updates.
 
-import time
-from collections.abc import Callable, Iterator
+    joining  ──► healthy ◄──► suspect           `join`, `hello`, `check`
+                    │            │
+                 leaving ────────┴──► gone      `Membership` takes it out (`remove`)
+
+A generator joins when its process starts and is healthy once its engine has loaded a version of
+this incarnation of the run. A suspect one gets no new work: its connection is closed, or it has
+been silent for a while. Nothing here waits or sends: every method is given the time.
+"""
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest, UpdateWeights
-from megatron_rl.orchestrator import RunError
 
 NO_VERSION = -1
-SILENCE_SECONDS = 120.0
+CLOSED_SECONDS = 5.0
+"""Time without a connection after which a generator is lost: one that lives reconnects at once."""
+SUSPECT_SHARE = 1 / 3
+"""Of `timeouts.silence_seconds`."""
+ACKNOWLEDGE_SECONDS = 30.0
+"""Wait for a generator's own error after `timeouts.transfer_seconds`."""
+_PAUSE_SECONDS = 5.0
+
+WorkKey = tuple[int, int]
+"""(evaluated version, prompt) of an evaluation, (-1, group) of training."""
 
 
-@dataclass(slots=True)
+class Standing(enum.Enum):
+    """What a member may get."""
+
+    JOINING = "joining"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    LEAVING = "leaving"
+
+
+@dataclass(slots=True, eq=False)
 class GeneratorState:
     """A generator; it gets work once it acknowledged a version, which the trainer then has."""
 
     name: str
-    """`generator-<number>`."""
-    node: str
+    """`generator-<number>`, or `generator-<host>-<number>`."""
+    process: str
+    """Where it runs, for messages."""
+    supervised: bool
+    """True if a rank of torchrun starts it anew."""
+    joined_at: float
+    heard_at: float
+    """Time of the last message, or of any sign of life while it joins."""
+    node: str = ""
     """Node whose files it sees."""
-    capacity: int
-    """Concurrent completions."""
+    capacity: int = 0
+    """Concurrent completions; 0 until its engine runs."""
+    standing: Standing = Standing.JOINING
     version: int = NO_VERSION
-    in_flight: int = 0
-    """Completions dispatched and not returned."""
     updating: int | None = None
     """Version that was sent and is not acknowledged."""
+    updating_since: float = 0.0
+    evaluating: int | None = None
+    """Version at which it is held for an evaluation."""
+    work: dict[WorkKey, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Completions dispatched and not returned, by their indices."""
+    in_flight: int = 0
+    """Their number."""
     evaluations_left: int = 0
-    """Evaluation completions not returned; until then updates wait."""
-    last_message: float = field(default_factory=time.monotonic)
+    """Those of evaluations."""
+
+    @property
+    def takes_work(self) -> bool:
+        """True if it may get completions."""
+        return self.standing is Standing.HEALTHY
+
+    def give(self, key: WorkKey, indices: list[int]) -> None:
+        """Note dispatched completions."""
+        self.work[key].update(indices)
+        self.in_flight += len(indices)
+        self.evaluations_left += len(indices) * (key[0] >= 0)
+
+    def took(self, key: WorkKey, index: int) -> bool:
+        """Note a returned completion; False if it is none of the dispatched ones."""
+        if index not in self.work.get(key, ()):
+            return False
+        self.work[key].discard(index)
+        if not self.work[key]:
+            del self.work[key]
+        self.in_flight -= 1
+        self.evaluations_left -= key[0] >= 0
+        return True
+
+    def act(self) -> str:
+        """Return what it did last, in a few words."""
+        if self.standing is Standing.JOINING and not self.capacity:
+            return "its engine was starting"
+        if self.updating is not None:
+            return f"it was loading weights version {self.updating}"
+        if self.in_flight:
+            what = "an evaluation" if self.evaluations_left else "training"
+            return (
+                f"it had {self.in_flight} completions of {what} in work at version {self.version}"
+            )
+        return f"it was waiting at version {self.version}"
 
 
 class Generators:
-    """The generators that have said hello, and the weight versions that they may still load."""
+    """The members of the fleet, and the weight versions that they may still load."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._expected, self._timeouts = config.roles.engines, config.timeouts
+        self.expected, self._timeouts = config.roles.engines, config.timeouts
         self._states: dict[str, GeneratorState] = {}
-        self._by_node: dict[str, list[GeneratorState]] = {}
         self._manifests: dict[int, Manifest] = {}  # in the order of their versions
-        self._started = time.monotonic()
+        self._checked: float | None = None
+        self.all_came = self.expected == 0
+        """True once as many as the run started were ready."""
 
     def __iter__(self) -> Iterator[GeneratorState]:
         return iter(self._states.values())
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
 
     def __getitem__(self, name: str) -> GeneratorState:
         return self._states[name]
 
     @property
-    def all_up(self) -> bool:
-        """True once every generator of the run has said hello."""
-        return len(self._states) == self._expected
+    def ready(self) -> list[GeneratorState]:
+        """Members with a running engine that do not leave."""
+        return [g for g in self if g.capacity and g.standing is not Standing.LEAVING]
+
+    @property
+    def size(self) -> int:
+        """Number of ready members; at least those that the run started, until they have come."""
+        return max(len(self.ready), 0 if self.all_came else self.expected)
 
     @property
     def nodes(self) -> set[str]:
         """Nodes of the generators."""
-        return set(self._by_node)
+        return {g.node for g in self if g.capacity}
 
     @property
     def evaluation_share(self) -> float:
@@ -64,75 +150,127 @@ class Generators:
         left = sum(g.evaluations_left for g in self)
         return left / sum(g.in_flight for g in self) if left else 0.0
 
-    def add(self, name: str, node: str, capacity: int) -> GeneratorState:
-        """Add a generator."""
-        generator = self._states[name] = GeneratorState(name, node, capacity)
-        self._by_node.setdefault(node, []).append(generator)
-        return generator
+    # ------------------------------------------------------------ membership
+    def join(self, name: str, process: str, supervised: bool, now: float) -> GeneratorState:
+        """Add a generator whose engine is yet to start, or to load a version of this run."""
+        state = self._states[name] = GeneratorState(name, process, supervised, now, now)
+        return state
 
+    def hello(self, name: str, node: str, capacity: int) -> GeneratorState:
+        """Note that a generator's engine runs."""
+        state = self._states[name]
+        state.node, state.capacity = node, capacity
+        self.all_came |= len(self.ready) >= self.expected
+        return state
+
+    def remove(self, name: str) -> GeneratorState:
+        """Take a member out and return it, with the work that it had."""
+        return self._states.pop(name)
+
+    def message_from(self, name: str, now: float) -> None:
+        """Note that a member is alive."""
+        if name in self._states:
+            self._states[name].heard_at = now
+
+    def check(
+        self, now: float, heard: Mapping[str, float], closed: Mapping[str, float]
+    ) -> list[tuple[GeneratorState, str]]:
+        """Update every member's standing; return those that are lost, each with the reason.
+
+        `heard` is the time of each peer's last frame, `closed` the time since which a peer has no
+        connection. If this process itself did not run for a while, no one is to blame for it.
+        """
+        if self._checked is not None and (pause := now - self._checked) > _PAUSE_SECONDS:
+            for g in self:
+                g.heard_at, g.updating_since = g.heard_at + pause, g.updating_since + pause
+        self._checked = now
+        lost = []
+        for g in self:
+            if not g.capacity:
+                g.heard_at = max(g.heard_at, heard.get(g.name, g.heard_at))
+            reason, suspect = self._problem(g, now, closed.get(g.name))
+            if reason is not None:
+                lost.append((g, reason))
+            elif g.standing in (Standing.HEALTHY, Standing.SUSPECT):
+                g.standing = Standing.SUSPECT if suspect else Standing.HEALTHY
+        return lost
+
+    def _problem(
+        self, g: GeneratorState, now: float, closed_since: float | None
+    ) -> tuple[str | None, bool]:
+        """Return (why a member is lost or None, True if it is suspect)."""
+        t, silent = self._timeouts, now - g.heard_at
+        if closed_since is not None and now - closed_since > CLOSED_SECONDS:
+            return "its connection closed", True
+        if silent > t.silence_seconds:
+            return f"it was silent for {silent:.0f} s (timeouts.silence_seconds)", True
+        if not g.capacity and now - g.joined_at > t.startup_seconds:
+            return (
+                f"its engine did not start within timeouts.startup_seconds = {t.startup_seconds:g}"
+            ), True
+        limit = t.transfer_seconds + ACKNOWLEDGE_SECONDS
+        if g.updating is not None and now - g.updating_since > limit:
+            return (
+                f"it has not loaded weights version {g.updating} within timeouts.transfer_seconds ="
+                f" {t.transfer_seconds:g}"
+            ), True
+        return None, closed_since is not None or silent > SUSPECT_SHARE * t.silence_seconds
+
+    # ------------------------------------------------------------ weights
     def publish(self, manifest: Manifest, keep: set[int]) -> None:
         """Add a version; forget older ones unless they are in `keep`."""
         self._manifests = {v: x for v, x in self._manifests.items() if v in keep}
         self._manifests[manifest.version] = manifest
 
     def updates(
-        self, keep: set[int], folder: Callable[[Manifest, str], str | None]
+        self, keep: set[int], folder: Callable[[Manifest, str], str | None], now: float
     ) -> Iterator[tuple[str, UpdateWeights]]:
         """Start the updates that are possible now, and yield them with the generators' names.
 
         A generator gets the newest version that can be loaded on its node (`Stores.folder`); it
-        skips no version of `keep`.
+        skips no version of `keep`, and one that is held for an evaluation gets none.
         """
         newest = max(self._manifests, default=NO_VERSION)
-        for g in self:
-            if g.updating is not None or g.evaluations_left or g.version >= newest:
+        for g in self.ready:
+            if g.updating is not None or g.evaluating is not None or g.version >= newest:
                 continue
             ahead = [v for v in self._manifests if v > g.version]
             kept = next((i for i, v in enumerate(ahead) if v in keep), len(ahead))
             for version in reversed(ahead[: kept + 1]):
                 manifest = self._manifests[version]
                 if (path := folder(manifest, g.node)) is not None:
-                    g.updating = version
+                    g.updating, g.updating_since = version, now
                     yield g.name, UpdateWeights(manifest=manifest, folder=path)
                     break
 
+    def updated(self, name: str, version: int) -> GeneratorState | None:
+        """Note an acknowledged version; None if another one was sent."""
+        g = self._states[name]
+        if g.updating != version:
+            return None
+        g.updating, g.version = None, version
+        if g.standing is Standing.JOINING:
+            g.standing = Standing.HEALTHY
+        return g
+
     def unread(self, node: str, keep: set[int]) -> list[Manifest]:
         """Return the versions of `keep` that generators of a node have yet to load."""
-        held = [g.version for g in self._by_node.get(node, [])] if self.all_up else [NO_VERSION]
+        held = [g.version for g in self.ready if g.node == node]
         return [x for v, x in self._manifests.items() if v in keep and any(v > h for h in held)]
 
     def loading(self, node: str) -> set[int]:
         """Return the versions that generators of a node load now."""
-        return {g.updating for g in self._by_node.get(node, []) if g.updating is not None}
+        return {g.updating for g in self if g.updating is not None and g.node == node}
 
     def oldest_read(self, keep: set[int]) -> int | None:
-        """Return the oldest version that a generator loads, or of `keep` that one has to load."""
+        """Return the oldest version that a generator loads, or of `keep`, which one has to load."""
         loading = {g.updating for g in self if g.updating is not None}
-        unread = {x.version for node in self._by_node for x in self.unread(node, keep)}
-        if not self.all_up:
-            unread |= keep & self._manifests.keys()
-        return min(loading | unread, default=None)
+        return min(loading | (keep & self._manifests.keys()), default=None)
 
     def free(self, oldest_version: int) -> GeneratorState | None:
         """Return the least busy generator that may sample, or None if all are full or too old."""
         oldest = max(oldest_version, NO_VERSION + 1)
-        free = [g for g in self if g.version >= oldest and g.in_flight < g.capacity]
+        free = [
+            g for g in self if g.takes_work and g.version >= oldest and g.in_flight < g.capacity
+        ]
         return min(free, key=lambda g: g.in_flight, default=None)
-
-    def message_from(self, name: str) -> None:
-        """Note that a peer is alive."""
-        if name in self._states:
-            self._states[name].last_message = time.monotonic()
-
-    def check(self, now: float) -> None:
-        """Raise RunError if a generator did not come up or fell silent."""
-        startup = self._timeouts.startup_seconds
-        limit = max(SILENCE_SECONDS, self._timeouts.transfer_seconds)
-        if not self.all_up and now - self._started > startup:
-            raise RunError(
-                f"{len(self._states)} of {self._expected} generators are up after"
-                f" timeouts.startup_seconds = {startup}"
-            )
-        for generator in self:
-            if self.all_up and now - generator.last_message > limit:
-                raise RunError(f"{generator.name} has been silent for {limit:.0f} s")

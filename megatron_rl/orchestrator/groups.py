@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_rl.messages import Sample
+from megatron_rl.messages import Grown, Partial, Sample
+from megatron_rl.orchestrator import RunError
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rewards.verifier_settings import RewardValues
 
@@ -20,6 +21,17 @@ class Group:
     """Reward of each verdict."""
     samples: dict[int, Sample] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
+    begun: dict[int, Partial] = field(default_factory=dict)
+    """Beginnings of completions that have not arrived, by index."""
+    losses: int = 0
+    """Generators that were lost while they had it in work."""
+    failed: bool = False
+    """True if it was dropped after too many of them; it is empty then."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the completions that have not arrived."""
+        return [i for i in range(self.size) if i not in self.samples]
 
     @property
     def received(self) -> bool:
@@ -28,8 +40,8 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """True once every completion is verified."""
-        return len(self.verdicts) == self.size
+        """True once every completion is verified; also of a failed group."""
+        return self.failed or len(self.verdicts) == self.size
 
     @property
     def rewarded(self) -> list[Sample]:
@@ -56,6 +68,22 @@ class Group:
         decided = [v for v in self.verdicts.values() if v.outcome is not Outcome.TIMED_OUT]
         return sum(v.passed for v in decided) / len(decided) if decided else None
 
+    def grow(self, grown: Grown) -> None:
+        """Add to the beginning of a completion.
+
+        Raises:
+            RunError: it does not go on where it had ended.
+        """
+        before = self.begun.get(grown.index, Partial([], [], [], (0, 0)))
+        if grown.start != len(before.token_ids):
+            raise RunError(
+                f"completion {grown.index} of group {grown.group} goes on at token {grown.start},"
+                f" and {len(before.token_ids)} were told before"
+            )
+        ids = before.token_ids + grown.rest.token_ids
+        logprobs = before.logprobs + grown.rest.logprobs
+        self.begun[grown.index] = Partial(ids, logprobs, grown.rest.spans, grown.rest.forced)
+
     def reward(self, sample: Sample) -> float | None:
         """Return a completion's reward; None leaves it out of batch and baseline."""
         return self.values.of(self.verdicts[sample.index])
@@ -66,7 +94,8 @@ class GroupQueue:
 
     So batches have no bias to short completions, and a resumed run trains the same prompts. A step
     trains `per_step` groups (B), not counting the complete ones that are `replaced`, dropped in
-    favor of later ones (refill).
+    favor of later ones (refill, or failed). What a lost generator had is dispatched again, before
+    anything new, under the same index.
 
     Example: B = 2; groups 0 to 4 were dispatched and 1 is replaced: step 0 takes 0, 1 and 2, and
     group 5 would be trained in step 2 at the latest (`next_step` = 0 + 4 // 2).
@@ -75,9 +104,8 @@ class GroupQueue:
     def __init__(self, per_step: int, replaced: Callable[[Group], bool]) -> None:
         self._per_step, self._is_replaced = per_step, replaced
         self._groups: dict[int, Group] = {}
-        self._again: dict[int, Group] = {}  # groups of a checkpoint to generate again
+        self._returned: dict[int, set[int]] = {}  # group -> completions to dispatch again
         self._replaced: set[int] = set()
-        self._counted = 0  # dispatched groups that are neither consumed nor replaced
         self._taken: dict[int, int] = {}  # step -> groups of its batch
         self.trained_steps = 0
         """Trained steps: the next one is v."""
@@ -85,40 +113,68 @@ class GroupQueue:
         """Groups of batches that were trained or skipped (c)."""
         self.next_index = 0
 
-    @property
-    def next_step(self) -> int:
-        """The latest step in which the next group is trained: `v + (i - c) // B`."""
-        return self.trained_steps + self._counted // self._per_step
+    def latest_step(self, index: int) -> int:
+        """Return the latest step in which a group is trained: `v + (i - c) // B`.
+
+        `index` is that of a group, or `next_index`; replaced groups before it do not count.
+        """
+        replaced = sum(i < index for i in self._replaced)
+        return self.trained_steps + (index - self.consumed - replaced) // self._per_step
 
     def __getitem__(self, index: int) -> Group:
         return self._groups[index]
 
+    def get(self, index: int) -> Group | None:
+        """Return a group; None if its step was trained, or it failed."""
+        group = self._groups.get(index)
+        return None if group is None or group.failed else group
+
     @property
     def waiting(self) -> list[Group]:
-        """Dispatched groups that are not consumed."""
-        return list(self._groups.values())
+        """Dispatched groups that are not consumed, in their order."""
+        return [self._groups[i] for i in sorted(self._groups)]
 
-    def skip_finished(self) -> None:
-        """Skip groups that were received before a resume."""
-        while self.next_index in self._groups:
-            self._counted += self.next_index not in self._replaced
-            self.next_index += 1
+    @property
+    def next_to_dispatch(self) -> int:
+        """The index of the group to dispatch next: one that came back, else a new one."""
+        return min(self._returned, default=self.next_index)
 
-    def dispatch(self, draw: Callable[[], int], make: Callable[[int, int], Group]) -> Group:
-        """Return the next group, `make(index, prompt id)`, of a drawn or a restored prompt."""
-        again = self._again.pop(self.next_index, None)
-        prompt_id = draw() if again is None else again.prompt_id
-        group = self._groups[self.next_index] = make(self.next_index, prompt_id)
+    def dispatch(
+        self, draw: Callable[[], int], make: Callable[[int, int], Group]
+    ) -> tuple[Group, list[int]]:
+        """Return the next group and the indices of its completions to dispatch.
+
+        A new one is `make(index, prompt id)` of a drawn prompt.
+        """
+        if (index := self.next_to_dispatch) < self.next_index:
+            return self._groups[index], sorted(self._returned.pop(index))
+        group = self._groups[index] = make(index, draw())
         self.next_index += 1
-        self._counted += 1
-        return group
+        return group, list(range(group.size))
+
+    def lost(self, index: int, indices: set[int], attempts: int) -> Group | None:
+        """Put completions of a lost generator back to the head of the queue.
+
+        Returns the group if it was dropped instead, as its `attempts`-th loss. With attempts 0 the
+        loss does not count: the generator gave them back.
+        """
+        if (group := self.get(index)) is None:
+            return None
+        group.losses += attempts > 0
+        if attempts and group.losses >= attempts:
+            group.failed = True
+            for part in group.samples, group.verdicts, group.begun:
+                part.clear()
+            self._returned.pop(index, None)
+            self._replaced.add(index)
+            return group
+        self._returned.setdefault(index, set()).update(indices)
+        return None
 
     def verified(self, group: Group) -> None:
         """Note a new verdict in the group."""
-        if group.complete and self._is_replaced(group):
+        if group.failed or (group.complete and self._is_replaced(group)):
             self._replaced.add(group.index)
-            # After a resume, groups from next_index on are not counted yet.
-            self._counted -= group.index < self.next_index
 
     def next_groups(self, steps: int = 1) -> list[Group] | None:
         """Return the groups of the next steps with replaced ones; None until all are complete."""
@@ -147,17 +203,16 @@ class GroupQueue:
         """Remove and return the groups of a step's batch, which was trained or skipped."""
         last = self.consumed + self._taken.pop(step)
         groups = [self._groups.pop(i) for i in range(self.consumed, last)]
-        self._counted -= sum(g.index not in self._replaced for g in groups)
         self._replaced -= {g.index for g in groups}
         self.consumed, self.trained_steps = last, self.trained_steps + trained
         return groups
 
     def restore(self, step: int, consumed: int, groups: list[Group]) -> None:
-        """Restore a checkpoint: received groups are kept, the others are generated again."""
-        self.trained_steps, self.consumed, self.next_index = step, consumed, consumed
+        """Restore a checkpoint: what has arrived is kept, the rest is generated again."""
+        self.trained_steps, self.consumed = step, consumed
+        self.next_index = consumed + len(groups)
         for group in groups:
-            if group.received:
-                self._groups[group.index] = group
-                self.verified(group)
-            else:
-                self._again[group.index] = group
+            self._groups[group.index] = group
+            if group.missing and not group.failed:
+                self._returned[group.index] = set(group.missing)
+            self.verified(group)

@@ -35,7 +35,13 @@ class RunMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink, self.rows, self._clock = sink, rows, clock
-        self._devices, self._trainer_devices = roles.devices, roles.trainer_ranks
+        self._roles, self._trainer_devices = roles, roles.trainer_ranks
+        self.engines = roles.engines
+        """Engines whose devices count."""
+        self.trained_steps = 0
+        self.engines_ready = 0
+        """Generators that get work."""
+        self._lost = 0  # generators since the last row
         self.active_parameters = self.aborted = self._aborted_before = 0
         self.max_logprob_error = math.inf
         """Mean difference of both sides' log-probs that ends the run, in nats."""
@@ -51,7 +57,7 @@ class RunMetrics:
         self._phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}
         self._batches: dict[int, dict[str, Any]] = {}
         self._stores: dict[str, float] = {}
-        self._stats: list[m.GeneratorStats] = []
+        self._stats: dict[str, list[m.GeneratorStats]] = {}  # by generator
         self._trainer_logprobs: dict[int, list[list[float]]] = {}
         self._probe_errors: list[np.ndarray] = []
         self._alarms = Alarms()
@@ -72,9 +78,13 @@ class RunMetrics:
         if self._last_step_end is None:
             self._phases["engines"] += seconds
             return
-        shared = self._devices - self._trainer_devices * (not trainer_waits)
-        evaluation = evaluation_share * shared / self._devices * seconds
-        hours = self._devices / 3600
+        devices = self._roles.devices
+        if not self._roles.one_gpu:
+            generators = self.engines * self._roles.generator_tensor_parallel
+            devices = self._trainer_devices + generators
+        shared = devices - self._trainer_devices * (not trainer_waits)
+        evaluation = evaluation_share * shared / devices * seconds
+        hours = devices / 3600
         self._spend("device_hours", (seconds - evaluation) * hours, evaluation * hours)
         self._compute["wall_seconds"] += seconds
         self._phases["evaluation"] += evaluation
@@ -120,6 +130,41 @@ class RunMetrics:
         )
         return self._empty_batches
 
+    def generator_ready(self, name: str, process: str, seconds: float) -> None:
+        """Write the event of a generator that gets work from now on.
+
+        It joined, or was lost, so many seconds ago.
+        """
+        row = {"generator": name, "process": process, "recovery_seconds": seconds}
+        self._event("generator_ready", row)
+
+    def generator_lost(
+        self, name: str, process: str, reason: str, act: str, again: int, continued: int, lost: bool
+    ) -> None:
+        """Write the event of a generator that is gone, and print it.
+
+        Of its completions, `again` are made again and `continued` continued. Without `lost` it left
+        by itself.
+        """
+        self._lost += lost
+        row = {"generator": name, "process": process, "reason": reason, "last_act": act}
+        counts = {"completions_again": again, "completions_continued": continued}
+        event = "generator_lost" if lost else "generator_left"
+        self._event(event, row | counts)
+        work = f"; {again + continued} completions are made by others" if again + continued else ""
+        self.sink.note(f"{name} ({process}) {'is lost' if lost else 'left'}: {reason}; {act}{work}")
+
+    def group_failed(self, index: int, prompt_id: int, losses: int) -> None:
+        """Write the event of a prompt that is dropped, and print it."""
+        self._event("prompt_failed", {"prompt_ids": [prompt_id]})
+        self.sink.note(
+            f"prompt {prompt_id} (group {index}) is dropped: {losses} generators were lost while"
+            " they had it in work (fleet.group_attempts)"
+        )
+
+    def _event(self, name: str, row: Row) -> None:
+        self.sink.write("event", {"step": self.trained_steps, "event": name, **row})
+
     def version_taken(self, seconds: float, num_bytes: int) -> None:
         """Record a version in a store, by what `Stores.taken` returns."""
         row = self._stores
@@ -128,18 +173,18 @@ class RunMetrics:
 
     def generator_stats(self, name: str, stats: m.GeneratorStats) -> None:
         """Record the load of a generator."""
-        self._stats.append(stats)
+        self._stats.setdefault(name, []).append(stats)
         self._aborted_by[name] = stats.aborted
         self.aborted = self._aborted_before + sum(self._aborted_by.values())
 
     def score_requested(self, done: m.StepDone) -> None:
         """Keep the trainer's log-probs until the generator's come."""
-        self._trainer_logprobs[done.step] = done.probe_logprobs
+        self._trainer_logprobs = {done.step: done.probe_logprobs}  # an older answer was lost
 
     def scored(self, scores: m.Scores) -> None:
         """Compare both sides' log-probs, unless an update has changed the generator's weights."""
-        trainer = self._trainer_logprobs.pop(scores.step)
-        if scores.version == scores.step:
+        trainer = self._trainer_logprobs.pop(scores.step, None)
+        if trainer is not None and scores.version == scores.step:
             pairs = zip(trainer, scores.logprobs, strict=True)
             self._probe_errors.extend(np.abs(np.array(t) - np.array(g)) for t, g in pairs)
 
@@ -172,11 +217,15 @@ class RunMetrics:
             "train_seconds": done.train_seconds,
             "publish_seconds": self.publish_seconds,
             # The first wait began before the generators were up.
+            "trainer_busy_fraction": min(done.train_seconds / step_seconds, 1.0),
             "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
             "aborted_requests": self.aborted,
             "empty_batches": self._empty_batches,
+            "generators": self.engines_ready,
+            "generators_lost": self._lost,
         }
-        self._empty_batches = 0
+        self._empty_batches = self._lost = 0
+        self.trained_steps = done.step + 1
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
         self.sink.write("step", {**row, **verifiers, **self._generators()})
@@ -204,10 +253,11 @@ class RunMetrics:
             for name in ("pause_seconds", "transfer_seconds", "requests_in_flight"):
                 row[name] = float(np.mean([getattr(u, name) for u in self.updates]))
             self.updates.clear()
-        if seconds := sum(s.seconds for s in self._stats):
-            busy = sum(s.busy_seconds for s in self._stats)
+        stats = [one for several in self._stats.values() for one in several]
+        if seconds := sum(s.seconds for s in stats):
+            busy = sum(s.busy_seconds for s in stats)
             row["generator_wait_fraction"] = max(1 - busy / seconds, 0.0)
-            tokens = sum(s.tokens for s in self._stats)
-            row["generator_tokens_per_second"] = tokens / seconds * len(self._aborted_by)
+            tokens = sum(s.tokens for s in stats)
+            row["generator_tokens_per_second"] = tokens / seconds * len(self._stats)
             self._stats.clear()
         return row

@@ -20,18 +20,19 @@ from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/5"
+FORMAT = "megatron_rl.orchestrator/6"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that was dispatched and not trained; without samples it is generated again."""
+    """A group that was dispatched and not trained; missing completions are generated again."""
 
     index: int
     prompt_id: int
     samples: list[Sample]
-    """All completions, or none."""
     verdicts: dict[int, Verdict]
     """Verdicts by completion; missing ones are computed again."""
+    failed: bool = False
+    """`Group.failed`."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +55,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
-    """Return the groups of a checkpoint, with the completions of fully received ones."""
+    """Return the groups of a checkpoint, with the completions that have arrived."""
     return [
         SavedGroup(
             index=g.index,
             prompt_id=g.prompt_id,
-            samples=g.ordered if g.received else [],
-            verdicts=g.verdicts if g.received else {},
+            samples=g.ordered,
+            verdicts=g.verdicts,
+            failed=g.failed,
         )
         for g in groups
     ]
@@ -74,6 +76,7 @@ def restored_groups(state: State, make: Callable[[int, int], Group], routed: boo
     """
     groups = [make(saved.index, saved.prompt_id) for saved in state.groups]
     for group, saved in zip(groups, state.groups, strict=True):
+        group.failed = saved.failed
         if all(bool(s.routes) == routed for s in saved.samples):
             group.samples = {s.index: s for s in saved.samples}
             group.verdicts = saved.verdicts

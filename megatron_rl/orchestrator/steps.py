@@ -3,7 +3,9 @@
 import math
 import time
 
+from megatron_rl import messages as m
 from megatron_rl.algorithm.curriculum import Curriculum
+from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.data.mixture import Mixture, shares
@@ -40,6 +42,28 @@ class StepBuilder:
         """Steps trained before this start of the run."""
         self._saved_at = time.monotonic()
 
+    def request(self, group: Group, indices: list[int], oldest: int) -> m.Generate:
+        """Return the request for completions of a group.
+
+        Beginnings that a lost generator had told are continued; those by weights before version
+        `oldest` are made again.
+        """
+        g, seed = self._config.generation, self._config.seed
+        budgets = thinking_budgets(seed, group.index, group.size, g.thinking_budget_tokens)
+        for i in indices:
+            if i in group.begun and group.begun[i].spans[0].version < oldest:
+                del group.begun[i]
+        return m.Generate(
+            group=group.index,
+            prompt_id=group.prompt_id,
+            prompt=self._prompt_ids[group.prompt_id],
+            thinking_budgets=[budgets[i] for i in indices],
+            indices=indices,
+            answer_budget=g.answer_budget_tokens,
+            temperature=g.temperature,
+            begun={i: group.begun[i] for i in indices if i in group.begun},
+        )
+
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.
 
@@ -51,6 +75,9 @@ class StepBuilder:
         if ready is None or groups.next_groups(s.phase_steps(step)) is None:
             self._check_refill(step, groups)
             return None
+        groups.take(step, ready)
+        failed, ready = len(ready), [g for g in ready if not g.failed]
+        failed -= len(ready)
         # Generators score tokens at temperature 1 and with their own routed experts.
         comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
         probed = comparable and step % c.metrics.logprob_check_every_steps == 0
@@ -64,9 +91,10 @@ class StepBuilder:
             raise RunError(
                 f"step {step}: a token is {lag} steps old, schedule.max_lag_steps is {limit}"
             )
-        groups.take(step, ready)
         self._saved_at = now if save and built.teaches else self._saved_at
         metrics |= {"prompts_excluded": stream.excluded, "epoch": stream.epoch}
+        if failed:
+            metrics["prompts_failed"] = failed
         if c.algorithm.refill:
             metrics["prompts_refilled"] = len(ready) - s.prompts_per_step
         if len(stream.curricula) > 1:
@@ -84,7 +112,7 @@ class StepBuilder:
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule
         drawn = groups.complete_ahead()
-        complete = [g for g in groups.waiting if g.complete]
+        complete = [g for g in groups.waiting if g.complete and not g.failed]
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
             raise RunError(
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"

@@ -12,13 +12,13 @@ that takes it and does not wait for the reporter, else the trainer's stores.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.generators import NO_VERSION, Generators
+from megatron_rl.orchestrator.generators import CLOSED_SECONDS, NO_VERSION, Generators
 
 GRACE_SECONDS = 30.0
 """Wait for a store's own error after `timeouts.transfer_seconds`."""
@@ -59,11 +59,17 @@ class Stores:
         self._by_node: dict[str, StoreState] = {}
         self._manifest: m.Manifest | None = None
         self._published_at: dict[int, float] = {}
-        self._first_at: float | None = None
-        self._readable_from = 0
+        self._bare_since: dict[str, float] = {}
+        self.readable_from = 0
+        """Versions before this one may be overwritten in the trainer's stores."""
 
     def __iter__(self) -> Iterator[StoreState]:
         return iter((*self._trainer.values(), *self._stores.values()))
+
+    @property
+    def generator_stores(self) -> set[str]:
+        """Names of the stores of generators' nodes."""
+        return set(self._stores)
 
     @property
     def newest(self) -> int:
@@ -87,7 +93,7 @@ class Stores:
         It is empty for the trainer's own stores. None: the version is not there (any more).
         """
         if _is_direct(manifest, node):
-            return "" if manifest.version >= self._readable_from else None
+            return "" if manifest.version >= self.readable_from else None
         store = self._by_node.get(node)
         return store.folder if store and manifest.version in store.complete else None
 
@@ -107,12 +113,11 @@ class Stores:
         held, now = self.versions, time.monotonic()
         self._published_at = {v: t for v, t in self._published_at.items() if v in held}
         self._published_at[manifest.version] = now
-        self._first_at = self._first_at or now
         self._manifest = manifest
 
     def batch_given(self, step: int) -> None:
         """Note that versions before `step` are not in the trainer's stores for much longer."""
-        self._readable_from = step
+        self.readable_from = step
 
     def mapped(self, name: str, source: m.StoreSource) -> None:
         """Note the memory of a store.
@@ -206,7 +211,7 @@ class Stores:
         if generators.loading(store.node) & set(store.complete[:-1]):
             return None  # from the slot that would be overwritten
         for manifest in (*generators.unread(store.node, keep), self._manifest):
-            if manifest.version not in store.complete and manifest.version >= self._readable_from:
+            if manifest.version not in store.complete and manifest.version >= self.readable_from:
                 return manifest
         return None
 
@@ -245,40 +250,76 @@ class Stores:
         failed_at = max((store.failed.get(s.name, -RETRY_SECONDS) for s in memories), default=0.0)
         return tuple(memories) if time.monotonic() >= failed_at + RETRY_SECONDS else ()
 
-    def check(self, now: float, nodes: set[str]) -> None:
-        """Raise RunError that names a store that is late, or missing on one of the `nodes`."""
-        startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
+    def remove(self, name: str) -> None:
+        """Take a lost store out; those that take from it get other sources."""
+        store = self._stores.pop(name)
+        if self._by_node.get(store.node) is store:
+            del self._by_node[store.node]
+        for other in self._stores.values():
+            if any(source.name == name for source in other.sources):
+                other.sources = ()
+
+    def check(
+        self, now: float, heard: Mapping[str, float], closed: Mapping[str, float]
+    ) -> list[tuple[str, str]]:
+        """Return the generators' stores that are lost, each with the reason.
+
+        Args:
+            now: monotonic time.
+            heard: time of each peer's last frame.
+            closed: time since which a peer has no connection.
+
+        Raises:
+            RunError: a store of the trainer is late.
+        """
+        startup = self._timeouts.startup_seconds
         within = f"within timeouts.startup_seconds = {startup:g}"
-        for store in self:
+        for store in self._trainer.values():
             if store.memory is None and store.taking and now - store.named_at > startup:
                 raise RunError(f"{store.name} has not mapped its memory {within}: see its log")
+        lost = []
         for store in self._stores.values():
-            if store.taking is None:
-                continue
-            version = store.taking.version
-            if store.sources_at is None:
-                if now - store.named_at > startup:
-                    lacking = ", ".join(n for n in store.taking.nodes if n not in self._trainer)
-                    why = f"the trainer's nodes {lacking} have no store process; see their logs"
-                    raise RunError(
-                        f"{store.name} has no source of weights version {version} {within}:"
-                        f" {why if lacking else 'no other store can serve it'}"
-                    )
-            elif now - store.sources_at > transfer + GRACE_SECONDS:
-                sources = ", ".join(s.name for s in store.sources) or "none"
+            silent = now - heard.get(store.name, now)
+            if now - closed.get(store.name, now) > CLOSED_SECONDS:
+                lost.append((store.name, "its connection closed"))
+            elif silent > self._timeouts.silence_seconds:
+                reason = f"it was silent for {silent:.0f} s (timeouts.silence_seconds)"
+                lost.append((store.name, reason))
+            elif store.taking and (reason := self._lateness(store, now, within)):
+                lost.append((store.name, reason))
+        return lost
+
+    def bare_nodes(self, now: float, nodes: set[str]) -> list[str]:
+        """Return the nodes, of those of generators, that have had no store for too long."""
+        if self._manifest is None:
+            return []
+        bare = {n for n in nodes - self._by_node.keys() if not _is_direct(self._manifest, n)}
+        self._bare_since = {node: self._bare_since.get(node, now) for node in bare}
+        limit = self._timeouts.startup_seconds
+        return sorted(node for node, since in self._bare_since.items() if now - since > limit)
+
+    def _lateness(self, store: StoreState, now: float, within: str) -> str:
+        """Return what is late about a store that takes a version; "" if nothing is."""
+        assert store.taking is not None
+        startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
+        version = store.taking.version
+        if store.memory is None and now - store.named_at > startup:
+            return f"it has not mapped its memory {within}"
+        if store.sources_at is None:
+            if now - store.named_at > startup:
+                lacking = ", ".join(n for n in store.taking.nodes if n not in self._trainer)
+                why = f"the trainer's nodes {lacking} have no store process; see their logs"
                 raise RunError(
-                    f"{store.name} has not taken weights version {version} within"
-                    f" timeouts.transfer_seconds = {transfer:g}; its sources are {sources}: see"
-                    " their logs, or raise the limit"
+                    f"{store.name} has no source of weights version {version} {within}:"
+                    f" {why if lacking else 'no other store can serve it'}"
                 )
-        if self._manifest is None or self._first_at is None or now - self._first_at <= startup:
-            return
-        for node in sorted(nodes - self._by_node.keys()):
-            if not _is_direct(self._manifest, node):
-                raise RunError(
-                    f"no store has come up on node {node}, which has generators, {within}: see the"
-                    " logs of its ranks"
-                )
+        elif now - store.sources_at > transfer + GRACE_SECONDS:
+            sources = ", ".join(s.name for s in store.sources) or "none"
+            return (
+                f"it has not taken weights version {version} within timeouts.transfer_seconds ="
+                f" {transfer:g}; its sources are {sources}: see their logs, or raise the limit"
+            )
+        return ""
 
 
 def _takes(store: StoreState, version: int) -> bool:

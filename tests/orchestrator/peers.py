@@ -29,10 +29,15 @@ class Rows:
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
     events: list[dict] = field(default_factory=list)
+    fleet: list[dict] = field(default_factory=list)
+    """Events of generators and of prompts that failed."""
     notes: list[str] = field(default_factory=list)
 
     def write(self, kind, row):
-        {"step": self.steps, "event": self.events}.get(kind, self.evals).append(row)
+        kinds = {"step": self.steps, "event": self.events}
+        if row.get("event", "").startswith(("generator_", "prompt_")):
+            kind, kinds = "fleet", {"fleet": self.fleet}
+        kinds.get(kind, self.evals).append(row)
 
     def note(self, text):
         self.notes.append(text)
@@ -137,7 +142,7 @@ class Peer:
     the store of the node, which has a copy. `torn` are versions that were overwritten meanwhile.
     """
 
-    reading = loading = None
+    reading = loading = main = None
 
     def __init__(self, endpoint, name):
         loop, self.inbox = asyncio.get_running_loop(), asyncio.Queue()
@@ -145,7 +150,11 @@ class Peer:
         def deliver(data):
             loop.call_soon_threadsafe(self.inbox.put_nowait, m.decode(data))
 
-        self.name, self.connection = name, OrchestratorConnection(endpoint, name, deliver)
+        def ended():
+            loop.call_soon_threadsafe(self.inbox.put_nowait, None)
+
+        self.name = name
+        self.connection = OrchestratorConnection(endpoint, name, deliver, on_new_conversation=ended)
 
     async def send(self, message):
         self.connection.send(message)
@@ -164,15 +173,20 @@ class Generator(Peer):
         self.index, self.version, self.rng, self.node = index, -1, random.Random(seed), node
         self.slowness, self.fail_after, self.late = slowness, fail_after, late
         self.versions, self.folders, self.temperature, self.tasks = [], [], None, set()
+        self.grows = False
 
     async def run(self):
         await asyncio.sleep(self.late)
-        rank, node = 2 + self.index, self.node
-        await self.send(m.Hello(role="generator", rank=rank, version=0, node=node, capacity=24))
+        await self.join()
         while True:
             message = await self.receive()
             if isinstance(message, m.Stop):
                 break
+            if message is None:  # the orchestrator has taken it for lost
+                for task in self.tasks:
+                    task.cancel()
+                self.tasks.clear()
+                await self.join()
             if isinstance(message, m.UpdateWeights):
                 version = message.manifest.version
                 self.reading, self.loading = (None, version) if message.folder else (version, None)
@@ -188,8 +202,8 @@ class Generator(Peer):
                 )  # fmt: skip
             elif isinstance(message, m.Generate):
                 self.temperature = message.temperature
-                for i, budget in enumerate(message.thinking_budgets):
-                    task = asyncio.create_task(self.complete(message, i, budget))
+                for i in message.indices:
+                    task = asyncio.create_task(self.complete(message, i))
                     self.tasks.add(task)
                     task.add_done_callback(self.tasks.discard)
             elif isinstance(message, m.ScoreRequest):
@@ -198,23 +212,42 @@ class Generator(Peer):
         for task in list(self.tasks):
             task.cancel()
 
-    async def complete(self, message: m.Generate, index: int, budget: int):
-        spans, n = [], self.rng.randint(2, 6)
-        for token in range(n):
+    async def join(self):
+        await self.send(m.Join(process=f"process {self.index} on here", supervised=True))
+        assert isinstance(await self.receive(), m.Welcome)
+        rank, node = 2 + self.index, self.node
+        await self.send(m.Hello(role="generator", rank=rank, version=0, node=node, capacity=24))
+        self.tasks.add(asyncio.create_task(self.tell_load()))
+
+    async def tell_load(self):
+        while True:
+            await asyncio.sleep(0.3)
+            stats = m.GeneratorStats(seconds=0.3, busy_seconds=0.1, tokens=10, aborted=0)
+            await self.send(stats)
+
+    async def complete(self, message: m.Generate, index: int):
+        begun = message.begun.get(index, m.Partial([], [], [], (0, 0)))
+        spans, told = list(begun.spans), len(begun.token_ids)
+        n = self.rng.randint(max(2, told + 1), max(6, told + 1))
+        ids = self.ids(message, index, n)
+        ids[:told] = begun.token_ids
+        for token in range(told, n):
             await asyncio.sleep(self.slowness * self.rng.random())
             if spans and spans[-1].version == self.version:
                 spans[-1] = m.VersionSpan(self.version, spans[-1].start, token + 1)
             else:
                 spans.append(m.VersionSpan(self.version, token, token + 1))
+            if self.grows and message.evaluation < 0 and token + 1 < n:
+                rest = m.Partial([ids[token]], [-1.0], list(spans), (0, 0))
+                await self.send(m.Grown(group=message.group, index=index, start=token, rest=rest))
         if self.fail_after is not None:
             self.fail_after -= 1
             if self.fail_after <= 0:
                 await self.send(m.Failed(error="out of memory on rank 2"))
+                self.main.cancel()
+                for task in self.tasks:
+                    task.cancel()
                 return
-        ids = [self.rng.randint(4, 30) for _ in range(n)]
-        if message.evaluation < 0 and message.group % 2 == 0 and index < 2:
-            # Right and wrong: in every batch there is something to learn.
-            ids[0] = 2 * self.rng.randint(4, 14) + index
         await self.send(
             m.Sample(
                 group=message.group, index=index, prompt_id=message.prompt_id,
@@ -222,6 +255,13 @@ class Generator(Peer):
                 forced=(0, 0), spans=spans, finish_reason="stop",
             )
         )  # fmt: skip
+
+    def ids(self, message: m.Generate, index: int, n: int) -> list[int]:
+        ids = [self.rng.randint(4, 30) for _ in range(n)]
+        if message.evaluation < 0 and message.group % 2 == 0 and index < 2:
+            # Right and wrong: in every batch there is something to learn.
+            ids[0] = 2 * self.rng.randint(4, 14) + index
+        return ids
 
 
 class Store(Peer):
@@ -340,6 +380,34 @@ class Trainer(Peer):
 
 
 @dataclass
+class Fleet:
+    """The generators of a run that is under way, for what befalls them."""
+
+    endpoint: str
+    generators: list[Generator]
+    peers: list[Peer]
+    tasks: list[asyncio.Task]
+
+    def start(self, index: int, slowness: float = 0.002) -> Generator:
+        """Start a generator of this index, as a new process would."""
+        generator = Generator(self.endpoint, index, 7 * index + len(self.peers), slowness, node="t")
+        self.generators.append(generator)
+        self.peers.append(generator)
+        generator.main = asyncio.create_task(generator.run())
+        self.tasks.append(generator.main)
+        return generator
+
+    def stop(self, generator: Generator, *, close: bool) -> None:
+        """Let it do nothing any more: its process was killed (`close`) or hangs."""
+        generator.main.cancel()
+        for task in list(generator.tasks):
+            task.cancel()
+        generator.reading = generator.loading = None
+        if close:
+            generator.connection.close()
+
+
+@dataclass
 class Finished:
     rows: Rows
     generators: list[Generator]
@@ -369,6 +437,7 @@ def run(
     stores=None,
     cut_every=None,
     rows=None,
+    faults=None,
     **trainer,
 ):
     """Run to the end and return the rows (`rows` if given) and the peers.
@@ -378,6 +447,7 @@ def run(
     A resumed run has the rows `written` in its file.
     All connections are cut every `cut_every` seconds.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
+    `faults(fleet)` runs as a task, with a `Fleet`.
     `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
     generators have none and are on the trainer's node.
     """
@@ -427,6 +497,10 @@ def run(
             for generator in generators:
                 generator.version = 0
         tasks = [asyncio.create_task(p.run()) for p in peers]
+        for one, task in zip(peers, tasks, strict=True):
+            one.main = task
+        if faults is not None:
+            tasks.append(asyncio.create_task(faults(Fleet(endpoint, generators, peers, tasks))))
         if proxy is not None:
             tasks.append(asyncio.create_task(cut(proxy, cut_every)))
         try:

@@ -72,7 +72,7 @@ def test_graded_rewards_are_the_batchs_and_are_saved_with_it():
 def test_routes_follow_their_sequences():
     # one byte per token of prompt and completion
     samples = [replace(sample(0, 3), routes=b"abcde"), replace(sample(1, 2), routes=b"uvwx")]
-    assert build([group(0, samples, [True, False])]).batch.routes == b"abcdeuvwx"
+    assert build([group(0, samples, [True, False])]).batch.routes == [b"abcde", b"uvwx"]
 
 
 def test_zero_variance_prompts_are_dropped_and_the_mean_is_over_the_others():

@@ -129,15 +129,18 @@ def test_groups_that_lack_the_routes_of_a_resumed_run_are_generated_again(tmp_pa
     def received(routed: bool) -> list[int]:
         groups = restored_groups(state, lambda index, prompt: Group(index, prompt, 4), routed)
         assert [g.index for g in groups] == [g.index for g in state.groups]
-        return [g.index for g in groups if g.received]
+        return [g.index for g in groups if g.samples]
 
     assert received(routed=False) == [g.index for g in state.groups if g.samples]
     assert received(routed=True) == []
 
 
-def test_a_generator_that_fails_stops_the_run_with_its_own_words():
-    with pytest.raises(RunError, match=r"generator-\d: out of memory on rank 2"):
-        run(small_config(), fail_after=30)
+def test_a_run_whose_generators_all_failed_ends_with_the_words_of_the_last():
+    config = small_config()
+    timeouts = config.timeouts.model_copy(update={"startup_seconds": 1.0})
+    config = config.model_copy(update={"timeouts": timeouts})
+    with pytest.raises(RunError, match=r"no generator .* ended with: out of memory on rank 2"):
+        run(config, fail_after=30)
 
 
 def test_an_unexpected_message_is_named_with_its_sender():

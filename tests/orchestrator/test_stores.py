@@ -6,6 +6,8 @@ import random
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -70,6 +72,9 @@ class Cluster:
             new = list(self.stores.requests(self.generators, self.keep))
         return sent
 
+    def add_generator(self, number: int, node: str):
+        return ready(self.generators, number, node)
+
     def __getitem__(self, name: str):
         return next(s for s in self.stores if s.name == name)
 
@@ -93,6 +98,12 @@ class Cluster:
     @property
     def names(self) -> list[str]:
         return [s.name for s in self.stores if s.name not in TRAINER]
+
+
+def ready(generators: Generators, number: int, node: str):
+    """Add a generator whose engine runs."""
+    generators.join(f"generator-{number}", "process 1 on here", True, 0.0)
+    return generators.hello(f"generator-{number}", node, 8)
 
 
 def names(numbers) -> list[str]:
@@ -283,11 +294,11 @@ def test_no_cycle_and_no_store_without_a_version_under_any_failures(seed, count,
 def test_a_generator_gets_the_newest_version_that_its_node_has_and_skips_none_to_evaluate() -> None:
     cluster = Cluster(1)
     generators, stores = cluster.generators, cluster.stores
-    near, far = generators.add("generator-0", "t", 8), generators.add("generator-1", "0", 8)
+    near, far = cluster.add_generator(0, "t"), cluster.add_generator(1, "0")
 
     def updates() -> dict[str, tuple[int, str]]:
         cluster.advance()
-        sent = dict(generators.updates(cluster.keep, stores.folder))
+        sent = dict(generators.updates(cluster.keep, stores.folder, 0.0))
         return {name: (u.manifest.version, u.folder) for name, u in sent.items()}
 
     def updated(*states) -> None:
@@ -308,7 +319,7 @@ def test_a_generator_gets_the_newest_version_that_its_node_has_and_skips_none_to
     assert updates() == {"generator-1": (1, "/store-0")}
     assert cluster.requests["store-0"].manifest.version == 2
     updated(far)
-    far.evaluations_left = 1
+    far.evaluating = 1
     cluster.take("store-0")
     cluster.keep = {3}
     for version in (3, 4):
@@ -317,7 +328,7 @@ def test_a_generator_gets_the_newest_version_that_its_node_has_and_skips_none_to
     assert generators.oldest_read(cluster.keep) == 3
     cluster.take("store-0")
     assert updates() == {} and cluster.requests["store-0"].manifest.version == 4
-    far.evaluations_left = 0
+    far.evaluating = None
     assert updates() == {"generator-1": (3, "/store-0")}
     cluster.take("store-0")
     cluster.publish(5)
@@ -331,12 +342,12 @@ def test_generators_on_the_only_node_of_the_trainer_read_its_stores() -> None:
     config = small_config()
     stores, generators = Stores(config), Generators(config)
     for number, node in enumerate(("t", "anywhere")):
-        generators.add(f"generator-{number}", node, 8)
+        ready(generators, number, node)
     for version, nodes, expected in ((0, ("t",), 1), (1, (), 2)):
         one = Manifest(version=version, buckets=(), root="/root", nodes=nodes)
         stores.publish(one)
         generators.publish(one, set())
-        sent = list(generators.updates(set(), stores.folder))
+        sent = list(generators.updates(set(), stores.folder, 0.0))
         assert len(sent) == expected and {update.folder for _, update in sent} == {""}
         assert list(stores.requests(generators, set())) == []
         for generator in generators:
@@ -386,23 +397,30 @@ def test_what_is_late_or_missing_is_named() -> None:
     timeouts = small_config().timeouts
     startup, transfer = timeouts.startup_seconds, timeouts.transfer_seconds + GRACE_SECONDS
 
-    def late(cluster: Cluster, seconds: float, message: str) -> None:
-        nodes = cluster.generators.nodes
-        cluster.stores.check(time.monotonic() + seconds - 5, nodes)
-        with pytest.raises(RunError, match=message):
-            cluster.stores.check(time.monotonic() + seconds + 1, nodes)
+    def late(cluster: Cluster, seconds: float, message: str, lost: Sequence[str] = ()) -> None:
+        assert cluster.stores.check(time.monotonic() + seconds - 5, {}, {}) == []
+        with nullcontext() if lost else pytest.raises(RunError, match=message):
+            found = cluster.stores.check(time.monotonic() + seconds + 1, {}, {})
+            assert [name for name, reason in found if re.search(message, reason)] == lost
 
     cluster = Cluster(3)
     cluster.publish(0)
     list(cluster.stores.requests(cluster.generators, set()))
     for name in (*TRAINER, "store-0"):
         cluster.stores.mapped(name, StoreSource(name, b"", ()))
-    late(cluster, startup, r"store-1 has not mapped its memory within timeouts\.startup_seconds")
+    list(cluster.stores.requests(cluster.generators, set()))
+    unmapped = r"it has not mapped its memory within timeouts\.startup_seconds"
+    late(cluster, startup, unmapped, ["store-1", "store-2"])
     for name in ("store-1", "store-2"):
         cluster.stores.mapped(name, StoreSource(name, b"", ()))
     cluster.advance()
     cluster.take("store-1")
-    late(cluster, transfer, r"store-0 has not taken weights version 0 .*trainer-store-t, trainer")
+    slow = r"it has not taken weights version 0 .*trainer-store-t, trainer"
+    late(cluster, transfer, slow, ["store-0"])
+    assert cluster.sources("store-2") == ["store-0"]
+    cluster.stores.remove("store-0")
+    cluster.advance()
+    assert cluster.sources("store-2") == ["store-1"], "it takes from another one now"
 
     cluster = Cluster(1)
     del cluster.stores._trainer["u"]
@@ -411,8 +429,12 @@ def test_what_is_late_or_missing_is_named() -> None:
     late(cluster, startup, "store-0 has no source of weights version 0 .*trainer's nodes u have no")
 
     cluster = Cluster(0)
-    cluster.generators.add("generator-0", "7", 8)
+    cluster.add_generator(0, "7")
     cluster.publish(0)
-    late(cluster, startup, "no store has come up on node 7, which has generators")
+    now, nodes = time.monotonic(), cluster.generators.nodes
+    bare = [cluster.stores.bare_nodes(now + t, nodes) for t in (0, startup - 1, startup + 1)]
+    assert bare == [[], [], ["7"]]
+    cluster.join("store-7")
+    assert cluster.stores.bare_nodes(now + startup + 2, nodes) == []
     with pytest.raises(RunError, match="store-9 is no store that has said hello"):
         cluster.stores.mapped("store-9", StoreSource("store-9", b"", ()))
