@@ -6,22 +6,30 @@ kept again when the other side asks. It has no socket: frames in, frames out.
 
     header   kind, sender's session, receiver's session (0: unknown), number, acknowledged number
     payload  of a message; other kinds have none
+
+A conversation is two sessions, one of each side. Only a peer of a `Links` begins one, by a frame to
+session 0; what is sent to it earlier waits for that. A frame to or from a session of a conversation
+that has ended, or of a process of before, is answered by `_BEGIN`: the peer takes a new session.
+Sessions are random, so nothing of one conversation can be taken for a part of another.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
+import time
 from collections import defaultdict, deque
 
 Frame = tuple[bytes, bytes]
 """(header, payload)"""
 _HEADER = struct.Struct("<BQQQQ")
-_MESSAGE, _ACKNOWLEDGE, _ASK = range(3)
+_MESSAGE, _ACKNOWLEDGE, _ASK, _BEGIN = range(4)
 UNACKNOWLEDGED = 64
 """Messages after which the receiver acknowledges at once, and not with the next `tick`."""
 TICK_SECONDS = 0.25
-"""Time between two calls of `tick`."""
+"""Time between two calls of `tick`; at most twice that."""
+PING_SECONDS = 2.0
+"""Silence of a side that lives, at most: it repeats its acknowledgement."""
 
 
 class FrameError(ValueError):
@@ -29,20 +37,19 @@ class FrameError(ValueError):
 
 
 class Link:
-    """One side of a conversation with one session of a peer.
+    """One side of one conversation; another conversation is another `Link`."""
 
-    A session is the lifetime of a process: a peer that is started again has another conversation,
-    and another `Link`.
-    """
-
-    def __init__(self, session: int | None = None, peer: int = 0) -> None:
-        self.session = session or secrets.randbits(63) + 1
+    def __init__(self) -> None:
+        self.session = secrets.randbits(63) + 1
         """Number of this side's session."""
-        self.peer = peer
+        self.peer = 0
         """Session of the other side; 0 until a frame of it has come."""
+        self.is_ended = False
+        """True if the other side wants another conversation."""
         self._kept: deque[tuple[int, bytes]] = deque()
         self._sent = self._received = self._told = 0
         self._asked = False
+        self._spoke_at = time.monotonic()
 
     @property
     def all_delivered(self) -> bool:
@@ -58,6 +65,9 @@ class Link:
     def receive(self, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
         """Return (True if the payload is the next message, frames to send back)."""
         kind, source, target, number, acknowledged = unpack(header)
+        if kind == _BEGIN:
+            self.is_ended |= target == self.session
+            return False, []
         if target not in (0, self.session) or (self.peer and source != self.peer):
             return False, []  # of an earlier session
         self.peer = source
@@ -74,13 +84,18 @@ class Link:
             back.append(self._frame(_ASK))
         return is_next, back
 
-    def tick(self) -> list[Frame]:
+    def tick(self, now: float | None = None) -> list[Frame]:
         """Return the frames that are due: an acknowledgement, and the number of the last message.
 
-        By the latter the other side notices that the last messages were lost.
+        By the latter the other side notices that the last messages were lost; by the frame, which
+        comes at least every `PING_SECONDS`, that this side lives.
         """
+        now = time.monotonic() if now is None else now
         self._asked = False
-        return [self._frame(_ACKNOWLEDGE)] if self._kept or self._received > self._told else []
+        is_silent = now - self._spoke_at >= PING_SECONDS - 2 * TICK_SECONDS
+        if self._kept or self._received > self._told or is_silent:
+            return [self._frame(_ACKNOWLEDGE)]
+        return []
 
     def reconnected(self) -> list[Frame]:
         """Return what to send over a new connection: all that may be lost, and a request for it."""
@@ -90,7 +105,7 @@ class Link:
         return [self._frame(_MESSAGE, number, payload) for number, payload in self._kept]
 
     def _frame(self, kind: int, number: int | None = None, payload: bytes = b"") -> Frame:
-        self._told = self._received
+        self._told, self._spoke_at = self._received, time.monotonic()
         number = self._sent if number is None else number
         return _HEADER.pack(kind, self.session, self.peer, number, self._received), payload
 
@@ -99,13 +114,25 @@ class Links:
     """The conversations of a process that has many peers, by their names."""
 
     def __init__(self) -> None:
-        self.session = Link().session
-        self._links = defaultdict[str, Link](lambda: Link(self.session))
+        self._links = defaultdict[str, Link](Link)
         self._ended: defaultdict[str, set[int]] = defaultdict(set)
 
-    def send(self, to: str, payload: bytes) -> Frame:
-        """Return the frame of a new message to a peer, which may not have been heard of yet."""
-        return self._links[to].send(payload)
+    def send(self, to: str, payload: bytes) -> list[Frame]:
+        """Return the frame of a new message; none while the peer has not begun a conversation."""
+        link = self._links[to]
+        frame = link.send(payload)
+        return [frame] if link.peer else []
+
+    def end(self, name: str) -> list[Frame]:
+        """End the conversation with a peer, and drop what it has not acknowledged.
+
+        Returns the frame that tells the peer, if there is one.
+        """
+        link = self._links.pop(name, None)
+        if link is None or not link.peer:
+            return []
+        self._ended[name].add(link.peer)
+        return [_begin(link.peer)]
 
     def receive(self, identity: bytes, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
         """Return (True if the payload is the peer's next message, frames to send back).
@@ -114,28 +141,33 @@ class Links:
         its old one, what is left to read from that has an identity that ZeroMQ makes up, with a
         zero byte first. It is dropped: the peer sends it again.
 
-        The first frame of another session of a peer begins a new conversation with it; messages
-        for its earlier session are dropped.
+        The first frame of another session of a peer begins a new conversation with it, and what it
+        has not acknowledged in the earlier one is dropped.
         """
         if identity[:1] == b"\0":
             return False, []
-        name = identity.decode()
-        link = self._links[name]
-        source = unpack(header)[1]
-        if link.peer and source != link.peer:
-            if source in self._ended[name]:
-                return False, []
-            self._ended[name].add(link.peer)
-            link = self._links[name] = Link(self.session, source)
-        return link.receive(header, payload)
+        name, (_, source, target, *_) = identity.decode(), unpack(header)
+        link = self._links.get(name)
+        if source in self._ended[name] or target not in (0, link.session if link else 0):
+            return False, [_begin(source)]
+        if link is not None and link.peer not in (0, source):
+            self.end(name)
+        return self._links[name].receive(header, payload)
 
-    def tick(self) -> list[tuple[str, Frame]]:
+    def tick(self, now: float | None = None) -> list[tuple[str, Frame]]:
         """Return (peer, frame) of all that is due."""
-        return [(name, frame) for name, link in self._links.items() for frame in link.tick()]
+        now = time.monotonic() if now is None else now
+        links = [(name, link) for name, link in self._links.items() if link.peer]
+        return [(name, frame) for name, link in links for frame in link.tick(now)]
 
     def undelivered(self) -> list[str]:
         """Return the names of the peers that have not acknowledged every message."""
         return [name for name, link in self._links.items() if not link.all_delivered]
+
+
+def _begin(peer: int) -> Frame:
+    """Return the frame by which this session of a peer begins another conversation."""
+    return _HEADER.pack(_BEGIN, 0, peer, 0, 0), b""
 
 
 def unpack(header: bytes) -> tuple[int, int, int, int, int]:

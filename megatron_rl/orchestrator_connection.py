@@ -1,6 +1,9 @@
 """A role's connection to the orchestrator: a DEALER socket in a thread of its own.
 
 What was sent arrives once and in order, also if the connection is cut and made again (`delivery`).
+The orchestrator may end the conversation, or be another process: then another one begins, with the
+same class of message as the first one did. What is sent before that belongs to the earlier
+conversation and is dropped.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -30,14 +34,23 @@ class OrchestratorConnection:
         name: the peer's name there; no two peers of a run have the same.
         deliver: called with the bytes of every message by the connection's thread; None: they wait
             for `receive`.
+        on_new_conversation: called by the connection's thread when another conversation begins,
+            between the messages of the two; None: that ends the connection with an error.
     """
 
     def __init__(
-        self, endpoint: str, name: str, deliver: Callable[[bytes], None] | None = None
+        self,
+        endpoint: str,
+        name: str,
+        deliver: Callable[[bytes], None] | None = None,
+        on_new_conversation: Callable[[], None] | None = None,
     ) -> None:
         self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._deliver = deliver or self._waiting.put
-        self._link, self._outbox = Link(), deque[bytes]()
+        self._on_new_conversation = on_new_conversation
+        self._link, self._outbox = Link(), deque[tuple[bool, bytes]]()
+        self._opening: type[m.Message] | None = None
+        self._is_open = True
         self.disconnected_since: float | None = time.monotonic()
         """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
         self.error: Exception | None = None
@@ -59,14 +72,20 @@ class OrchestratorConnection:
         self._thread.start()
 
     def send(self, message: m.Message) -> None:
-        """Send a message; returns at once.
+        """Send a message; returns at once. In the handling of an error, see `send_failed`.
 
         Raises:
             ConnectionError: the connection's thread has ended.
         """
         self._raise_if_ended()
-        self._outbox.append(m.encode(message))
+        self._opening = self._opening or type(message)
+        self._outbox.append((type(message) is self._opening, m.encode(message)))
         os.eventfd_write(self._wake, 1)
+
+    def send_failed(self, error: str) -> None:
+        """Report the error that ends the role; without a connection it reaches its log alone."""
+        with suppress(ConnectionError):
+            self.send(m.Failed(error=error))
 
     def receive(self, seconds: float) -> m.AnyMessage | None:
         """Return the next message, or None after so many seconds without one.
@@ -90,8 +109,9 @@ class OrchestratorConnection:
             os.close(self._wake)
 
     def _raise_if_ended(self) -> None:
-        if self.error is not None:
-            raise ConnectionError(f"the connection to the orchestrator ended: {self.error}")
+        if self.error is not None or self._closes_at is not None:
+            why = self.error or "it was closed"
+            raise ConnectionError(f"the connection to the orchestrator ended: {why}")
 
     def _run(self) -> None:
         try:
@@ -120,13 +140,26 @@ class OrchestratorConnection:
                 if is_message:
                     self._deliver(payload)
                 self._transmit(back)
+                if self._link.is_ended:
+                    self._begin_again()
             while self._outbox:
-                self._transmit([self._link.send(self._outbox.popleft())])
+                opens, data = self._outbox.popleft()
+                self._is_open |= opens
+                if self._is_open:
+                    self._transmit([self._link.send(data)])
             if (now := time.monotonic()) >= next_tick or self._closes_at is not None:
                 next_tick = now + TICK_SECONDS
                 self._transmit(self._link.tick())
             if self._closes_at is not None and (self._link.all_delivered or now >= self._closes_at):
                 return
+
+    def _begin_again(self) -> None:
+        if self._on_new_conversation is None:
+            raise ConnectionError("the orchestrator is another process now")
+        self._link, self._is_open = Link(), False
+        self._outbox.clear()
+        self._on_new_conversation()
+        self._transmit(self._link.reconnected())
 
     def _follow(self, event: int) -> None:
         if event == zmq.EVENT_DISCONNECTED:

@@ -19,6 +19,8 @@ class Proxy:
         self._running: set[asyncio.Task[None]] = set()
         self.connections = 0
         """Connections so far."""
+        self.refuses = False
+        """True: connections are closed at once."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -40,6 +42,9 @@ class Proxy:
             writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuses:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)

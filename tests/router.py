@@ -20,7 +20,13 @@ class Router:
 
     def send(self, to: str, message: m.Message) -> None:
         """Send a message to the peer of this name."""
-        self._socket.send_multipart([to.encode(), *self._links.send(to, m.encode(message))])
+        for frame in self._links.send(to, m.encode(message)):
+            self._socket.send_multipart([to.encode(), *frame])
+
+    def end(self, name: str) -> None:
+        """End the conversation with a peer."""
+        for frame in self._links.end(name):
+            self._socket.send_multipart([name.encode(), *frame])
 
     def receive(self, seconds: float) -> tuple[str, m.AnyMessage] | None:
         """Return (sender, message), or None if none comes within so many seconds."""

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq.asyncio
 
 from megatron_rl import messages as m
-from megatron_rl.delivery import UNACKNOWLEDGED, FrameError, Link, Links
+from megatron_rl.delivery import (
+    PING_SECONDS,
+    TICK_SECONDS,
+    UNACKNOWLEDGED,
+    FrameError,
+    Link,
+    Links,
+)
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator_connection import OrchestratorConnection
 from tests.proxy import Proxy
@@ -69,16 +80,195 @@ def test_a_stream_in_one_direction_is_acknowledged_before_it_fills_the_memory() 
     assert a.receive(*request) == (False, [lost])
 
 
+class Conversations:
+    """A peer and the orchestrator's side, either of which may end, or be another process.
+
+    A message is (session of its sender when it was sent, number); `paired` has, for each session
+    that received any, the session that they came from, and `received` their numbers.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.links, self.link = Links(), Link()
+        self.to_links: list[tuple[bytes, bytes]] = []
+        self.to_peer: list[tuple[bytes, bytes]] = []
+        self.sent: Counter[int] = Counter()
+        self.paired: dict[int, int] = {}
+        self.process = dict[int, int]()
+        """Of each receiving session: 0 for peers, a number for each orchestrator's process."""
+        self.received: defaultdict[int, list[int]] = defaultdict(list)
+        self.begun = 0
+        self.before: list[Links] = []
+
+    @property
+    def other(self) -> Link:
+        """The orchestrator's side of the conversation now."""
+        return self.links._links["g"]
+
+    def send(self) -> None:
+        if self._rng.random() < 0.5:
+            self.to_links.append(self.link.send(self._payload(self.link)))
+        else:
+            self.to_peer += self.links.send("g", self._payload(self.other))
+
+    def _payload(self, link: Link) -> bytes:
+        self.sent[link.session] += 1
+        return b"%d %d" % (link.session, self.sent[link.session])
+
+    def deliver(self, duplicates: float = 0.0) -> None:
+        wire = self._rng.choice([w for w in (self.to_links, self.to_peer) if w] or [[]])
+        if not wire:
+            return
+        frame = wire[0] if self._rng.random() < duplicates else wire.pop(0)
+        if wire is self.to_links:
+            is_message, back = self.links.receive(b"g", *frame)
+            self.to_peer += back
+            link = self.other
+        else:
+            link = self.link
+            is_message, back = link.receive(*frame)
+            self.to_links += back
+            if link.is_ended:
+                self.begun += 1
+                self.link = Link()
+                self.to_links += self.link.reconnected()
+        if is_message:
+            source, number = map(int, frame[1].split())
+            assert self.paired.setdefault(link.session, source) == source, "a mixture"
+            self.received[link.session].append(number)
+            self.process[link.session] = id(self.links) if wire is self.to_links else 0
+
+    def tick(self) -> None:
+        self.to_links += self.link.tick()
+        self.to_peer += [frame for _, frame in self.links.tick()]
+
+    def connect_again(self) -> None:
+        """Lose what is under way, from some place on."""
+        for wire in (self.to_links, self.to_peer):
+            del wire[self._rng.randrange(len(wire) + 1) :]
+        self.to_links += self.link.reconnected()
+
+    def end(self) -> None:
+        self.to_peer += self.links.end("g")
+
+    def replace_links(self) -> None:
+        self.before.append(self.links)
+        self.links, self.to_links = Links(), []
+        self.connect_again()
+
+    def replace_peer(self) -> None:
+        self.link, self.to_peer = Link(), []
+        self.connect_again()
+
+    def settle(self) -> None:
+        for _ in range(12):
+            self.tick()
+            while self.to_links or self.to_peer:
+                self.deliver()
+
+    def check(self) -> None:
+        """Every session heard one other session, all that it heard in order, and the last pair all.
+
+        Raises:
+            AssertionError: it is not so.
+        """
+        # What one orchestrator received and lost with its process, the next one receives again.
+        pairs = [(self.process[to], source) for to, source in self.paired.items()]
+        assert len(pairs) == len(set(pairs)), "a message went to two conversations"
+        for numbers in self.received.values():
+            assert numbers == list(range(1, len(numbers) + 1))
+        for link, other in ((self.link, self.other), (self.other, self.link)):
+            assert (link.peer, link.all_delivered) == (other.session, True)
+            assert len(self.received[link.session]) == self.sent[other.session]
+
+
+def test_conversations_that_end_at_any_point_are_never_mixed_and_the_last_one_is_whole() -> None:
+    begun = 0
+    for seed in range(400):
+        c = Conversations(rng := random.Random(seed))
+        c.connect_again()
+        for _ in range(300):
+            if (chance := rng.random()) < 0.3:
+                c.send()
+            elif chance < 0.85:
+                c.deliver(duplicates=0.03)
+            elif chance < 0.90:
+                c.tick()
+            elif chance < 0.94:
+                c.connect_again()
+            elif chance < 0.97:
+                for _ in range(rng.randrange(1, 3)):  # also two in a row
+                    c.end()
+            else:
+                rng.choice([c.replace_links, c.replace_peer])()
+        c.send()
+        c.settle()
+        c.send()
+        c.settle()
+        c.check()
+        begun += c.begun
+    assert begun > 1_000
+
+
+def test_an_end_or_another_process_before_each_single_frame_begins_one_new_conversation() -> None:
+    for change in (Conversations.end, Conversations.replace_links):
+        for point in range(40):
+            c = Conversations(random.Random(7))
+            c.connect_again()
+            for step in range(40):
+                if step == point:
+                    change(c)
+                c.send()
+                c.deliver()
+            c.settle()
+            c.check()
+            assert c.begun <= 1, "once is enough"
+        assert c.begun == 1
+
+
 def test_a_process_that_is_started_anew_gets_nothing_that_was_meant_for_the_one_before() -> None:
     links, before, after = Links(), Link(), Link()
     assert links.receive(b"g", *before.send(b"hello"))[0]
     late = before.send(b"late")
-    old = links.send("g", b"for the one before")
+    (old,) = links.send("g", b"for the one before")
     assert links.receive(b"g", *after.send(b"hello again"))[0]
     assert after.receive(*old) == (False, [])
-    assert links.receive(b"g", *late) == (False, [])
-    assert after.receive(*links.send("g", b"for this one"))[0]
+    is_message, (answer,) = links.receive(b"g", *late)
+    assert not is_message
+    assert after.receive(*answer) == (False, [])
+    before.receive(*answer)
+    assert (after.is_ended, before.is_ended) == (False, True)
+    assert after.receive(*links.send("g", b"for this one")[0])[0]
     assert links.undelivered() == ["g"]
+
+
+def test_what_is_sent_to_a_peer_that_has_not_spoken_waits_for_it_and_an_end_drops_it() -> None:
+    links, peer = Links(), Link()
+    assert links.send("g", b"dropped") == links.end("g") == []
+    assert links.send("g", b"first") == links.tick() == []
+    assert links.undelivered() == ["g"]
+    _, frames = links.receive(b"g", *peer.reconnected()[0])
+    (begin,) = links.end("g")
+    assert [peer.receive(*frame)[0] for frame in frames] == [True], "it was under way"
+    assert links.send("g", b"for the next conversation") == []
+    assert links.receive(b"g", *peer.send(b"late"))[0] is False
+    assert peer.receive(*begin) == (False, [])
+    assert peer.is_ended
+    _, frames = links.receive(b"g", *(peer := Link()).reconnected()[0])
+    assert [peer.receive(*frame)[0] for frame in frames] == [True]
+
+
+def test_each_side_pings_and_nobody_else_does() -> None:
+    links, peer = Links(), Link()
+    now = time.monotonic()
+    links.receive(b"g", *peer.reconnected()[0])
+    links.send("never heard of", b"")
+    assert peer.tick(now + 1) == links.tick(now + 1) == []
+    due = now + PING_SECONDS - TICK_SECONDS
+    (ping,) = peer.tick(due)
+    ((name, pong),) = links.tick(due)
+    assert name == "g"
+    assert links.receive(b"g", *ping) == peer.receive(*pong) == (False, [])
 
 
 def test_bytes_of_another_version_are_refused_with_the_remedy() -> None:
@@ -163,3 +353,131 @@ def test_connections_that_are_cut_lose_nothing_repeat_nothing_and_raise_nothing(
     for name, numbers in got.items():
         assert numbers == list(range(1_500)), name
         assert [number for sender, number in arrived if sender == name] == list(range(1_500)), name
+
+
+@pytest.fixture
+def router() -> Iterator[zmq.asyncio.Socket]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        socket.set_hwm(0)
+        socket.bind("tcp://127.0.0.1:*")
+        yield socket
+
+
+async def serve(connection: Connection, until: Callable[[], object], seconds: float = 30.0) -> None:
+    """Handle events until the condition holds.
+
+    Raises:
+        AssertionError: it does not within these seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        if (event := await connection.next_event(0.05)) is not None:
+            event()
+        await connection.flush()
+
+
+def test_a_conversation_that_is_ended_begins_again_without_a_message_of_the_one_before(
+    router: zmq.asyncio.Socket,
+) -> None:
+    arrived: list[m.Message] = []
+    at_peer: list[m.Message | str] = []
+
+    async def go() -> None:
+        connection = Connection(router, lambda _, message: arrived.append(message))
+        peer = OrchestratorConnection(
+            router.getsockopt_string(zmq.LAST_ENDPOINT),
+            "generator-0",
+            lambda data: at_peer.append(m.decode(data)),
+            lambda: at_peer.append("another conversation"),
+        )
+        async with connection:
+            peer.send(m.Join(process="1", supervised=True))
+            await serve(connection, lambda: arrived)
+            connection.send("generator-0", m.StateSaved(step=1))
+            await serve(connection, lambda: at_peer)
+            peer.send(m.Leaving())
+            async with asyncio.timeout(20):
+                while connection._events.empty():  # it is read, and not handled
+                    await asyncio.sleep(0.01)
+            connection.end("generator-0")
+            connection.send("generator-0", m.StateSaved(step=2))
+            await serve(connection, lambda: len(at_peer) == 3)
+            peer.send(m.Left())  # by a thread that has not heard of it
+            peer.send(m.Join(process="2", supervised=True))
+            peer.send(m.BatchRequest(step=3))
+            await serve(connection, lambda: len(arrived) == 3)
+        peer.close()
+
+    asyncio.run(go())
+    assert at_peer == [m.StateSaved(step=1), "another conversation", m.StateSaved(step=2)]
+    one, two = (m.Join(process=process, supervised=True) for process in "12")
+    assert arrived == [one, two, m.BatchRequest(step=3)]
+
+
+def test_a_peer_that_cannot_begin_again_is_told_and_its_own_error_is_not_hidden(
+    router: zmq.asyncio.Socket,
+) -> None:
+    async def go() -> None:
+        connection = Connection(router, lambda *_: None)
+        peer = OrchestratorConnection(router.getsockopt_string(zmq.LAST_ENDPOINT), m.TRAINER)
+        async with connection:
+            await serve(connection, lambda: connection.heard)
+            connection.end(m.TRAINER)
+            await serve(connection, lambda: peer.error)
+        for call in (lambda: peer.receive(0), lambda: peer.send(m.Leaving())):
+            with pytest.raises(ConnectionError, match="the orchestrator is another process now"):
+                call()
+        peer.send_failed("of another kind")
+        peer.close()
+        peer.send_failed("after the end")
+
+    asyncio.run(go())
+
+
+def test_silence_and_a_closed_connection_are_seen_and_its_own_pauses_are_not_counted(
+    router: zmq.asyncio.Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def go() -> None:
+        async with Proxy(router.getsockopt_string(zmq.LAST_ENDPOINT)) as proxy:
+            connection = Connection(router, lambda *_: None)
+            near = OrchestratorConnection(router.getsockopt_string(zmq.LAST_ENDPOINT), "near")
+            far = OrchestratorConnection(proxy.endpoint, "far")
+            heard, closed = connection.heard, connection.closed
+            async with connection:
+                await serve(connection, lambda: len(heard) == 2)
+                pinged = dict(heard)
+                await serve(connection, lambda: all(heard[n] > pinged[n] for n in heard), 2.5)
+                assert closed == {}
+                # A peer hangs, and meanwhile this process stands still.
+                goes_on = threading.Event()
+                far._deliver = lambda _: goes_on.wait(60)
+                connection.send("far", m.Stop())
+                await serve(connection, lambda: time.monotonic() - heard["far"] > 2.2, 8)
+                before = {name: time.monotonic() - at for name, at in heard.items()}
+                time.sleep(3)
+                await connection.next_event(0)
+                after = {name: time.monotonic() - at for name, at in heard.items()}
+                assert 2 < after["far"] < before["far"] + 0.5
+                assert 0 <= after["near"] < before["near"] + 0.5
+                await serve(connection, lambda: time.monotonic() - heard["far"] > 3.5, 8)
+                goes_on.set()
+                await serve(connection, lambda: time.monotonic() - heard["far"] < 1, 4)
+                # A connection is closed, and made again.
+                proxy.refuses = True
+                proxy.cut()
+                await serve(connection, lambda: "far" in closed, 2.5)
+                assert set(closed) == {"far"}
+                since = closed["far"]
+                await serve(connection, lambda: time.monotonic() - since > 0.5)
+                assert closed == {"far": since}
+                time.sleep(2)
+                await connection.next_event(0)
+                assert time.monotonic() - closed["far"] < 1.5
+                proxy.refuses = False
+                await serve(connection, lambda: not closed, 5)
+            near.close()
+            far.close()
+
+    asyncio.run(go())

@@ -1,11 +1,13 @@
 """The orchestrator's socket as one queue of events and an outbox.
 
 Messages arrive once and in order (`delivery`); a peer that is away gets its messages when it is
-back, and whether it is lost is decided by its silence.
+back. Whether it is lost, is decided by its silence and by its connection (`heard`, `closed`), and
+`end` tells it so.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -18,6 +20,9 @@ from megatron_rl import messages as m
 from megatron_rl.delivery import TICK_SECONDS, Frame, Links
 
 Event = Callable[[], None]
+_GAP_SECONDS = 1.0
+"""Longest pause of the reader that counts as silence of the peers."""
+_FRAMES_AT_ONCE = 200
 
 
 class Connection:
@@ -25,20 +30,30 @@ class Connection:
 
     def __init__(self, socket: Socket, handle: Callable[[str, m.Message], None]) -> None:
         self._socket, self._handle = socket, handle
+        self.heard: dict[str, float] = {}
+        """`time.monotonic()` of each peer's last frame. Time in which this process did not read,
+        because it was stopped or busy, is added to it: it is no silence of the peers."""
+        self.closed: dict[str, float] = {}
+        """Since when there is no connection to a peer, in the same time; noticed by the frames that
+        are sent at least every `delivery.PING_SECONDS`."""
         # A peer's new connection replaces its old one, which may not be known to be dead yet.
         socket.router_mandatory = socket.router_handover = 1
         self._links, self._next_tick = Links(), 0.0
+        self._ends: Counter[str] = Counter()
+        self._runs_at = time.monotonic()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._outbox: list[tuple[str, Frame]] = []
 
     async def __aenter__(self) -> Self:
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
+        self._clock = asyncio.create_task(self._note_that_it_runs())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for task in (tasks := (self._reader, self._clock)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def post(self, event: Event) -> None:
         """Append an event to the queue."""
@@ -46,13 +61,24 @@ class Connection:
 
     async def next_event(self, seconds: float) -> Event | None:
         """Return the next event, or None after so many seconds without one."""
+        event: Event | None = None
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self._events.get(), seconds)
-        return None
+            event = await asyncio.wait_for(self._events.get(), seconds)
+        self._excuse()
+        return event
 
     def send(self, to: str, message: m.Message) -> None:
-        """Append a message to the outbox."""
-        self._outbox.append((to, self._links.send(to, m.encode(message))))
+        """Append a message to the outbox; it waits for a peer that has yet to be heard of."""
+        self._put(to, self._links.send(to, m.encode(message)))
+
+    def end(self, name: str) -> None:
+        """End the conversation with a peer, which begins another one if it lives.
+
+        What either side sent and the other has not handled yet is dropped. A peer that begins
+        another conversation by itself, with a second `Join`, has ended the earlier one.
+        """
+        self._ends[name] += 1
+        self._put(name, self._links.end(name))
 
     async def flush(self) -> None:
         """Send the outbox, and what is due to all peers."""
@@ -64,8 +90,9 @@ class Connection:
             try:
                 await self._socket.send_multipart([to.encode(), *frame])
             except zmq.ZMQError as e:
-                if e.errno != zmq.EHOSTUNREACH:  # it is away
+                if e.errno != zmq.EHOSTUNREACH:
                     raise
+                self.closed.setdefault(to, time.monotonic())
 
     async def finish(self, peers: Collection[str], seconds: float) -> None:
         """Wait until these peers have acknowledged every message, for so long at most.
@@ -78,19 +105,49 @@ class Connection:
             if time.monotonic() >= deadline or not set(peers) & set(self._links.undelivered()):
                 return
             if await self._socket.poll(int(1000 * TICK_SECONDS)):
-                await self._receive()
+                self._take(*await self._socket.recv_multipart())
 
     async def _read(self) -> None:
         while True:
-            self.post(await self._receive())
+            self._take(*await self._socket.recv_multipart())
+            with suppress(zmq.Again):
+                for _ in range(_FRAMES_AT_ONCE):
+                    self._take(*await self._socket.recv_multipart(zmq.DONTWAIT))
+            await asyncio.sleep(0)  # the others' turn
 
-    async def _receive(self) -> Event:
-        identity, header, payload = await self._socket.recv_multipart()
+    async def _note_that_it_runs(self) -> None:
+        while True:
+            self._excuse()
+            self._runs_at = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _take(self, identity: bytes, header: bytes, payload: bytes) -> None:
         is_message, back = self._links.receive(identity, header, payload)
-        self._outbox += [(identity.decode(), frame) for frame in back]
-        if not is_message:
-            return _nothing
-        return partial(self._handle, identity.decode(), m.decode(payload))
+        if identity[:1] == b"\0":
+            return
+        name = identity.decode()
+        self.heard[name] = time.monotonic()
+        self.closed.pop(name, None)
+        self._put(name, back)
+        if is_message:
+            self.post(partial(self._deliver, name, self._ends[name], m.decode(payload)))
+        elif back:
+            self.post(_nothing)
+
+    def _deliver(self, name: str, ends: int, message: m.Message) -> None:
+        if self._ends[name] == ends:
+            self._handle(name, message)
+
+    def _put(self, to: str, frames: list[Frame]) -> None:
+        self._outbox += [(to, frame) for frame in frames]
+
+    def _excuse(self) -> None:
+        """Add a pause of the reader to the times of the peers."""
+        now = time.monotonic()
+        if (gap := now - self._runs_at) > _GAP_SECONDS:
+            for times in (self.heard, self.closed):
+                times.update({name: min(now, at + gap) for name, at in times.items()})
+            self._runs_at = now
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled():
