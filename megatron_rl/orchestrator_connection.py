@@ -3,7 +3,7 @@
 What was sent arrives once and in order, also if the connection is cut and made again (`delivery`).
 The orchestrator may end the conversation, or be another process: then another one begins, with the
 same class of message as the first one did. What is sent before that belongs to the earlier
-conversation and is dropped.
+conversation and is dropped. Another process has another address, too, which comes by a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -24,13 +26,20 @@ from megatron_rl.delivery import TICK_SECONDS, Frame, Link
 
 _HEARTBEAT_MS = 5_000
 _LINGER_MS = 1_000
+_LOOK_SECONDS = 1.0
+"""Time between two reads of the file with the endpoint, while there is no connection."""
+
+
+class _File(msgspec.Struct):
+    endpoint: str
 
 
 class OrchestratorConnection:
     """Sends to the orchestrator and receives from it; every method may be called by any thread.
 
     Args:
-        endpoint: ZeroMQ address of the orchestrator.
+        endpoint: ZeroMQ address of the orchestrator, or the file, `{"endpoint": "tcp://..."}`, that
+            has it; it may be written later, and again for another orchestrator.
         name: the peer's name there; no two peers of a run have the same.
         deliver: called with the bytes of every message by the connection's thread; None: they wait
             for `receive`.
@@ -40,7 +49,7 @@ class OrchestratorConnection:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Path,
         name: str,
         deliver: Callable[[bytes], None] | None = None,
         on_new_conversation: Callable[[], None] | None = None,
@@ -57,17 +66,11 @@ class OrchestratorConnection:
         """The error that ended the connection's thread."""
         self._closes_at: float | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.identity = name.encode()
-        self._socket.linger = 0
-        self._socket.set_hwm(0)
-        # A host that vanished closes no connection; heartbeats detect it.
-        self._socket.heartbeat_ivl = _HEARTBEAT_MS
-        self._socket.heartbeat_timeout = 6 * _HEARTBEAT_MS
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = self._socket.get_monitor_socket(events)
-        self._socket.connect(endpoint)
+        self.endpoint = str(endpoint)
+        """Address of the orchestrator; the file, while it has none."""
+        self._file = endpoint if isinstance(endpoint, Path) else None
+        self._context, self._name = zmq.Context(), name
+        self._open_socket("" if self._file else self.endpoint)
         self._thread = threading.Thread(target=self._run, name=f"{name} connection", daemon=True)
         self._thread.start()
 
@@ -119,17 +122,38 @@ class OrchestratorConnection:
         except Exception as e:  # noqa: BLE001 - raised by the next `send` or `receive`
             self.error = e
         finally:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close(linger=_LINGER_MS if self.disconnected_since is None else 0)
+            self._close_socket(_LINGER_MS if self.disconnected_since is None else 0)
             self._context.term()
 
-    def _serve(self) -> None:
-        poller, next_tick = zmq.Poller(), 0.0
+    def _open_socket(self, endpoint: str) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.identity = self._name.encode()
+        self._socket.linger = 0
+        self._socket.set_hwm(0)
+        # A host that vanished closes no connection; heartbeats detect it.
+        self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        self._socket.heartbeat_timeout = 6 * _HEARTBEAT_MS
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        address = f"inproc://{time.monotonic_ns()}"  # the default may be an earlier socket's
+        self._monitor = self._socket.get_monitor_socket(events, address)
+        self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._wake):
-            poller.register(source, zmq.POLLIN)
+            self._poller.register(source, zmq.POLLIN)
+        if endpoint:
+            self._socket.connect(endpoint)
+
+    def _close_socket(self, linger: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger=linger)
+
+    def _serve(self) -> None:
+        next_tick = next_look = 0.0
         while True:
-            ready = dict(poller.poll(int(1000 * TICK_SECONDS)))
+            if self.disconnected_since is not None and time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_SECONDS
+                self._look_for_another()
+            ready = dict(self._poller.poll(int(1000 * TICK_SECONDS)))
             if self._monitor in ready:
                 self._follow(parse_monitor_message(self._monitor.recv_multipart())["event"])
             if self._wake in ready:
@@ -152,6 +176,20 @@ class OrchestratorConnection:
                 self._transmit(self._link.tick())
             if self._closes_at is not None and (self._link.all_delivered or now >= self._closes_at):
                 return
+
+    def _look_for_another(self) -> None:
+        if self._file is None:
+            return
+        try:
+            address = endpoint = msgspec.json.decode(self._file.read_bytes(), type=_File).endpoint
+        except OSError:
+            return
+        except msgspec.DecodeError:  # while it is written, or the wrong file
+            address, endpoint = "", f"{self._file}, which has no endpoint"
+        if endpoint != self.endpoint:
+            self.endpoint = endpoint
+            self._close_socket(0)
+            self._open_socket(address)
 
     def _begin_again(self) -> None:
         if self._on_new_conversation is None:

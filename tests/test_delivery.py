@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic as clock
 
 import pytest
 import zmq.asyncio
@@ -24,6 +27,7 @@ from megatron_rl.delivery import (
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator_connection import OrchestratorConnection
 from tests.proxy import Proxy
+from tests.router import Router
 
 
 def exchange(rng: random.Random, steps: int) -> tuple[list[list[int]], list[int], list[Link]]:
@@ -260,7 +264,7 @@ def test_what_is_sent_to_a_peer_that_has_not_spoken_waits_for_it_and_an_end_drop
 
 def test_each_side_pings_and_nobody_else_does() -> None:
     links, peer = Links(), Link()
-    now = time.monotonic()
+    now = clock()
     links.receive(b"g", *peer.reconnected()[0])
     links.send("never heard of", b"")
     assert peer.tick(now + 1) == links.tick(now + 1) == []
@@ -370,9 +374,9 @@ async def serve(connection: Connection, until: Callable[[], object], seconds: fl
     Raises:
         AssertionError: it does not within these seconds.
     """
-    deadline = time.monotonic() + seconds
+    deadline = clock() + seconds
     while not until():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert clock() < deadline, f"not within {seconds} s"
         if (event := await connection.next_event(0.05)) is not None:
             event()
         await connection.flush()
@@ -454,30 +458,90 @@ def test_silence_and_a_closed_connection_are_seen_and_its_own_pauses_are_not_cou
                 goes_on = threading.Event()
                 far._deliver = lambda _: goes_on.wait(60)
                 connection.send("far", m.Stop())
-                await serve(connection, lambda: time.monotonic() - heard["far"] > 2.2, 8)
-                before = {name: time.monotonic() - at for name, at in heard.items()}
+                await serve(connection, lambda: clock() - heard["far"] > 2.2, 8)
+                before = {name: clock() - at for name, at in heard.items()}
                 time.sleep(3)
                 await connection.next_event(0)
-                after = {name: time.monotonic() - at for name, at in heard.items()}
+                after = {name: clock() - at for name, at in heard.items()}
                 assert 2 < after["far"] < before["far"] + 0.5
                 assert 0 <= after["near"] < before["near"] + 0.5
-                await serve(connection, lambda: time.monotonic() - heard["far"] > 3.5, 8)
+                await serve(connection, lambda: clock() - heard["far"] > 3.5, 8)
                 goes_on.set()
-                await serve(connection, lambda: time.monotonic() - heard["far"] < 1, 4)
+                await serve(connection, lambda: clock() - heard["far"] < 1, 4)
                 # A connection is closed, and made again.
                 proxy.refuses = True
                 proxy.cut()
                 await serve(connection, lambda: "far" in closed, 2.5)
                 assert set(closed) == {"far"}
                 since = closed["far"]
-                await serve(connection, lambda: time.monotonic() - since > 0.5)
+                await serve(connection, lambda: clock() - since > 0.5)
                 assert closed == {"far": since}
                 time.sleep(2)
                 await connection.next_event(0)
-                assert time.monotonic() - closed["far"] < 1.5
+                assert clock() - closed["far"] < 1.5
                 proxy.refuses = False
                 await serve(connection, lambda: not closed, 5)
             near.close()
             far.close()
 
     asyncio.run(go())
+
+
+def test_a_peer_follows_the_file_to_the_next_orchestrator_and_begins_again(tmp_path: Path) -> None:
+    file, name = tmp_path / "orchestrator.json", "generator-0"
+    began: list[float] = []
+    peer = OrchestratorConnection(file, name, on_new_conversation=lambda: began.append(clock()))
+    routers: list[Router] = []
+    try:
+        peer.send(m.Join(process="before there is an orchestrator", supervised=True))
+        assert (peer.receive(0.3), peer.endpoint) == (None, str(file))
+        file.write_text('{"endpoint": ')
+        for count in range(3):
+            routers.append(router := Router())
+            address = file.with_suffix(".new")
+            address.write_text(json.dumps({"endpoint": router.endpoint, "process": 7}))
+            started = clock()
+            address.rename(file)
+            if count == 1:
+                peer.send(m.Leaving())  # in an outbox, or kept
+            if count:
+                while len(began) < count:
+                    assert clock() < started + 5
+                    assert router.receive(0.05) is None
+                assert began[-1] - started < 3
+                peer.send(m.Left())
+                peer.send(m.Join(process=str(count), supervised=True))
+            message = router.receive(5)
+            assert message is not None
+            assert clock() - started < 3
+            assert isinstance(message[1], m.Join)
+            assert message[1].process == str(count) or not count
+            assert peer.endpoint == router.endpoint
+            router.send(name, m.StateSaved(step=count))
+            assert peer.receive(5) == m.StateSaved(step=count)
+            peer.send(m.BatchRequest(step=count))
+            assert router.receive(5) == (name, m.BatchRequest(step=count))
+            router.close()
+        assert len(began) == 2
+        # The orchestrator that is named is not there: without an end, and without a connection.
+        assert peer.error is None
+        assert peer.disconnected_since is not None
+    finally:
+        peer.close()
+
+
+def test_a_file_without_an_endpoint_is_named_until_it_has_one(tmp_path: Path) -> None:
+    file = tmp_path / "orchestrator.json"
+    file.write_text("[]")
+    router, peer = Router(), OrchestratorConnection(file, "generator-0")
+    try:
+        deadline = clock() + 5
+        while peer.endpoint != f"{file}, which has no endpoint":
+            assert clock() < deadline
+            time.sleep(0.01)
+        file.write_text(json.dumps({"endpoint": router.endpoint}))
+        peer.send(m.Leaving())
+        assert router.receive(5) == ("generator-0", m.Leaving())
+    finally:
+        peer.close()
+        router.close()
