@@ -275,7 +275,9 @@ class Engine:
             while not any(end.done() for end in ends):
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait(ends, return_when=first)
-            if task.done() and not task.cancelled():
+            if not task.done():
+                task.cancel()
+            elif not task.cancelled():
                 task.exception()  # the cancellation is raised instead
             raise
 

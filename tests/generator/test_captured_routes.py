@@ -121,3 +121,23 @@ def test_vllms_own_return_is_read_by_layers_with_experts(
     assert encoded[:5].tolist() == got.tolist()
     assert (encoded[5] == np.iinfo("u2").max).all()
     assert asyncio.run(routes.of("1", [])).shape == (0, 2, K)
+
+
+def test_the_experts_of_an_aborted_request_are_dropped_with_the_next_one_that_ends(
+    worker: Worker,
+) -> None:
+    class Workers:
+        async def collective_rpc(self, name: str, args: Any) -> list[Any]:
+            return [getattr(worker, name)(*args)]
+
+    architecture: Any = SimpleNamespace(moe_layers={*range(len(LAYERS))}, experts_per_token=K)
+    routes = RequestRoutes(Workers(), architecture)
+    worker.forward(("a", 0, [3], [0, 1]), ("b", 0, [5], [7]), ("c", 0, [6], [9]))
+    for request in "a", "b":
+        routes.forget(request)
+    rows = asyncio.run(routes.of("c", []))
+    assert (rows[:, 0, 0] - 100).tolist() == [9]
+    assert not worker._routes._by_request and not worker._routes._held
+    worker.forward(("a", 0, [3], [4]))
+    asyncio.run(routes.of("c", []))
+    assert [*worker._routes._by_request] == ["a"], "it was forgotten once"

@@ -28,17 +28,21 @@ def prompt(i: int, length: int = 10) -> list[int]:
     return [1, *(8 + (7 * i + 3 * j) % 20 for j in range(length - 2)), 4]
 
 
-def worst_error(served, prompt_ids: list[int], completion: Completion, budget: int) -> float:
+def worst_error(
+    served, prompt_ids: list[int], completion: Completion, budget: int, begun: int = 0
+) -> float:
     """Largest difference of a sampled token's log-prob to the reference.
 
     Tokens of the thinking budget come from one request, those after it from a second one, whose
-    prompt is what came before.
+    prompt is what came before; so are those after the `begun` ones of another engine.
     """
-    pieces = [(0, min(budget, len(completion.token_ids)))]
+    pieces = [(begun, min(budget, len(completion.token_ids)))]
     if len(completion.token_ids) > budget:
-        pieces.append((completion.forced[1] or budget, len(completion.token_ids)))
+        pieces.append((max(begun, completion.forced[1] or budget), len(completion.token_ids)))
     worst = 0.0
     for start, end in pieces:
+        if start >= end:
+            continue
         spans = [
             VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start)
             for s in completion.spans

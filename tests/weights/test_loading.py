@@ -145,3 +145,31 @@ def test_the_store_of_a_node_is_one_folder_of_all_buckets(versions, tmp_path):
     assert torch.equal(
         loaded(NodeStores(), manifest, str(folder))["norm.weight"], tensors(1)["norm.weight"]
     )
+
+
+def maps_of(folder: Path) -> int:
+    """Return how often this process maps files which are or were in a folder."""
+    return Path("/proc/self/maps").read_text().count(f"{folder}/")
+
+
+def test_stores_of_an_earlier_writer_are_unmapped_for_those_of_another(tmp_path):
+    stores = NodeStores()
+    for number, name in enumerate(["a", "b", "b", "a"]):  # other folders, and other files in one
+        versions = Versions(tmp_path / name, 60_000, owners=3)
+        manifest = versions.write(5, tensors(number))
+        taken = loaded(stores, manifest)
+        assert torch.equal(taken["layers.8.weight"], tensors(number)["layers.8.weight"])
+        root = versions.root
+        with stores.checked(manifest, "", SECONDS):
+            versions.close()  # a version that is held is loaded, though its files are gone
+            assert len(dict(stores.tensors(manifest, ""))) == 11
+        assert "has no store" in refused(stores, manifest)
+        del versions
+        assert maps_of(root) == 0
+    versions = Versions(tmp_path / "c", 60_000, owners=3)
+    with stores.checked(manifest := versions.write(1, tensors(1)), "", SECONDS):
+        assert maps_of(versions.root) == 2 * 5 * 3  # the writer's, too
+    stores.forget()
+    assert maps_of(versions.root) == 5 * 3
+    assert len(loaded(stores, manifest)) == 11
+    versions.close()
