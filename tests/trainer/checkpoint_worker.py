@@ -114,9 +114,12 @@ def through_layouts(rank: int, folder: Path, name: str) -> dict[str, Any]:
             with LiveBytes() as live:
                 assert checkpoint.load(config, policy, path) == 1
             memory["load"] = live.peak
+        saver = checkpoint.Saver(config, policy)
         with LiveBytes() as live:
-            path = checkpoint.save(config, policy, 1)
-        memory["save"] = live.peak
+            path = saver.save(1)
+            saver.wait()
+        saver.close()
+        memory |= {"save": live.peak, "kept": saver._memory.nbytes}
         seen["memory"].append(memory)
         if rank == 0:
             tensors = tensors_of(path)

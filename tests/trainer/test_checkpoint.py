@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.commands.plan.nodes import checkpoint_bytes
+from megatron_rl.commands.plan.tensors import count_stages
 from megatron_rl.compat import megatron_checkpoint
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.trainer import checkpoint, checkpoint_folder
@@ -253,7 +255,12 @@ def test_a_run_that_the_disk_cannot_hold_stops_before_its_first_step(
 def test_the_size_of_a_first_checkpoint_is_known_before_it(run: tuple[RunConfig, Policy]) -> None:
     config, policy = run
     size = checkpoint.tensor_bytes(config, policy)
-    path = checkpoint.save(config, policy, 1)
+    saver = checkpoint.Saver(config, policy)
+    path = saver.save(1)
+    saver.wait()
+    saver.close()
+    planned = checkpoint_bytes(config, count_stages(policy.architecture, config.parallel), 0)
+    assert saver._memory.nbytes == pytest.approx(planned, rel=0.01)
     data = sum(p.stat().st_size for p in path.rglob("*.distcp"))
     assert size <= data <= 1.1 * size  # with the headers of small tensors
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.commands.plan.nodes import checkpoint_bytes
+from megatron_rl.commands.plan.tensors import count_stages
 from megatron_rl.compat import megatron_checkpoint
-from tests.trainer.cases import write_model
+from megatron_rl.models import architecture
+from megatron_rl.models.safetensors_directory import read_config
+from tests.trainer.cases import run_config, write_model
 from tests.trainer.checkpoint_worker import CHAINS, RANKS, VOCABULARY
 from tests.workers import run_ranks
 
@@ -35,6 +40,18 @@ def test_a_rank_needs_memory_for_its_own_shard_and_one_tensor(seen: Any, name: s
             most = sum(memory["own"]) + SMALL
             assert 0 < memory["save"] <= most, (rank, layout)
             assert memory.get("load", 0) <= most, (rank, layout)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_plan_counts_what_a_rank_keeps_on_its_host(
+    seen: Any, name: str, tmp_path: Path
+) -> None:
+    model = architecture(read_config(write_model(tmp_path, name, **CHANGES)))
+    for rank in range(RANKS):
+        for layout, memory in zip(CHAINS[name], seen[rank][name]["memory"], strict=True):
+            run = run_config(name, RANKS, **layout)
+            planned = checkpoint_bytes(run, count_stages(model, run.parallel), rank)
+            assert memory["kept"] == pytest.approx(planned, rel=0.01), (rank, layout)
 
 
 @pytest.mark.parametrize("name", CHAINS)

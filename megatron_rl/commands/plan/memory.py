@@ -133,7 +133,8 @@ def _misfits(memory: LayoutMemory, reserve_gib: float) -> Iterator[str]:
             f"host of {host.name}: {host.total / GIB:.1f} GiB, but roles.host_gib is"
             f" {run.roles.host_gib:g}; versions of the weights {host.versions / GIB:.1f}, saving"
             f" {host.saving / GIB:.1f}, processes {host.processes / GIB:.1f}: set weights.directory"
-            " to a folder that all nodes share, or weights.quantization to 'fp8'"
+            " to a folder that all nodes share, or weights.quantization to 'fp8'; more nodes of"
+            " trainers share the copy of a checkpoint (saving)"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -92,10 +93,9 @@ class HostMemory:
 def host_memory(run: RunConfig, architecture: Architecture) -> list[HostMemory]:
     """Return the memory of each node's host, neighbors that need the same as one."""
     stages, a = range(run.parallel.pipeline), architecture
-    largest = max(n for s in stages for _, n in tensors.rank_tensors(a, run.parallel, s))
-    copied = 4 * largest  # of the fp32 optimizer states
     bucket, total = tensors.saved_bucket_bytes(run, a), tensors.update_bytes(run, a)
     nodes, trainers = nodes_of(run), run.roles.trainer_ranks
+    counts = tensors.count_stages(a, run.parallel)
     shares = [share_bytes(run, a, stage) for stage in stages]
     reads = READS * tensors.bucket_bytes(run, [unit.sent for unit in tensors.all_units(run, a)])
     hosts: list[HostMemory] = []
@@ -105,16 +105,36 @@ def host_memory(run: RunConfig, architecture: Architecture) -> list[HostMemory]:
             versions = sum(VERSIONS_HELD * shares[r * len(shares) // trainers] for r in own)
         versions += VERSIONS_HELD * total * (node in nodes.stores)
         buffers = reads if node in nodes.stores else 0
-        saving, processes = copied * len(own), SYSTEM_BYTES + RANK_BYTES * len(ranks)
+        saving = sum(checkpoint_bytes(run, counts, rank) for rank in own)
+        processes = SYSTEM_BYTES + RANK_BYTES * len(ranks)
         if node == 0:
             file = max(min(SAVED_FILE_BYTES, total), bucket)
-            saving, processes = max(saving, file + 4 * bucket), processes + ORCHESTRATOR_BYTES
+            saving, processes = saving + file + 4 * bucket, processes + ORCHESTRATOR_BYTES
         host = HostMemory(node, node, versions + buffers, versions, saving, processes)
         if hosts and replace(hosts[-1], node=node, last_node=node) == host:
             hosts[-1] = replace(hosts[-1], last_node=node)
         else:
             hosts.append(host)
     return hosts
+
+
+def checkpoint_bytes(run: RunConfig, counts: list[Counter[str]], rank: int) -> float:
+    """Return the bytes of a checkpoint that a trainer rank writes, and keeps on its host.
+
+    Of the ranks with the same parameters, the first one writes these. `counts` are those of
+    `tensors.count_stages`.
+    """
+    p, bf16 = run.parallel, run.precision.params == "bf16"
+    ranks = run.roles.trainer_ranks // p.pipeline
+    stage, place = divmod(rank, ranks)
+    sharded = p.distributed_optimizer and ranks > p.tensor
+    # Two moments, and a fp32 value where the optimizer has it apart from the parameter.
+    width, states, total = 2 if bf16 else 4, 12 if bf16 or sharded else 8, 0.0
+    for kind, others in (("dense", p.tensor), ("expert", p.expert * p.expert_tensor)):
+        first = place < others
+        owned = others / ranks if sharded else first
+        total += counts[stage][kind] * (width * first + states * owned)
+    return total
 
 
 @dataclass(frozen=True, slots=True)

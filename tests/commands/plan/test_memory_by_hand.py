@@ -32,19 +32,23 @@ HOST = ("versions", "saving", "processes", "total")
 # GiB. The largest bucket is the embedding: 0.979 (8B) or 1.927 (Scout); export is three of them, a
 # difference 3. A generator loads the embedding (8B) or half of a layer's experts (3.75) twice.
 # Hosts: on trainer nodes 2.125 versions of 14.96 or 200.74, divided by the nodes; on generator
-# nodes all of them, and eight buckets that are being read.
+# nodes all of them, and eight buckets that are being read. Saving: the optimizer of the node's
+# ranks, and the parameters of which they are the first ranks: on one node the whole checkpoint (14
+# bytes by 8.03e9); of 8B on 16 ranks, all parameters on node 0; of Scout, one of 16 experts on each
+# rank (11.25), and the rest on the four ranks of node 0 (5.19 each). On node 0 in addition a file
+# of 4 and four buckets (Scout: 2.5 each).
 BY_HAND: dict[str, tuple[tuple[float, ...], tuple[float, ...], dict[int, tuple[float, ...]]]] = {
     "scalerl_8b_node": (
         (7.479, 14.958, 22.437, 13.944, 3.603, 2.936, 2.936, 65.357),
         (14.958, 4.023, 49.020, 2.010, 1.957),
-        {0: (31.785, 7.914, 64.0, 103.699)},
+        {0: (31.785, 104.70 + 7.914, 64.0, 208.40)},
     ),
     "scalerl_8b": (
         (14.958, 29.915, 5.609, 68.776, 3.603, 2.936, 2.936, 125.797),
         (14.958, 4.061, 139.081, 2.010, 1.957),
         {
-            0: (7.946, 7.914, 40.0, 55.860),
-            1: (7.946, 7.829, 32.0, 47.775),
+            0: (7.946, 4 * 5.609 + 14.958 + 7.914, 40.0, 93.254),
+            1: (7.946, 4 * 5.609, 32.0, 62.382),
             4: (39.613, 0.0, 32.0, 71.613),
         },
     ),
@@ -52,8 +56,8 @@ BY_HAND: dict[str, tuple[tuple[float, ...], tuple[float, ...], dict[int, tuple[f
         (16.440, 32.881, 75.286, 24.745, 3.726, 5.781, 5.781, 158.859),
         (100.369, 4.084, 53.647, 0.939, 3.750),
         {
-            0: (106.642, 14.0, 40.0, 160.642),
-            1: (106.642, 3.854, 32.0, 142.496),
+            0: (106.642, 4 * (75.286 + 16.440) + 14.0, 40.0, 527.546),
+            1: (106.642, 4 * (75.286 + 11.250), 32.0, 484.786),
             4: (441.985, 0.0, 32.0, 473.985),
         },
     ),
@@ -190,15 +194,15 @@ def test_notes_name_preemption_and_time_outs_that_are_too_short() -> None:
 
 def test_a_host_that_is_too_small_and_an_update_that_is_too_large_are_misfits() -> None:
     _, memory = planned(
-        "scalerl_scout", roles={"host_gib": 400.0}, generation={"gpu_memory_fraction": 0.985}
+        "scalerl_scout", roles={"host_gib": 480.0}, generation={"gpu_memory_fraction": 0.985}
     )
     update, host = memory.misfits
     assert "an update of the weights takes 3.8 GiB" in update and "= 0.985 leaves 2.8" in update
-    assert "host of nodes 4-19: 474.0 GiB, but roles.host_gib is 400" in host
-    assert "versions of the weights 442.0, saving 0.0, processes 32.0" in host
+    assert "host of node 0: 527.5 GiB, but roles.host_gib is 480" in host
+    assert "versions of the weights 106.6, saving 380.9, processes 40.0" in host
     for remedy in ({"directory": Path("/shared/weights")}, {"quantization": "fp8"}):
         assert next(iter(remedy)) in host
-        _, memory = planned("scalerl_scout", roles={"host_gib": 400.0}, weights=remedy)
+        _, memory = planned("scalerl_scout", roles={"host_gib": 480.0}, weights=remedy)
         assert memory.misfits == [], remedy
 
 
