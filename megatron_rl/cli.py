@@ -103,6 +103,23 @@ def sft(context: typer.Context, config: Config = None) -> None:
     run("sft", config, context.args)
 
 
+@app.command()
+def generate(
+    join: Annotated[str, Option(help="HOST:PORT of the orchestrator, or the run's output_dir.")],
+    name: Annotated[str, Option(help="Name in the run [generator-HOST-NUMBER].")] = "",
+    agent: Annotated[int, Option(hidden=True)] = 0,
+    record: Annotated[int, Option(hidden=True)] = -1,
+) -> None:
+    """Generate for a run: `megatron-rl generate --join runs/scalerl_8b`.
+
+    It may join and leave at any time, takes the configuration from the run, and outlives its
+    trainer for timeouts.rejoin_seconds. SIGTERM lets it end its work first.
+    """
+    from megatron_rl.generator.role import run_generator
+
+    run_generator(join, name, agent, record)
+
+
 @app.command("config")
 def show_config() -> None:
     """Print every configuration key with its type, default and meaning."""

@@ -12,12 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import run_lock
+from megatron_rl.compat.upstream import UnsupportedVersionError
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.process_environment import TORCHRUN_VARIABLES
+from megatron_rl.generator.supervisor import EngineStartError, supervise
+from megatron_rl.orchestrator import RunError
 
 GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 """Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
-_ENTERED = "MEGATRON_RL_GENERATOR_ENTERED"
 # These belong to the environment that is left; torchrun's variables and all others are kept.
 _LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
@@ -82,10 +85,14 @@ def torchrun_for(
     return [f"--nnodes={nodes}", f"--node-rank={rank}", *master, f"--nproc-per-node={per_node}"]
 
 
-def exec_torchrun(options: Sequence[str], arguments: Sequence[str]) -> None:
-    """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command."""
+def exec_torchrun(options: Sequence[str], arguments: Sequence[str], restarts: int) -> None:
+    """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command.
+
+    When a rank fails, torchrun starts all of them again, so many times.
+    """
     environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    options = [f"--max-restarts={restarts}", *options]
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     sys.stdout.flush()
     os.execve(sys.executable, [*command, "-m", "megatron_rl.cli", *arguments], environment)
@@ -139,24 +146,32 @@ def generator_python(config: RunConfig) -> str | None:
     return str(path)
 
 
-def enter_generator_python(config: RunConfig, arguments: Sequence[str]) -> None:
-    """Re-execute this process in the generators' interpreter, if that is another one.
+def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
+    """Keep the engine of a generator rank running, in the generators' interpreter.
 
-    The process keeps its id and torchrun's variables, so torchrun still watches it; `arguments` are
-    those of `megatron-rl`, as this rank was started.
+    `store` is torchrun's. Errors are those of `generator.supervisor.supervise`.
 
     Raises:
         ConfigError: the interpreter is not an executable file.
     """
     # Compare paths, not link targets: a virtual environment's python is a link to another's.
-    python = generator_python(config)
-    if python in (None, sys.executable) or os.environ.get(_ENTERED) == python:
-        return
-    environment = {k: v for k, v in os.environ.items() if k not in _LEFT_BEHIND}
-    environment[_ENTERED] = python
-    # vLLM's packages start tools of their environment by name (ninja), not those of another one.
-    tools = [str(Path(str(python)).parent), environment.get("PATH", os.defpath)]
-    environment["PATH"] = os.pathsep.join(tools)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(python, [python, "-m", "megatron_rl.cli", *arguments], environment)
+    python, environment = generator_python(config) or sys.executable, dict(os.environ)
+    if python != sys.executable:
+        environment = {k: v for k, v in environment.items() if k not in _LEFT_BEHIND}
+        # vLLM's packages start tools of their environment by name (ninja), not another one's.
+        tools = [str(Path(python).parent), environment.get("PATH", os.defpath)]
+        environment["PATH"] = os.pathsep.join(tools)
+    supervise(config, rank, store, python, environment)
+
+
+def record_if_final(folder: Path, error: BaseException) -> None:
+    """Record an error that a restart of the ranks would only repeat; `folder` is the run's.
+
+    The ranks that torchrun starts again end by `run_lock.final_error`.
+    """
+    kinds: list[type[Exception]] = [ConfigError, UnsupportedVersionError, FloatingPointError]
+    kinds += [RunError, EngineStartError]
+    if checkpoints := sys.modules.get("megatron_rl.trainer.checkpoint"):  # it imports Megatron
+        kinds.append(checkpoints.SaveError)
+    if isinstance(error, tuple(kinds)):
+        run_lock.record_final_error(folder, f"{type(error).__name__}: {error}")

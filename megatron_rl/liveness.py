@@ -149,6 +149,12 @@ def signs(folder: Path, names: str = "*.json") -> dict[Path, Sign | None]:
     return files
 
 
+def born(pid: int) -> int:
+    """Return the start of a process in ticks of the kernel, which names it for good; -1: gone."""
+    state, ticks = _process(pid)
+    return -1 if state in ("", "Z", "X") else ticks
+
+
 def _process(pid: int) -> tuple[str, int]:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,9 @@
-"""One run, one folder: a lock that a run holds from its first act to its end."""
+"""One run, one folder: files by which the processes of a run know of each other.
+
+run.lock            locked by trainer rank 0 from its first act to its end
+orchestrator.json   the address that generators join
+final_error.json    an error that torchrun's next ranks would only meet again
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,11 @@ import time
 from pathlib import Path
 from typing import IO
 
+from megatron_rl.files import replace_file
+
 FILE = "run.lock"
+ENDPOINT_FILE = "orchestrator.json"
+FINAL_ERROR_FILE = "final_error.json"
 
 
 class FolderInUse(RuntimeError):
@@ -65,3 +74,27 @@ def _holder(file: IO[str]) -> str:
         return f"process {held['pid']} on host {held['host']}, started {started},"
     except (ValueError, KeyError):  # it is just starting
         return "another run"
+
+
+def record_final_error(folder: Path, error: str) -> None:
+    """Have the ranks that torchrun starts again end at once, by this error."""
+    if run := os.environ.get("TORCHELASTIC_RUN_ID"):
+        content = json.dumps({"torchrun": run, "error": error})
+        replace_file(folder / FINAL_ERROR_FILE, content, durable=False)
+
+
+def final_error(folder: Path) -> str | None:
+    """Return the error that ended an earlier incarnation of this torchrun for good, if one did.
+
+    The first incarnation removes that of another torchrun, which may have the same id.
+    """
+    path = folder / FINAL_ERROR_FILE
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if os.environ.get("RANK") == "0":
+            path.unlink(missing_ok=True)
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content["error"] if content["torchrun"] == os.environ["TORCHELASTIC_RUN_ID"] else None

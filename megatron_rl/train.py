@@ -2,7 +2,8 @@
 
     torchrun ranks 0 .. T-1     trainer      `run_trainer_rank` below: Megatron's world and the loop
     child of trainer rank 0     orchestrator `orchestrator/main.py`, then `event_loop.py`
-    torchrun ranks T ..         generators   `generator/role.py`, then `serve.py` and `engine.py`
+    torchrun ranks T ..         generators   `generator/supervisor.py`, which starts
+    `megatron-rl generate`                   `generator/role.py`, then `serve.py` and `engine.py`
 
 `train_loop` is the trainer's half of a step. The orchestrator's half is one handler per message in
 `orchestrator/event_loop.py`, the generators' half is `Generator.work` in `generator/serve.py`;
@@ -59,22 +60,31 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
 
             upstream.check(vllm_fixes.FIXES)
             check_head_size(directory)
-        launch.exec_torchrun(torchrun, arguments)
+        launch.exec_torchrun(torchrun, arguments, config.fleet.trainer_restarts)
     launch.check_world_size(config, needed)
     rank = int(os.environ["RANK"])
     if rank == 0:
         _lock = run_lock.hold(config.output_dir)  # until this process ends
-    if rank == 0 and command == "train":
+    if (error := run_lock.final_error(config.output_dir)) is not None:
+        if rank == 0:
+            print(f"megatron-rl: not started again after {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        _run_role(config, rank, reinforce=command == "train")
+    except Exception as e:
+        launch.record_if_final(config.output_dir, e)
+        raise
+
+
+def _run_role(config: RunConfig, rank: int, *, reinforce: bool) -> None:
+    if rank == 0 and reinforce:
         print_plan(config)
         sys.stdout.flush()
-    if rank >= roles.trainer_ranks:
-        launch.enter_generator_python(config, arguments)
-        from megatron_rl.generator.role import run_generator_rank
-
-        run_generator_rank(config, rank, launch.connect_store(config))
+    if rank >= config.roles.trainer_ranks:
+        launch.run_generator_rank(config, rank, launch.connect_store(config))
     else:
         liveness.begin(config, "trainer", rank)
-        run_trainer_rank(config, rank, launch.connect_store(config), reinforce=command == "train")
+        run_trainer_rank(config, rank, launch.connect_store(config), reinforce=reinforce)
 
 
 def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: bool) -> None:
@@ -135,7 +145,7 @@ def _reinforce(
     from megatron_rl.orchestrator.child_process import OrchestratorProcess
     from megatron_rl.trainer import checkpoint as checkpoints
     from megatron_rl.trainer import checkpoint_folder, start_comparison, world
-    from megatron_rl.trainer.client import TrainerClient
+    from megatron_rl.trainer.client import TrainerClient, show_life
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.publisher import Publisher
     from megatron_rl.weights.store import node_name
@@ -146,17 +156,17 @@ def _reinforce(
         orchestrator = None
         if rank == 0:
             save_config(config)
-            orchestrator = OrchestratorProcess(config, directory, phases, checkpoint)
+            orchestrator = OrchestratorProcess(config, directory, phases, checkpoint, node_name())
             stack.push(orchestrator.kill_on_error)
             if not config.roles.one_gpu:
-                _start_generators(store, directory, orchestrator.endpoint)
+                store.set("orchestrator", orchestrator.endpoint)
         policy = Policy(config, directory)
         start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
         client = None
         if orchestrator is not None:
             if config.roles.one_gpu:
                 # An engine takes what another process allocates during its start for its own.
-                _start_generators(store, directory, orchestrator.endpoint)
+                store.set("orchestrator", orchestrator.endpoint)
             client = TrainerClient(
                 orchestrator.endpoint,
                 config.timeouts,
@@ -166,6 +176,8 @@ def _reinforce(
                 stop_requested=interrupted,
             )
             stack.callback(client.close)
+        else:
+            stack.callback(show_life(store, rank).close)
         publisher = Publisher(config, policy, node_name(), client.announce if client else None)
         stack.callback(publisher.close)
         if client is not None:
@@ -176,12 +188,6 @@ def _reinforce(
         if orchestrator is not None:
             orchestrator.wait(config.timeouts.evaluation_seconds)
         dist.barrier(group=world.control_group())  # generators read every rank's store until now
-
-
-def _start_generators(store: Any, directory: Path, endpoint: str) -> None:
-    """Set the keys that the generator ranks wait for (`generator.role`)."""
-    store.set("model_dir", str(directory))
-    store.set("orchestrator", endpoint)
 
 
 def train_loop(
@@ -196,7 +202,7 @@ def train_loop(
 
     Per step v, with weights of version v:
 
-        batch = next_batch(v)           rank 0 asks the orchestrator, all ranks get the bytes
+        batch = next_batch(v)           rank 0 asks the orchestrator, each rank gets its part
         checkpoint of step v            if the batch says so, or the run is interrupted; it is
                                         written while the next steps are trained
         train_step -> step_done         the weights are v + 1 now
@@ -216,7 +222,9 @@ def train_loop(
     publisher.publish(step)
     while True:
         started = time.perf_counter()
-        batch, interrupted = next_batch(client, step, lambda: stop_requested() or saver.failed())
+        batch, interrupted = next_batch(
+            client, step, lambda: stop_requested() or saver.failed(), policy
+        )
         wait_seconds = time.perf_counter() - started
         if batch.save or batch.stop or interrupted:
             saver.save(step, None if client is None else client.save_state)
@@ -236,8 +244,11 @@ def train_loop(
 
 
 def watch_signals() -> Callable[[], bool]:
-    """Let SIGINT and SIGTERM request a clean end (checkpoint, then exit); return `requested()`."""
-    received: list[int] = []
+    """Let SIGINT and SIGTERM request a clean end (checkpoint, then exit); return `requested()`.
+
+    So does the end of torchrun, which would leave this rank alone.
+    """
+    received, parent = list[int](), os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
-    return lambda: bool(received)
+    return lambda: bool(received) or os.getppid() != parent

@@ -18,7 +18,7 @@ LAYERS = {
     "section": "",
     "message_parts": "",
     "messages": "message_parts",
-    "run_lock": "",
+    "run_lock": "files",
     "delivery": "",
     "orchestrator_connection": "messages delivery",
     "scaling": "",
@@ -33,14 +33,17 @@ LAYERS = {
     "data": "config algorithm rewards",
     "metrics": "files config scaling",
     "weights": "config messages orchestrator_connection",
-    "orchestrator": "files config messages delivery compat algorithm data rewards metrics",
-    "generator": "files liveness config messages orchestrator_connection compat models weights",
+    "orchestrator": (
+        "files run_lock config messages delivery compat algorithm data rewards metrics"
+    ),
+    "generator": (
+        "files liveness run_lock config messages orchestrator_connection compat models weights"
+    ),
     "trainer": (
         "files liveness config messages orchestrator_connection compat algorithm data kernels"
         " models weights"
     ),
-    "launch": "config generator",
-    "generator_rank": "config launch generator",
+    "launch": "run_lock config compat orchestrator generator",
     "train": (
         "liveness config messages run_lock compat launch models weights orchestrator generator"
         " trainer"
@@ -52,7 +55,7 @@ LAYERS = {
         "files liveness config messages recipes rewards scaling compat kernels models data"
         " metrics weights orchestrator generator launch"
     ),
-    "cli": "section run_lock config compat scaling orchestrator train commands",
+    "cli": "section run_lock config compat scaling orchestrator generator train commands",
 }
 MAY_IMPORT = {layer: others.split() for layer, others in LAYERS.items()}
 HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "safetensors"}
@@ -60,7 +63,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 LIGHT = """
 files liveness section config message_parts messages algorithm recipes rewards scaling data metrics
 orchestrator launch train cli commands.alive commands.doctor commands.plan commands.recipes
-commands.study commands.verify weights.store_process generator.store_keeper generator_rank
+commands.study commands.verify weights.store_process generator.store_keeper
 """
 
 

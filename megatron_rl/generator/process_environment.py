@@ -10,7 +10,7 @@ import yaml
 from megatron_rl.compat import quiet, vllm_fork
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Roles
-from megatron_rl.generator import engine_errors
+from megatron_rl.generator import engine_errors, engine_folder
 from megatron_rl.generator.vllm_plugin import ENGINE_OWNER, register
 
 # With torchrun's variables, vLLM's workers would look for torchrun's store instead of making their
@@ -52,6 +52,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
         del os.environ[name]
     os.environ[ENGINE_OWNER] = str(os.getpid())
     engine_errors.open_file()
+    engine_folder.make()
     kinds = ["everywhere", "gpu" if on_gpu else "cpu"]
     kinds += ["local_model"] * Path(model_dir).is_dir()
     if not on_gpu and config.roles.generator_tensor_parallel == 1:
@@ -67,7 +68,8 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
 def _engine_devices(roles: Roles) -> list[str]:
     """Return the devices of the engine whose first rank this is, of those of its node, if any.
 
-    torchrun gives rank i of a node device i; with `roles.one_gpu`, all ranks share the first.
+    torchrun gives rank i of a node device i; with `roles.one_gpu`, all ranks share the first. An
+    engine that SLURM started takes its own part of the devices, unless SLURM shows it no others.
     """
     import torch
 
@@ -78,7 +80,9 @@ def _engine_devices(roles: Roles) -> list[str]:
         count = torch.cuda.device_count()
         # CUDA ends the list at the first entry that does not exist.
         visible = [*map(str, range(count))] if listed is None else listed.split(",")[:count]
-    local_rank, width = int(os.environ.get("LOCAL_RANK", "0")), roles.generator_tensor_parallel
+    width, task = roles.generator_tensor_parallel, int(os.environ.get("SLURM_LOCALID", "0"))
+    by_slurm = task * width if len(visible) != width else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", by_slurm))
     first = 0 if roles.one_gpu else local_rank
     end = first + width
     if visible and end > len(visible):

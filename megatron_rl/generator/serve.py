@@ -1,6 +1,11 @@
-"""The generator's role: serve one orchestrator over ZeroMQ until it sends Stop.
+"""The generator's role: serve a run's orchestrator, and the one that takes its place, until Stop.
 
-    orchestrator (ROUTER, bound)  <->  generator-<engine index> (DEALER, connected)
+    Join                              ->  <-  Welcome: the engine is started, if it does not run yet
+    Hello                             ->  <-  UpdateWeights, Generate, ScoreRequest, Stop
+    WeightsUpdated, Sample, Scores    ->
+
+This is one conversation. Another one begins when the orchestrator is a new process, or has taken
+this generator for lost: work is given up, while the engine keeps its weights and its cache.
 
 `Generator.work` has one coroutine per message: they run concurrently, and completions are admitted
 in the order of arrival, `generation.concurrent_completions` at a time. Any error ends the role: the
@@ -8,136 +13,209 @@ orchestrator gets `Failed`, and the process exits with the error.
 """
 
 import asyncio
-import signal
+import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rl import liveness
 from megatron_rl import messages as m
-from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import RunConfig
+from megatron_rl.config.sections import Timeouts
 from megatron_rl.generator import engine_errors
-from megatron_rl.generator.process_environment import prepare_environment
-from megatron_rl.generator.store_keeper import CHECK_SECONDS, StoreKeeper
-from megatron_rl.orchestrator_connection import OrchestratorConnection
-from megatron_rl.weights.store_process import StoreSpec
+from megatron_rl.generator.conversations import Conversations, OrchestratorGoneError
+from megatron_rl.generator.store_keeper import (
+    CHECK_SECONDS,
+    StoreKeeper,
+    sees_trainer_stores,
+    store_spec,
+)
+from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.store import node_name
 
 STATS_SECONDS = 1.0
+_WORK_SHARE = 0.8
+"""Part of `timeouts.shutdown_seconds` in which the completions of a leaving generator may end."""
+_LEAVING_CHECK_SECONDS = 0.2
 
 
-def run_generator(
-    config: RunConfig,
-    engine_index: int,
-    rank: int,
-    endpoint: str,
-    model_dir: str,
-    node: str = "",
-    store: StoreSpec | None = None,
-) -> None:
-    """Run one generator until the orchestrator sends Stop; the engine's processes are gone then.
-
-    Call it from the main thread: vLLM's processes end with the thread that started them.
-
-    Engines are numbered from 0; `rank` is for messages. The orchestrator binds `endpoint`
-    (`tcp://host:port`), and `model_dir` is the Hugging Face directory of weights version 0.
-    `store` is that of this `node`, if it has one: the generator keeps it running (`store_keeper`).
-
-    Raises:
-        UnsupportedVersionError: a release of vLLM that may have faults.
-        Exception: the error that ended the role, after it was reported as `Failed`.
-    """
-    upstream.check(vllm_fixes.FIXES)
-    # Ctrl-C and torchrun's SIGTERM reach every rank: a generator ends by Stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    prepare_environment(config, model_dir)
-    asyncio.run(Generator(config, engine_index, rank, endpoint, node, store).run(model_dir))
-
-
-class OrchestratorGoneError(ConnectionError):
-    """The connection to the orchestrator was lost for too long."""
+class OtherEngineError(RuntimeError):
+    """The run has settings that this engine was not started with."""
 
 
 class _Stopped(Exception):
-    """The orchestrator sent Stop."""
+    """The orchestrator sent Stop, or the generator has left."""
 
 
 class Generator:
-    """One engine in the service of one orchestrator; the arguments are those of `run_generator`."""
+    """One engine in the service of a run.
+
+    Args:
+        endpoint: ZeroMQ address of the orchestrator, or the file that has it.
+        name: of the generator, and of no other one of the run.
+        index: the engine's number, by which its samples differ from those of others.
+        rank: for messages.
+        process: for messages, `process 123 on host`.
+        supervised: True if a rank of torchrun starts the process again when it ends.
+        prepare: called with configuration and model directory before the engine is started.
+        ready: called when the engine has started.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
-        engine_index: int,
+        endpoint: str | Path,
+        name: str,
+        index: int,
         rank: int,
-        endpoint: str,
-        node: str = "",
-        store: StoreSpec | None = None,
+        process: str = "",
+        *,
+        supervised: bool = False,
+        prepare: Callable[[RunConfig, str], None] = lambda config, model_dir: None,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._node, self._store = config, node, store
-        self._index, self._rank, self._endpoint = engine_index, rank, endpoint
-        self._admission = asyncio.Semaphore(config.generation.concurrent_completions)
+        self._endpoint, self._name, self._index, self._rank = endpoint, name, index, rank
+        self._join = m.Join(process=process, supervised=supervised)
+        self._prepare, self._ready, self._node = prepare, ready, node_name()
+        self._timeouts, self._settings = Timeouts(), dict[str, Any]()
+        self._keeper: StoreKeeper | None = None
+        self._works = set[asyncio.Task[None]]()
+        self._is_member = False  # from Hello to the end of the conversation
+        self._serves = self._is_asked_to_leave = False
         self._running = self._tokens = 0
         self._busy_seconds, self._counted_at = 0.0, time.perf_counter()
 
-    async def run(self, model_dir: str) -> None:
-        """Start the engine with these weights and serve until Stop; raises what ended the role."""
-        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[bytes]()
-
-        def deliver(data: bytes) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, data)
-
-        self._peer = OrchestratorConnection(self._endpoint, f"generator-{self._index}", deliver)
-        delivery_seconds = 0.0
-        engine = keeper = None
+    async def run(self) -> None:
+        """Join, start the engine and serve until Stop; raises what ended the role."""
+        self._run = Conversations(self._endpoint, self._name, self._join)
+        engine, self._delivery_seconds = None, 0.0
         try:
-            if self._store is not None:
-                keeper = StoreKeeper(self._store)
+            await self._first_welcome()
             from megatron_rl.generator.engine import Engine
 
             liveness.sign("starting")
-            engine = self._engine = Engine(self._config, self._index, model_dir)
+            engine = self._engine = Engine(self._config, self._index, self._model_dir)
             await engine.prepare()
-            await self._serve(inbox, keeper)
-        except OrchestratorGoneError:
+            self._ready()
+            await self._serve()
+        except (OrchestratorGoneError, OtherEngineError):
             raise
+        except _Stopped:  # before there was an engine
+            pass
         except Exception as e:
             if cause := engine_errors.cause(engine.cores if engine else ()):
                 e.add_note(cause)
-            error = f"generator {self._index} (rank {self._rank}): {type(e).__name__}: {e}"
-            self._peer.send(m.Failed(error=f"{error} {cause}".rstrip()))
-            delivery_seconds = self._config.timeouts.shutdown_seconds / 2
+            error = f"{self._name} (rank {self._rank}): {type(e).__name__}: {e}"
+            self._run.send_failed(f"{error} {cause}".rstrip())
+            self._delivery_seconds = self._timeouts.shutdown_seconds / 2
             raise
         finally:
+            # What it has sent is there before the engine is stopped, which takes seconds.
+            closing = asyncio.create_task(self._run.close(self._delivery_seconds))
+            await asyncio.sleep(0)
             if engine is not None:
                 engine.stop()
-            if keeper is not None:  # last: while others of the node live, they would take over
-                keeper.close()
-            await asyncio.to_thread(self._peer.close, delivery_seconds)
+            await closing
+            if (
+                self._keeper is not None
+            ):  # last: while others of the node live, they would take over
+                self._keeper.close()
 
-    async def _serve(self, inbox: asyncio.Queue[bytes], keeper: StoreKeeper | None) -> None:
-        version, capacity = self._engine.version, self._config.generation.concurrent_completions
-        hello = m.Hello(
-            role="generator", rank=self._rank, version=version, node=self._node, capacity=capacity
-        )
-        self._peer.send(hello)
+    def leave(self) -> bool:
+        """Take no more work, and end with that which is begun; called by a signal's handler.
+
+        Returns False if it serves no orchestrator yet: it may end at once.
+        """
+        self._is_asked_to_leave = True
+        return self._serves
+
+    async def _first_welcome(self) -> None:
+        limit = self._timeouts.startup_seconds
+        self._run.begin()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send_stats())
-                tasks.create_task(self._watch_orchestrator())
-                if keeper is not None:
-                    tasks.create_task(self._watch_store(keeper))
-                while True:
-                    message = m.decode(await inbox.get())
+            async with asyncio.timeout(limit):
+                while not isinstance(message := await self._run.next(), m.Welcome):
                     if isinstance(message, m.Stop):
                         raise _Stopped
-                    for coroutine in self.work(message):
-                        tasks.create_task(coroutine)
+                    if message is None:
+                        self._run.begin()
+        except TimeoutError:
+            self._run.check(0.0, "startup_seconds")
+            raise
+        self._welcome(message)
+        self._prepare(self._config, self._model_dir)
+        self._admission = asyncio.Semaphore(self._config.generation.concurrent_completions)
+
+    def _welcome(self, welcome: m.Welcome) -> None:
+        """Take the configuration of the run.
+
+        Raises:
+            OtherEngineError: the engine was started with another one.
+        """
+        self._run.welcome()
+        config, model_dir = RunConfig.model_validate(welcome.config), welcome.model_dir
+        settings = _engine_settings(config, model_dir)
+        if self._settings and settings != self._settings:
+            other = [key for key, value in settings.items() if value != self._settings[key]]
+            raise OtherEngineError(
+                f"the run has another {', '.join(other)} now than this engine was started with: a"
+                " new process is needed"
+            )
+        self._config, self._model_dir, self._settings = config, model_dir, settings
+        self._timeouts = config.timeouts
+        if self._keeper is None and not sees_trainer_stores(config, welcome.trainer_node):
+            self._keeper = StoreKeeper(store_spec(config, self._node, self._endpoint))
+
+    def _hello(self) -> None:
+        capacity = self._config.generation.concurrent_completions
+        self._run.send(
+            m.Hello(
+                role="generator", rank=self._rank, version=self._engine.version, node=self._node,
+                capacity=capacity,
+            )
+        )  # fmt: skip
+        self._is_member = True
+
+    async def _serve(self) -> None:
+        self._serves = True
+        self._hello()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watches = self._send_stats, self._watch, self._watch_engine, self._leave_when_asked
+                for watch in watches:
+                    tasks.create_task(watch())
+                while True:
+                    message = await self._run.next()
+                    if message is None:
+                        await self._begin_again()
+                    elif isinstance(message, m.Stop):
+                        raise _Stopped
+                    elif isinstance(message, m.Welcome):
+                        self._welcome(message)
+                        self._hello()
+                    else:
+                        for coroutine in self.work(message):
+                            task = tasks.create_task(coroutine)
+                            self._works.add(task)
+                            task.add_done_callback(self._works.discard)
         except BaseExceptionGroup as group:
             # Errors of an engine that is being stopped do not count.
             if group.subgroup(_Stopped) is None:
                 raise group.exceptions[0] from None
+
+    async def _begin_again(self) -> None:
+        """Give up what the old conversation asked for, and join again."""
+        self._is_member = False
+        await self._give_up_work()
+        await self._engine.forget_stores()
+        self._run.begin()
+
+    async def _give_up_work(self) -> None:
+        for task in self._works:
+            task.cancel()
+        if self._works:
+            await asyncio.wait(self._works)
 
     def work(self, message: m.Message) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that answer a message.
@@ -154,7 +232,8 @@ class Generator:
                         f"group {message.group} has temperature {message.temperature}, but"
                         f" log-probs are computed for generation.temperature = {expected}"
                     )
-                return [self._generate(message, i) for i in range(len(message.thinking_budgets))]
+                pairs = zip(message.indices, message.thinking_budgets, strict=True)
+                return [self._generate(message, index, budget) for index, budget in pairs]
             case m.UpdateWeights():
                 return [self._update(message)]
             case m.ScoreRequest():
@@ -164,43 +243,63 @@ class Generator:
             " are of different versions"
         )
 
-    async def _generate(self, message: m.Generate, index: int) -> None:
+    async def _generate(self, message: m.Generate, index: int, thinking_budget: int) -> None:
+        routes = self._engine.routes
+        grown = None
+        if message.evaluation < 0 and routes is None:
+            grown = partial(self._grown, message.group, index)
         async with self._admission:
             self._count_running(+1)
             try:
-                thinking, answer = message.thinking_budgets[index], message.answer_budget
                 completion = await self._engine.complete(
-                    message.prompt, thinking, answer, message.temperature
+                    message.prompt,
+                    thinking_budget,
+                    message.answer_budget,
+                    message.temperature,
+                    message.begun.get(index),
+                    grown,
                 )
             finally:
                 self._count_running(-1)
-        self._tokens += len(completion.token_ids)
-        routes = b""
-        if self._engine.routes is not None and completion.routes_NLK is not None:
+        begun = message.begun.get(index)
+        self._tokens += len(completion.token_ids) - (begun.num_tokens if begun else 0)
+        encoded = b""
+        if routes is not None and completion.routes_NLK is not None:
             tokens = len(message.prompt) + len(completion.token_ids)
-            routes = self._engine.routes.encoded(completion.routes_NLK, tokens)
+            encoded = routes.encoded(completion.routes_NLK, tokens)
         sample = m.Sample(
             group=message.group,
             index=index,
             prompt_id=message.prompt_id,
             evaluation=message.evaluation,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
+            token_ids=m.int_bytes(completion.token_ids),
+            logprobs=m.float_bytes(completion.logprobs),
             forced=completion.forced,
             spans=completion.spans,
             finish_reason=completion.finish_reason,
-            routes=routes,
+            routes=encoded,
         )
-        self._peer.send(sample)
+        self._run.send(sample)
+
+    def _grown(self, group: int, index: int, start: int, rest: m.Partial) -> None:
+        self._sign()
+        self._run.send(m.Grown(group=group, index=index, start=start, rest=rest))
 
     async def _update(self, message: m.UpdateWeights) -> None:
-        updated = await self._engine.update(message.manifest, message.folder)
+        try:
+            updated = await self._engine.update(message.manifest, message.folder)
+        except WeightsError as e:
+            if self._run.is_open:
+                raise
+            # The engine is as it was, and the trainer that had this version is gone.
+            print(f"warning: {self._name} loads no weights: {e}", file=sys.stderr, flush=True)
+            return
         self._sign()
-        self._peer.send(updated)
+        self._run.send(updated)
 
     async def _score(self, message: m.ScoreRequest) -> None:
         version, logprobs = await self._engine.score(message.prompts, message.completions)
-        self._peer.send(m.Scores(step=message.step, version=version, logprobs=logprobs))
+        self._run.send(m.Scores(step=message.step, version=version, logprobs=logprobs))
 
     async def _send_stats(self) -> None:
         last = time.perf_counter()
@@ -216,7 +315,8 @@ class Generator:
                 aborted=self._engine.aborted,
             )
             last, self._busy_seconds, self._tokens = self._counted_at, 0.0, 0
-            self._peer.send(stats)
+            if self._is_member:
+                self._run.send(stats)
 
     def _count_running(self, change: int) -> None:
         now = time.perf_counter()
@@ -230,21 +330,43 @@ class Generator:
     def _sign(self) -> None:
         liveness.sign("generating" if self._running else "waiting", self._engine.version)
 
-    async def _watch_orchestrator(self) -> None:
-        limit = self._config.timeouts.shutdown_seconds
-        while True:
-            await asyncio.sleep(min(1.0, limit / 4))
-            if self._peer.error is not None:
-                raise OrchestratorGoneError(f"the connection ended: {self._peer.error}")
-            since = self._peer.disconnected_since
-            if since is not None and time.monotonic() - since > limit:
-                raise OrchestratorGoneError(
-                    f"no orchestrator at {self._endpoint} for {limit:g} s"
-                    " (timeouts.shutdown_seconds): it ended without sending Stop; its own log has"
-                    " the cause"
-                )
-
-    async def _watch_store(self, keeper: StoreKeeper) -> None:
+    async def _watch(self) -> None:
+        """Raise what is wrong with the orchestrator, or with the store of the node."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            keeper.check()
+            self._run.check(self._timeouts.rejoin_seconds, "rejoin_seconds")
+            if self._keeper is not None:
+                self._keeper.check()
+
+    async def _watch_engine(self) -> None:
+        while True:
+            seconds = self._timeouts.silence_seconds
+            await asyncio.sleep(seconds / 3)
+            await self._engine.check_alive(seconds)
+
+    async def _leave_when_asked(self) -> None:
+        while not self._is_asked_to_leave:  # a signal's handler wakes no task
+            await asyncio.sleep(_LEAVING_CHECK_SECONDS)
+        self._run.send(m.Leaving())
+        deadline = time.monotonic() + self._timeouts.shutdown_seconds * _WORK_SHARE
+        while self._run.is_open and time.monotonic() < deadline:
+            await asyncio.sleep(_LEAVING_CHECK_SECONDS)
+        await self._give_up_work()
+        if self._run.is_open:
+            self._run.send(m.Left())
+            self._delivery_seconds = self._timeouts.shutdown_seconds * (1 - _WORK_SHARE)
+        raise _Stopped
+
+
+def _engine_settings(config: RunConfig, model_dir: str) -> dict[str, Any]:
+    """Return what an engine is built from, by key."""
+    return {
+        "model": (config.model, model_dir),
+        "seed": config.seed,
+        "generation": config.generation,
+        "precision": config.precision,
+        "weights.dtype": config.weights.dtype,
+        "weights.quantization": config.weights.quantization,
+        "roles.generator_tensor_parallel": config.roles.generator_tensor_parallel,
+        "algorithm.routing_replay": config.algorithm.routing_replay,
+    }

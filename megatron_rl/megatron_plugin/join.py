@@ -8,7 +8,6 @@ import functools
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_rl import liveness, run_lock
 from megatron_rl.compat.megatron_schedule import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.files import report_failure
-from megatron_rl.launch import connect_store, generator_python
+from megatron_rl.launch import connect_store, record_if_final, run_generator_rank
 from megatron_rl.megatron_plugin import arguments
 from megatron_rl.megatron_plugin.data_iterator import (
     MicroBatchIterator,
@@ -32,7 +31,7 @@ from megatron_rl.megatron_plugin.plugin_model import PluginModel, adopt
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
 from megatron_rl.trainer import start_comparison, world
-from megatron_rl.trainer.client import TrainerClient
+from megatron_rl.trainer.client import TrainerClient, show_life
 from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.weights.store import node_name
@@ -53,7 +52,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
-    sys.excepthook = _report
+    sys.excepthook = functools.partial(_report, None)
     config = arguments.read(own, [])
     arguments.check_config(config)
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -66,29 +65,34 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
         )
     store = connect_store(config)
     if rank >= trainers:
-        _serve(store)
+        config = RunConfig.model_validate_json(store.get(CONFIG))
+        _refuse_after_final_error(config.output_dir)
+        sys.excepthook = functools.partial(_report, config.output_dir)
+        run_generator_rank(config, rank, store)
+        sys.exit(0)
     # Megatron reads WORLD_SIZE: show it the trainer ranks only.
     os.environ["WORLD_SIZE"] = str(trainers)
     return PretrainingPlugin(own, store)
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Show the error that ends this rank in torchrun's last lines, too."""
+def _report(
+    folder: Path | None, kind: type[BaseException], error: BaseException, trace: Any
+) -> None:
+    """Show the error that ends this rank in torchrun's last lines, too.
+
+    In a run's folder it is recorded for the ranks that torchrun starts again.
+    """
     report_failure(f"{kind.__name__}: {error}")
+    if folder is not None:
+        record_if_final(folder, error)
     sys.__excepthook__(kind, error, trace)
 
 
-def _serve(store: Any) -> None:
-    """Replace this process by a generator with the configuration that the trainers resolved."""
-    config = RunConfig.model_validate_json(store.get(CONFIG))
-    with tempfile.NamedTemporaryFile("w", prefix="megatron_rl_", suffix=".json", delete=False) as f:
-        f.write(config.model_dump_json())
-    python = generator_python(config) or sys.executable
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A new process: the engine must not inherit the script's imports.
-    command = [python, "-m", "megatron_rl.generator_rank", f.name]
-    os.execve(python, command, dict(os.environ))
+def _refuse_after_final_error(folder: Path) -> None:
+    if (error := run_lock.final_error(folder)) is not None:
+        if os.environ["RANK"] == "0":
+            print(f"megatron_rl: not started again after {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 class PretrainingPlugin:
@@ -109,7 +113,7 @@ class PretrainingPlugin:
         self._steps: PluginSteps | None = None
         self._config: RunConfig | None = None
         self._model: PluginModel | None = None
-        self._ended = False
+        self._ended, self._agent = False, os.getppid()
 
     @property
     def active(self) -> bool:
@@ -186,6 +190,9 @@ class PretrainingPlugin:
         self._config = config
         if args.rank == 0:
             self._stack.enter_context(run_lock.hold(config.output_dir))
+        _refuse_after_final_error(config.output_dir)
+        sys.excepthook = functools.partial(_report, config.output_dir)
+        if args.rank == 0:
             self._store.set(CONFIG, config.model_dump_json())
         liveness.begin(config, "trainer", args.rank)
         liveness.sign("loading")
@@ -233,9 +240,10 @@ class PretrainingPlugin:
         self._model = model
         if args.rank == 0:
             save_config(config)
-            orchestrator = OrchestratorProcess(config, model.directory, {}, _saved_state(args))
+            orchestrator = OrchestratorProcess(
+                config, model.directory, {}, _saved_state(args), node_name()
+            )
             self._orchestrator = orchestrator
-            self._store.set("model_dir", str(model.directory))
             self._store.set("orchestrator", orchestrator.endpoint)
             self._client = TrainerClient(
                 orchestrator.endpoint,
@@ -246,6 +254,8 @@ class PretrainingPlugin:
             )
         atexit.register(self._leave_early)
         client = self._client
+        if client is None:
+            self._stack.callback(show_life(self._store, args.rank).close)
         announce = None if client is None else client.announce
         publisher = Publisher(config, model, node_name(), announce)
         self._stack.callback(publisher.close)
@@ -275,6 +285,8 @@ class PretrainingPlugin:
 
     def _begin(self, step: int, chunks: Sequence[Any]) -> None:
         assert self._steps is not None
+        if os.getppid() != self._agent:  # torchrun is gone, which would leave this rank alone
+            signal.raise_signal(signal.SIGINT)
         self._chunks = chunks
         for module in self._modules:  # 0.18 replaces it when training begins
             module.config.finalize_model_grads_func = self._finalize

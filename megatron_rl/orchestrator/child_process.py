@@ -1,6 +1,8 @@
 """Start, watch and end the orchestrator's process, from trainer rank 0."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +15,12 @@ import msgspec
 from megatron_rl.compat import running_code
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
+from megatron_rl.files import replace_file
 from megatron_rl.orchestrator import RunError
+from megatron_rl.run_lock import ENDPOINT_FILE
+
+FINAL_STATUS = 2
+"""Exit status after an error that another start would only meet again."""
 
 
 class EvaluateOnly(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +38,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     model_dir: str
     """Hugging Face directory of the tokenizer."""
+    trainer_node: str
+    """Node whose processes see every trainer rank's store; empty if no node does."""
     bind: str
     """Address to bind, `tcp://127.0.0.1:*`."""
     endpoint_file: str
@@ -48,8 +57,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 class OrchestratorProcess:
     """The orchestrator as a child process; see `Spec` for the arguments.
 
+    `node` is that of this process. Other nodes reach it if there are several under torchrun, with
+    `fleet.port`, and where all generators join by themselves.
+
     Raises:
-        RunError: it ended, or did not bind within `timeouts.startup_seconds`.
+        RunError: it ended by an error that another start would only meet again.
+        ChildProcessError: it ended, or did not bind within `timeouts.startup_seconds`.
     """
 
     def __init__(
@@ -58,15 +71,19 @@ class OrchestratorProcess:
         model_dir: Path,
         phases: dict[str, float],
         checkpoint: Path | None,
+        node: str,
         evaluate_only: EvaluateOnly | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_")
         self._endpoint_file = Path(self._folder.name) / "endpoint"
         one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        here, port = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.fleet.port
+        is_local = one_node and not port and config.roles.generator_ranks > 0
         spec = Spec(
             config=config.model_dump(mode="json"),
-            model_dir=str(model_dir),
-            bind="tcp://127.0.0.1:*" if one_node else "tcp://*:*",
+            model_dir=str(model_dir.absolute() if model_dir.is_dir() else model_dir),
+            trainer_node=node if config.roles.trainer_ranks <= here else "",
+            bind=f"tcp://{'127.0.0.1' if is_local else '*'}:{port or '*'}",
             endpoint_file=str(self._endpoint_file),
             phases=phases,
             versions=running_code.versions(),
@@ -78,16 +95,20 @@ class OrchestratorProcess:
         command = [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
         self._process = subprocess.Popen(command)
         self.endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
-        if not one_node:
-            self.endpoint = self.endpoint.replace("0.0.0.0", os.environ["MASTER_ADDR"])
+        host = socket.gethostname() if one_node else os.environ["MASTER_ADDR"]
+        self.endpoint = self.endpoint.replace("0.0.0.0", host)
+        self.endpoint_file = config.output_dir / ENDPOINT_FILE
+        """The address for `megatron-rl generate --join`."""
+        self.endpoint_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.endpoint_file, json.dumps({"endpoint": self.endpoint}))
 
     def _wait_for_endpoint(self, seconds: float) -> str:
         deadline = time.monotonic() + seconds
         while not self._endpoint_file.exists():
             if (reason := self.ended()) is not None:
-                raise RunError(f"the orchestrator did not start: {reason}")
+                raise ChildProcessError(f"the orchestrator did not start: {reason}")
             if time.monotonic() > deadline:
-                raise RunError(
+                raise ChildProcessError(
                     "the orchestrator did not bind its socket within timeouts.startup_seconds ="
                     f" {seconds}"
                 )
@@ -95,25 +116,34 @@ class OrchestratorProcess:
         return self._endpoint_file.read_text()
 
     def ended(self) -> str | None:
-        """Return None while it runs, else exit status and cause."""
+        """Return None while it runs, else exit status and cause.
+
+        Raises:
+            RunError: it ended by an error that another start would only meet again.
+        """
         if (status := self._process.poll()) is None:
             return None
         error = Path(f"{self._endpoint_file}.error")
-        return f"exit status {status}" + (f": {error.read_text()}" if error.exists() else "")
+        text = f"exit status {status}" + (f": {error.read_text()}" if error.exists() else "")
+        if status == FINAL_STATUS:
+            raise RunError(f"the orchestrator failed: {text}")
+        return text
 
     def wait(self, seconds: float) -> None:
         """Wait for its own end.
 
         Raises:
-            RunError: it failed, or still runs after `seconds`.
+            RunError: it failed by an error that another start would only meet again.
+            ChildProcessError: it failed otherwise, or still runs after `seconds`.
         """
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise RunError(f"the orchestrator did not end within {seconds} s") from None
+            raise ChildProcessError(f"the orchestrator did not end within {seconds} s") from None
         if status:
-            raise RunError(f"the orchestrator failed: {self.ended()}")
+            raise ChildProcessError(f"the orchestrator failed: {self.ended()}")
+        self.endpoint_file.unlink(missing_ok=True)  # others may get the port
 
     def kill_on_error(self, kind: object, *_: object) -> None:
         """Kill it if a `with` block ends with an error (`contextlib.ExitStack.push`)."""

@@ -1,29 +1,40 @@
 """The orchestrator as a process: `python -m megatron_rl.orchestrator.main SPEC.json`."""
 
 import asyncio
+import errno
 import resource
 import signal
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer
 
 from megatron_rl import messages as m
-from megatron_rl.config import RunConfig
+from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data import PromptSet, load_prompts, read_format
+from megatron_rl.data.question import DataError
 from megatron_rl.files import replace_file, report_failure
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
-from megatron_rl.orchestrator.child_process import Spec
+from megatron_rl.orchestrator import RunError
+from megatron_rl.orchestrator.child_process import FINAL_STATUS, Spec
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
-from megatron_rl.orchestrator.state import load_state
+from megatron_rl.orchestrator.state import State, load_state
 from megatron_rl.orchestrator.verification import Verification
+from megatron_rl.rewards import VerifierError
+
+FINAL_ERRORS = (ConfigError, DataError, RunError, VerifierError)
+"""Errors that another start would only meet again."""
+PORT_SECONDS = 10.0
+"""Wait for `fleet.port`, which the orchestrator of a killed trainer may have for a moment."""
 
 
 def _raise_limit_of_files() -> None:
@@ -31,6 +42,31 @@ def _raise_limit_of_files() -> None:
     # beyond the limit would wait without an error.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
+
+
+def _bind(socket: zmq.asyncio.Socket, address: str, port: int) -> str:
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as e:
+            if not port or e.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"fleet.port is {port}, which another process of this host has: choose another"
+                    " port, or 0 for any free one"
+                ) from e
+            time.sleep(0.2)
+        else:
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _saved_state(spec: Spec, config: RunConfig, prompts: PromptSet) -> State | None:
+    if not spec.checkpoint:
+        return None
+    per_step, sets = config.schedule.prompts_per_step, prompts.set_fingerprints
+    return load_state(Path(spec.checkpoint), prompts.fingerprint, per_step, sets)
 
 
 def run_orchestrator(spec: Spec) -> None:
@@ -49,12 +85,8 @@ def run_orchestrator(spec: Spec) -> None:
         prompts = PromptSet([], only.heldout, "")
     else:
         prompts = load_prompts(config, tokenizer, read_format(model, config.generation.think_start))
-    state, step = None, None
-    if spec.checkpoint:
-        checkpoint = Path(spec.checkpoint)
-        per_step, sets = config.schedule.prompts_per_step, prompts.set_fingerprints
-        state = load_state(checkpoint, prompts.fingerprint, per_step, sets)
-        step = state.step
+    state = _saved_state(spec, config, prompts)
+    step = None if state is None else state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
     metrics = RunMetrics(sink, config.roles, read_metrics(path))
@@ -65,14 +97,21 @@ def run_orchestrator(spec: Spec) -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
             socket.linger = 2000
             socket.set_hwm(0)
-            socket.bind(spec.bind)
-            replace_file(Path(spec.endpoint_file), socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            bound = _bind(socket, spec.bind, config.fleet.port)
+            replace_file(Path(spec.endpoint_file), bound)
             async with verification:
-                loop = Orchestrator(config, prompts, verification, metrics, socket, state, only)
+                loop = Orchestrator(
+                    config, prompts, verification, metrics, socket, state, only,
+                    model_dir=spec.model_dir, trainer_node=spec.trainer_node,
+                )  # fmt: skip
                 try:
-                    return await loop.run()
-                finally:
+                    done = await loop.run()
+                except FINAL_ERRORS:
                     await loop.stop_peers()
+                    raise
+                # After any other error, the peers wait for the orchestrator of the next start.
+                await loop.stop_peers()
+                return done
 
     try:
         done = asyncio.run(serve())
@@ -91,7 +130,10 @@ def run_orchestrator(spec: Spec) -> None:
 
 
 def main() -> None:
-    """Run the process; an error is printed, written for the parent, and ends it with status 1."""
+    """Run the process; an error is printed, written for the parent, and ends it with status 1 or 2.
+
+    The status is `FINAL_STATUS` after an error of `FINAL_ERRORS`.
+    """
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Spec)
     try:
         run_orchestrator(spec)
@@ -101,7 +143,7 @@ def main() -> None:
         error = f"{type(e).__name__}: {e}"
         Path(f"{spec.endpoint_file}.error").write_text(error)
         report_failure(error)
-        sys.exit(1)
+        sys.exit(FINAL_STATUS if isinstance(e, FINAL_ERRORS) else 1)
 
 
 if __name__ == "__main__":

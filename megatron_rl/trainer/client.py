@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,16 @@ CLOSE_SECONDS = 2.0
 
 class OrchestratorGone(RuntimeError):
     """The orchestrator ended or did not answer in time."""
+
+
+def show_life(store: Any, rank: int) -> OrchestratorConnection:
+    """Connect a rank after the first to the orchestrator, to which its silence tells its end.
+
+    Rank 0 puts the address into torchrun's `store`.
+    """
+    peer = OrchestratorConnection(store.get("orchestrator").decode(), f"{TRAINER}-{rank}")
+    peer.send(m.Hello(role="trainer-rank", rank=rank, version=0))
+    return peer
 
 
 class TrainerClient:

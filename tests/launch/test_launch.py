@@ -38,8 +38,14 @@ def test_outside_torchrun_the_command_starts_the_ranks_of_the_configuration(torc
     with pytest.raises(Replaced):
         train.run("train", YAML, ["--schedule.steps", "40"])
     arguments = torchrun["arguments"]
-    assert "--nproc-per-node=3" in arguments
+    assert {"--nproc-per-node=3", "--max-restarts=3"} <= {*arguments}
     assert arguments[-5:] == ["train", "--config", str(YAML), "--schedule.steps", "40"]
+
+
+def test_torchrun_starts_failed_ranks_again_as_often_as_the_configuration_says(torchrun):
+    with pytest.raises(Replaced):
+        train.run("train", YAML, ["--fleet.trainer_restarts", "7"])
+    assert "--max-restarts=7" in torchrun["arguments"]
 
 
 def test_the_supervised_stage_needs_only_the_trainer_ranks(torchrun):

@@ -74,7 +74,7 @@ def evaluate(
         }
         sets = (data or ["run"], limit, verifier)
         result, rows = evaluation_run.evaluate(source, *sets, sampling, huggingface)
-    except (CheckpointError, ConfigError, DataError, RunError) as e:
+    except (CheckpointError, ChildProcessError, ConfigError, DataError, RunError) as e:
         print(f"megatron-rl evaluate: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     results.show(result)

@@ -1,10 +1,7 @@
-"""A run without training on evaluation sets: orchestrator and one generator as child processes.
-
-`python -m megatron_rl.commands.evaluate.evaluation_run CONFIG ENDPOINT MODEL` is the generator;
-CONFIG is JSON.
-"""
+"""A run without training on evaluation sets: orchestrator and one generator as child processes."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -31,12 +28,13 @@ from megatron_rl.data.prompt_format import PromptFormat
 from megatron_rl.data.prompts import make_prompt
 from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError
+from megatron_rl.generator.supervisor import engine_name
 from megatron_rl.models.start_checkpoint import start_directory
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
 from megatron_rl.orchestrator.evaluation import EvaluatedSample
+from megatron_rl.weights.store import node_name
 
-MODULE = "megatron_rl.commands.evaluate.evaluation_run"
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
 
 
@@ -140,6 +138,7 @@ def sample_and_verify(
 
     Raises:
         RunError: a verifier or the generator failed, or a time-out; with the cause.
+        ChildProcessError: the orchestrator was killed, or failed in another way.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the processes as Ctrl-C does
     with contextlib.ExitStack() as stack:
@@ -152,10 +151,11 @@ def sample_and_verify(
         temperature = sampling["temperature"]
         only = EvaluateOnly(heldout=heldout, temperature=temperature, samples_file=str(path))
         python = launch.generator_python(config) or sys.executable
-        orchestrator = OrchestratorProcess(config, model, {}, None, only)
+        orchestrator = OrchestratorProcess(config, model, {}, None, node_name(), only)
         stack.push(orchestrator.kill_on_error)
-        arguments = [config.model_dump_json(), orchestrator.endpoint, str(model)]
-        generator = subprocess.Popen([python, "-m", MODULE, *arguments])
+        command = [python, "-m", "megatron_rl.cli", "generate", "--name", engine_name(0)]
+        command += ["--join", str(orchestrator.endpoint_file), "--agent", str(os.getpid())]
+        generator = subprocess.Popen(command)
         stack.callback(generator.wait)
         stack.callback(generator.kill)
         alive = time.monotonic()
@@ -188,10 +188,3 @@ def _without_training(
     }
     sections = {k: getattr(config, k).model_copy(update=v) for k, v in changes.items()}
     return config.model_copy(update={**sections, "output_dir": folder, "seed": sampling["seed"]})
-
-
-if __name__ == "__main__":
-    from megatron_rl.generator.serve import run_generator
-
-    text, endpoint, model_dir = sys.argv[1:]
-    run_generator(RunConfig.model_validate_json(text), 0, 0, endpoint, model_dir)
