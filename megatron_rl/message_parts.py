@@ -14,13 +14,19 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 class Partial(msgspec.Struct, frozen=True, array_like=True):
     """The beginning of a completion, as far as its generator had told it."""
 
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-prob of each token at sampling time."""
+    token_ids: bytes
+    """int32 [tokens]."""
+    logprobs: bytes
+    """float32 [tokens]: log-prob of each token at sampling time."""
     spans: list[VersionSpan]
     """Weight version of each token, without gaps."""
     forced: tuple[int, int]
     """Half-open range of forced tokens; (0, 0) for none."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the beginning."""
+        return len(self.token_ids) // 4
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):

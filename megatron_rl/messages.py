@@ -12,7 +12,7 @@ from typing import Any, Union
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.message_parts import (
     Bucket,
@@ -173,9 +173,10 @@ class Sample(Message):
     """Position in the group, 0 to G - 1."""
     prompt_id: int
     evaluation: int
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-prob of each token at sampling time, from the generator."""
+    token_ids: bytes
+    """int32 [tokens]."""
+    logprobs: bytes
+    """float32 [tokens]: log-prob of each token at sampling time, from the generator."""
     forced: tuple[int, int]
     """Half-open range of forced (not sampled) tokens; (0, 0) for none."""
     spans: list[VersionSpan]
@@ -184,6 +185,11 @@ class Sample(Message):
     """`stop`, or `length` if truncated."""
     routes: bytes = b""
     """Routed experts of all tokens (`models.routed_experts`) for `algorithm.routing_replay`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completion."""
+        return len(self.token_ids) // 4
 
 
 class Grown(Message):
@@ -341,6 +347,16 @@ encode: Callable[[Message], bytes] = msgspec.msgpack.encode
 """Return the bytes of a message."""
 decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(AnyMessage).decode
 """Return the message of these bytes, or raise msgspec.DecodeError."""
+
+
+def int_bytes(values: ArrayLike) -> bytes:
+    """Return the field of int32 values."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def float_bytes(values: ArrayLike) -> bytes:
+    """Return the field of float32 values."""
+    return np.asarray(values, dtype="<f4").tobytes()
 
 
 def ints(data: bytes) -> NDArray[np.int32]:

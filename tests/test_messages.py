@@ -79,21 +79,24 @@ def test_float_arrays_keep_every_bit(values: list[float]) -> None:
     assert m.floats(data).tobytes() == data
 
 
-def test_generator_logprobs_travel_as_doubles() -> None:
-    # A log-prob that is cut to float32 on the way would show as a trainer-generator error.
-    value = -0.1 - 2**-40
+def test_a_completions_tokens_are_bytes_of_four_each() -> None:
+    # float32 is what engines compute and the batch has: nothing is rounded on the way.
+    values = np.array([-0.1, -1.5, -17.25], "<f4")
     sample = m.Sample(
         group=0,
         index=0,
         prompt_id=0,
         evaluation=-1,
-        token_ids=[1],
-        logprobs=[value],
+        token_ids=m.int_bytes([1, 200_000, 3]),
+        logprobs=m.float_bytes(values.tolist()),
         forced=(0, 0),
-        spans=[m.VersionSpan(0, 0, 1)],
+        spans=[m.VersionSpan(0, 0, 3)],
         finish_reason="stop",
     )
-    assert m.decode(m.encode(sample)).logprobs == [value]
+    again = m.decode(m.encode(sample))
+    assert again == sample and again.num_tokens == 3
+    assert m.ints(again.token_ids).tolist() == [1, 200_000, 3]
+    assert (m.floats(again.logprobs) == values).all()
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class Engine:
                     " again from their prompts"
                 )
             completion.begin(begun)
-        every, reported = self._config.fleet.report_tokens, len(begun.token_ids) if begun else 0
+        every, reported = self._config.fleet.report_tokens, begun.num_tokens if begun else 0
         if grown is None or self.routes is not None:
             every = ONLY_AT_THE_END
 

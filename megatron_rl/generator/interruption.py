@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.messages import Partial, VersionSpan
+from megatron_rl.messages import Partial, VersionSpan, float_bytes, floats, int_bytes, ints
 from megatron_rl.models.routed_experts import RoutedExperts
 
 BLOCK = 64
@@ -90,14 +90,15 @@ class Completion:
         Raises:
             ValueError: it is not the beginning of a completion under this rule.
         """
-        ids, (start, end) = begun.token_ids, begun.forced
+        ids, (start, end) = ints(begun.token_ids).tolist(), begun.forced
+        logprobs = floats(begun.logprobs).tolist()
         phrase = [] if self.interruption is None else list(self.interruption.phrase)
         whole = end - start == len(phrase) or end == len(ids)
         as_forced = start == self.thinking_budget and ids[start:end] == phrase[: end - start]
-        valid = _agree(len(ids), begun.logprobs, begun.spans)
+        valid = _agree(len(ids), logprobs, begun.spans)
         valid = valid and (end == 0 or (start < end and as_forced and whole))
         if valid:
-            self.token_ids, self.logprobs = list(ids), list(begun.logprobs)
+            self.token_ids, self.logprobs = ids, logprobs
             self.spans, self.forced = list(begun.spans), begun.forced
             if end:
                 self._interrupt()
@@ -106,7 +107,7 @@ class Completion:
             valid = self.wanted >= 0
         if not valid:
             raise ValueError(
-                f"a completion was begun with {len(ids)} tokens, {len(begun.logprobs)} log-probs,"
+                f"a completion was begun with {len(ids)} tokens, {len(logprobs)} log-probs,"
                 f" version spans {begun.spans} and forced range {begun.forced}: that is no"
                 f" beginning under thinking budget {self.thinking_budget} and answer budget"
                 f" {self.answer_budget}; all generators need one configuration and one release"
@@ -116,7 +117,7 @@ class Completion:
 
     def since(self, start: int) -> Partial:
         """Return the tokens from `start` on, with spans and forced range of the whole."""
-        ids, logprobs = self.token_ids[start:], self.logprobs[start:]
+        ids, logprobs = int_bytes(self.token_ids[start:]), float_bytes(self.logprobs[start:])
         return Partial(ids, logprobs, list(self.spans), self.forced)
 
     @property

@@ -1,7 +1,7 @@
 """The trainer's batch from complete groups: filters, advantages, loss weights; its metrics."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_rl.algorithm.advantages import advantages as group_advantages
 from megatron_rl.algorithm.aggregation import token_weights
 from megatron_rl.algorithm.length_control import length_penalty
 from megatron_rl.config import Algorithm
-from megatron_rl.messages import Batch, Sample, ScoreRequest
+from megatron_rl.messages import Batch, Sample, ScoreRequest, floats, int_bytes, ints
 from megatron_rl.orchestrator.groups import Group
 
 LONG_COMPLETION_TOKENS = 16
@@ -62,27 +62,14 @@ def build_batch(
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
 
-    def column(values: Callable[[_TrainedSample], Any], fill: float, dtype: str) -> bytes:
-        """Return a value for each completion token, and `fill` for each prompt token."""
-        parts = [np.empty(0)]
-        for t in trained:
-            parts += [np.full(len(t.prompt), fill), np.asarray(values(t))]
-        return np.concatenate(parts).astype(dtype).tobytes()
-
-    lengths = [len(t.prompt) + len(t.sample.token_ids) for t in trained]
+    bounds = np.cumsum([0, *(len(t.prompt) + t.sample.num_tokens for t in trained)])
     batch = Batch(
         step=step,
-        bounds=np.cumsum([0, *lengths]).astype("<i4").tobytes(),
-        prompt_lengths=_int32(len(t.prompt) for t in trained),
-        prompt_ids=_int32(t.sample.prompt_id for t in trained),
-        completion_indices=_int32(t.sample.index for t in trained),
-        token_ids=_int32(id_ for t in trained for id_ in (*t.prompt, *t.sample.token_ids)),
-        advantages=column(lambda t: np.full(len(t.sample.token_ids), t.advantage), 0.0, "<f4"),
-        generator_logprobs=column(lambda t: t.sample.logprobs, 0.0, "<f4"),
-        loss_weights=column(lambda t: t.loss_weight * _sampled_mask(t.sample), 0.0, "<f4"),
-        versions=column(
-            lambda t: np.where(_sampled_mask(t.sample), token_versions(t.sample), -1), -1, "<i4"
-        ),
+        bounds=int_bytes(bounds),
+        prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
+        prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
+        completion_indices=int_bytes([t.sample.index for t in trained]),
+        **_token_arrays(trained, bounds),
         routes=b"".join(t.sample.routes for t in trained),
         probe=list(range(min(probe, len(trained)))),
         **flags,
@@ -95,7 +82,7 @@ def build_batch(
     request = ScoreRequest(
         step=step,
         prompts=[t.prompt for t in trained[:probe]],
-        completions=[t.sample.token_ids for t in trained[:probe]],
+        completions=[ints(t.sample.token_ids).tolist() for t in trained[:probe]],
     )
     teaches = any(
         t.loss_weight and (abs(t.advantage) > ZERO_ADVANTAGE or algorithm.has_other_terms)
@@ -104,8 +91,26 @@ def build_batch(
     return BuiltBatch(batch, kept, metrics, request, teaches)
 
 
-def _int32(values: Iterable[int]) -> bytes:
-    return np.fromiter(values, dtype="<i4").tobytes()
+def _token_arrays(trained: list[_TrainedSample], bounds: np.ndarray) -> dict[str, Any]:
+    """Return the fields of a batch that have a value for each token."""
+    ids, versions = np.empty(bounds[-1], "<i4"), np.full(bounds[-1], -1, "<i4")
+    advantages, logprobs, weights = (np.zeros(bounds[-1], "<f4") for _ in range(3))
+    for t, start, end in zip(trained, bounds[:-1], bounds[1:], strict=True):
+        first, forced = start + len(t.prompt), slice(*t.sample.forced)
+        check_lengths(t.sample)
+        ids[start:first], ids[first:end] = t.prompt, ints(t.sample.token_ids)
+        advantages[first:end], weights[first:end] = t.advantage, t.loss_weight
+        logprobs[first:end] = floats(t.sample.logprobs)
+        for span in t.sample.spans:
+            versions[first + span.start : first + span.end] = span.version
+        weights[first:end][forced], versions[first:end][forced] = 0.0, -1
+    return {
+        "token_ids": ids.tobytes(),
+        "advantages": advantages.tobytes(),
+        "generator_logprobs": logprobs.tobytes(),
+        "loss_weights": weights.tobytes(),
+        "versions": versions.tobytes(),
+    }
 
 
 def _trained_samples(
@@ -131,7 +136,7 @@ def _trained_samples(
         ]
         for g, values in zip(kept, advantages, strict=True)
     ]
-    counts = [np.array([_sampled_mask(s).sum() for s, _ in p], dtype=np.int64) for p in pairs]
+    counts = [np.array([_sampled_tokens(s) for s, _ in p], dtype=np.int64) for p in pairs]
     weights = token_weights(counts, algorithm.aggregation, algorithm.constant_length_tokens)
     return [
         _TrainedSample(prompts[group.prompt_id], sample, advantage, float(weight))
@@ -162,34 +167,30 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
         return np.zeros(len(samples))
     longest, cache = algorithm.length_max_tokens, algorithm.length_cache_tokens
     assert longest is not None and cache is not None
-    penalties = length_penalty(np.array([len(s.token_ids) for s in samples]), longest, cache)
+    penalties = length_penalty(np.array([s.num_tokens for s in samples]), longest, cache)
     if algorithm.length_penalty == "all":
         return penalties
     return np.where([group.verdicts[s.index].passed for s in samples], penalties, 0.0)
 
 
-def token_versions(sample: Sample) -> np.ndarray:
-    """Return the weight version of each token of a completion, int32 [tokens].
+def check_lengths(sample: Sample) -> None:
+    """Check that every token of a completion has a log-prob and a weight version.
 
     Raises:
-        ValueError: the spans leave a gap or do not end at the completion's end.
+        ValueError: it has not, or the spans leave a gap.
     """
     starts = [span.start for span in sample.spans]
     ends = [0, *(span.end for span in sample.spans)]
-    if starts != ends[:-1] or ends[-1] != len(sample.token_ids):
+    tokens, logprobs = sample.num_tokens, len(sample.logprobs) / 4
+    if starts != ends[:-1] or ends[-1] != tokens or logprobs != tokens:
         raise ValueError(
-            f"completion {sample.index} of group {sample.group}: version spans {sample.spans} do"
-            f" not cover its {len(sample.token_ids)} tokens"
+            f"completion {sample.index} of group {sample.group}: {logprobs:g} log-probs and version"
+            f" spans {sample.spans} do not cover its {tokens} tokens"
         )
-    versions = np.array([span.version for span in sample.spans], dtype=np.int32)
-    return np.repeat(versions, np.diff(ends))
 
 
-def _sampled_mask(sample: Sample) -> np.ndarray:
-    """Return True for sampled tokens, False for forced ones, [tokens]."""
-    mask = np.ones(len(sample.token_ids), dtype=bool)
-    mask[slice(*sample.forced)] = False
-    return mask
+def _sampled_tokens(sample: Sample) -> int:
+    return sample.num_tokens - len(range(sample.num_tokens)[slice(*sample.forced)])
 
 
 def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[str, Any]:
@@ -198,12 +199,12 @@ def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[s
     lags: Counter[int] = Counter()
     for span in (span for s in samples for span in s.spans if span.end > span.start):
         lags[step - span.version] += span.end - span.start
-    long = [s for s in samples if len(s.token_ids) > LONG_COMPLETION_TOKENS]
+    long = [s for s in samples if s.num_tokens > LONG_COMPLETION_TOKENS]
     return {
         **task_metrics(groups, kept),
         "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
-        "tokens": sum(len(s.token_ids) for s in samples),
-        "completion_tokens_max": max(len(s.token_ids) for s in samples),
+        "tokens": sum(s.num_tokens for s in samples),
+        "completion_tokens_max": max(s.num_tokens for s in samples),
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
         "lag_max": max(lags, default=0),
         "lag_histogram": {str(lag): n for lag, n in sorted(lags.items())},
@@ -226,7 +227,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
         "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
-        "completion_tokens_mean": [len(s.token_ids) for s in samples],
+        "completion_tokens_mean": [s.num_tokens for s in samples],
     }
     return {
         **{name: float(np.mean(values)) for name, values in means.items() if values},

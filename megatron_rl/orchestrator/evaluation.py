@@ -94,9 +94,9 @@ class EvaluationRun:
     def add(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verified completion."""
         key, (first, end) = (sample.prompt_id, sample.index), sample.forced
-        logprobs = sample.logprobs[:first] + sample.logprobs[end:]
-        self.surprisals[key] = -sum(logprobs), len(logprobs)
-        self.samples[key] = msgspec.structs.replace(sample, logprobs=[], routes=b""), verdict
+        logprobs = np.delete(m.floats(sample.logprobs), slice(first, end))
+        self.surprisals[key] = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
+        self.samples[key] = msgspec.structs.replace(sample, logprobs=b"", routes=b""), verdict
 
     @property
     def complete(self) -> bool:
@@ -133,7 +133,7 @@ class EvaluationRun:
             "num_prompts": len(prompts),
             "samples_per_prompt": n,
             "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
-            "eval_completion_tokens_mean": float(np.mean([len(s.token_ids) for s, _ in samples])),
+            "eval_completion_tokens_mean": float(np.mean([s.num_tokens for s, _ in samples])),
             "eval_truncated_fraction": float(np.mean(truncated)),
             "eval_entropy": float(nats / tokens),
         }
@@ -290,7 +290,7 @@ class Evaluations:
     def arrived(self, sample: m.Sample) -> None:
         """Count a completion."""
         self._run_of(sample).check_versions(sample)
-        self._metrics.evaluation_completion(len(sample.token_ids))
+        self._metrics.evaluation_completion(sample.num_tokens)
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one of an evaluation writes its row."""

@@ -74,11 +74,11 @@ class Group:
         Raises:
             RunError: it does not go on where it had ended.
         """
-        before = self.begun.get(grown.index, Partial([], [], [], (0, 0)))
-        if grown.start != len(before.token_ids):
+        before = self.begun.get(grown.index, Partial(b"", b"", [], (0, 0)))
+        if grown.start != before.num_tokens:
             raise RunError(
                 f"completion {grown.index} of group {grown.group} goes on at token {grown.start},"
-                f" and {len(before.token_ids)} were told before"
+                f" and {before.num_tokens} were told before"
             )
         ids = before.token_ids + grown.rest.token_ids
         logprobs = before.logprobs + grown.rest.logprobs

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from megatron_rl.data import Prompt
-from megatron_rl.messages import Sample
+from megatron_rl.messages import Sample, ints
 from megatron_rl.rewards import Verdict
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.task_verifiers import INLINE, make_verifier
@@ -60,7 +60,7 @@ class Verification:
 
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
         """Return the verdict on a completion, or its task, which may raise VerifierDown."""
-        text = self._decode(sample.token_ids)
+        text = self._decode(ints(sample.token_ids).tolist())
         if (verify := self._inline.get(prompt.kind)) is not None:
             return verify(text, prompt.gold, prompt.meta)
         assert self.pool is not None, f"no verifier was started for {prompt.kind}"

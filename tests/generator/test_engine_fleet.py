@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_rl.messages import Manifest, Partial, VersionSpan
+from megatron_rl.messages import Manifest, Partial, VersionSpan, float_bytes, int_bytes
 from megatron_rl.weights.manifest import WeightsError
 from tests.generator import tiny_models
 from tests.generator.conftest import held_weights, needs_vllm
@@ -36,8 +36,8 @@ def first_part(whole: Any, count: int) -> Partial:
     start, end = whole.forced
     spans = [VersionSpan(s.version, s.start, min(s.end, count)) for s in whole.spans]
     return Partial(
-        whole.token_ids[:count],
-        whole.logprobs[:count],
+        int_bytes(whole.token_ids[:count]),
+        float_bytes(whole.logprobs[:count]),
         [s for s in spans if s.start < count],
         (start, end) if end and start < count else (0, 0),
     )
@@ -56,9 +56,9 @@ def check_reports(reports: list[tuple[int, Partial]], whole: Any, begun: int) ->
     """Check that each report is the next part of the completion; return the tokens reported."""
     for start, rest in reports:
         assert start == begun
-        begun = start + len(rest.token_ids)
+        begun = start + rest.num_tokens
         expected = first_part(whole, begun)
-        ids, logprobs = expected.token_ids[start:], expected.logprobs[start:]
+        ids, logprobs = expected.token_ids[4 * start :], expected.logprobs[4 * start :]
         assert rest == Partial(ids, logprobs, expected.spans, expected.forced)
     assert begun < len(whole.token_ids) or not reports
     return begun
@@ -104,7 +104,7 @@ def test_completions_tell_how_they_grow_and_go_on_from_there_as_if_never_cut(rep
 
 def test_with_routing_replay_a_beginning_is_refused(served, monkeypatch):
     monkeypatch.setattr(served.engine, "routes", object())
-    begun = Partial([9], [-1.0], [VersionSpan(0, 0, 1)], (0, 0))
+    begun = Partial(int_bytes([9]), float_bytes([-1.0]), [VersionSpan(0, 0, 1)], (0, 0))
     with pytest.raises(ValueError, match=r"algorithm.routing_replay, completions are made again"):
         served.run(lambda: served.engine.complete(prompt(0), 10, 5, 1.0, begun))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import pytest
 
 from megatron_rl.generator.interruption import (
@@ -15,7 +14,7 @@ from megatron_rl.generator.interruption import (
     Interruption,
     SampledTokens,
 )
-from megatron_rl.messages import Partial, VersionSpan
+from megatron_rl.messages import Partial, VersionSpan, float_bytes, int_bytes, ints
 
 EOS, END = 2, 5
 PHRASE = [8, 9, END]
@@ -233,7 +232,7 @@ def continued(
     completion = Completion(thinking, answer, rule)
     if begun is not None:
         completion.begin(begun)
-    reports, reported = [], 0 if begun is None else len(begun.token_ids)
+    reports, reported = [], 0 if begun is None else begun.num_tokens
 
     def sample(place: int) -> int:
         rng = random.Random(1000 * seed + place)
@@ -258,10 +257,14 @@ def continued(
     return completion, reports
 
 
+def partial(ids, logprobs, spans, forced) -> Partial:
+    return Partial(int_bytes(ids), float_bytes(logprobs), spans, forced)
+
+
 def cut(completion: Completion, count: int) -> Partial:
     start, end = completion.forced
     spans = [VersionSpan(s.version, s.start, min(s.end, count)) for s in completion.spans]
-    return Partial(
+    return partial(
         completion.token_ids[:count],
         completion.logprobs[:count],
         [s for s in spans if s.start < count],
@@ -290,12 +293,13 @@ def test_a_completion_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(rule):
             for name in "token_ids", "logprobs", "spans", "forced", "finish_reason":
                 assert getattr(again, name) == getattr(whole, name), (name, seed, count)
             # What was told on the way is the completion's own, without gaps.
-            ids = list(begun.token_ids)
+            ids = ints(begun.token_ids).tolist()
             for start, rest in reports:
                 assert start == len(ids)
-                ids += rest.token_ids
-                _, logprobs, spans, forced = msgspec.structs.astuple(cut(whole, len(ids)))
-                assert rest == Partial(ids[start:], logprobs[start:], spans, forced)
+                ids += ints(rest.token_ids).tolist()
+                upto = cut(whole, len(ids))
+                ids_bytes, logprobs = upto.token_ids[4 * start :], upto.logprobs[4 * start :]
+                assert rest == Partial(ids_bytes, logprobs, upto.spans, upto.forced)
             assert whole.token_ids[: len(ids)] == ids
     assert kinds == {"stop", "length", "open"} | ({"interrupted", "ended"} if rule else set())
 
@@ -303,14 +307,14 @@ def test_a_completion_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(rule):
 @pytest.mark.parametrize(
     "begun",
     [
-        Partial([20] * 3, [-1.0] * 2, [VersionSpan(0, 0, 3)], (0, 0)),
-        Partial([20] * 3, [-1.0] * 3, [VersionSpan(0, 0, 2)], (0, 0)),
-        Partial([20] * 3, [-1.0] * 3, [], (0, 0)),
-        Partial([20] * 11, [-1.0] * 11, [VersionSpan(0, 0, 11)], (0, 0)),  # past the budget
-        Partial([END] + [20] * 5, [-1.0] * 6, [VersionSpan(0, 0, 6)], (0, 0)),  # past the answer's
-        Partial([20] * 10 + [8, 7], [-1.0] * 12, [VersionSpan(0, 0, 12)], (10, 12)),
-        Partial([20] * 8 + PHRASE, [-1.0] * 11, [VersionSpan(0, 0, 11)], (8, 11)),
-        Partial([20] * 10 + [8, 9, 7], [-1.0] * 13, [VersionSpan(0, 0, 13)], (10, 12)),
+        partial([20] * 3, [-1.0] * 2, [VersionSpan(0, 0, 3)], (0, 0)),
+        partial([20] * 3, [-1.0] * 3, [VersionSpan(0, 0, 2)], (0, 0)),
+        partial([20] * 3, [-1.0] * 3, [], (0, 0)),
+        partial([20] * 11, [-1.0] * 11, [VersionSpan(0, 0, 11)], (0, 0)),  # past the budget
+        partial([END] + [20] * 5, [-1.0] * 6, [VersionSpan(0, 0, 6)], (0, 0)),  # past the answer's
+        partial([20] * 10 + [8, 7], [-1.0] * 12, [VersionSpan(0, 0, 12)], (10, 12)),
+        partial([20] * 8 + PHRASE, [-1.0] * 11, [VersionSpan(0, 0, 11)], (8, 11)),
+        partial([20] * 10 + [8, 9, 7], [-1.0] * 13, [VersionSpan(0, 0, 13)], (10, 12)),
     ],
 )
 def test_a_beginning_under_another_rule_is_refused(begun):

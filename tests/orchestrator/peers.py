@@ -87,7 +87,7 @@ def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
 
 def verify(prompt: Prompt, sample: m.Sample) -> Verdict:
     """Return `correct` if the first token is even."""
-    right = sample.token_ids[0] % 2 == 0
+    right = m.ints(sample.token_ids)[0] % 2 == 0
     return Verdict(Outcome.CORRECT if right else Outcome.WRONG, "first token")
 
 
@@ -173,7 +173,7 @@ class Generator(Peer):
         self.index, self.version, self.rng, self.node = index, -1, random.Random(seed), node
         self.slowness, self.fail_after, self.late = slowness, fail_after, late
         self.versions, self.folders, self.temperature, self.tasks = [], [], None, set()
-        self.grows = False
+        self.capacity, self.grows, self.groups, self.evaluated = 24, False, set(), set()
 
     async def run(self):
         await asyncio.sleep(self.late)
@@ -202,6 +202,8 @@ class Generator(Peer):
                 )  # fmt: skip
             elif isinstance(message, m.Generate):
                 self.temperature = message.temperature
+                self.groups |= {message.group} if message.evaluation < 0 else set()
+                self.evaluated.add(message.evaluation)
                 for i in message.indices:
                     task = asyncio.create_task(self.complete(message, i))
                     self.tasks.add(task)
@@ -214,9 +216,15 @@ class Generator(Peer):
 
     async def join(self):
         await self.send(m.Join(process=f"process {self.index} on here", supervised=True))
-        assert isinstance(await self.receive(), m.Welcome)
+        while not isinstance(answer := await self.receive(), m.Welcome):
+            if answer is None:  # another conversation has begun meanwhile
+                await self.send(m.Join(process=f"process {self.index} on here", supervised=True))
         rank, node = 2 + self.index, self.node
-        await self.send(m.Hello(role="generator", rank=rank, version=0, node=node, capacity=24))
+        await self.send(
+            m.Hello(
+                role="generator", rank=rank, version=0, node=node, capacity=self.capacity
+            )
+        )  # fmt: skip
         self.tasks.add(asyncio.create_task(self.tell_load()))
 
     async def tell_load(self):
@@ -226,11 +234,11 @@ class Generator(Peer):
             await self.send(stats)
 
     async def complete(self, message: m.Generate, index: int):
-        begun = message.begun.get(index, m.Partial([], [], [], (0, 0)))
-        spans, told = list(begun.spans), len(begun.token_ids)
+        begun = message.begun.get(index, m.Partial(b"", b"", [], (0, 0)))
+        spans, told = list(begun.spans), begun.num_tokens
         n = self.rng.randint(max(2, told + 1), max(6, told + 1))
         ids = self.ids(message, index, n)
-        ids[:told] = begun.token_ids
+        ids[:told] = m.ints(begun.token_ids).tolist()
         for token in range(told, n):
             await asyncio.sleep(self.slowness * self.rng.random())
             if spans and spans[-1].version == self.version:
@@ -238,7 +246,8 @@ class Generator(Peer):
             else:
                 spans.append(m.VersionSpan(self.version, token, token + 1))
             if self.grows and message.evaluation < 0 and token + 1 < n:
-                rest = m.Partial([ids[token]], [-1.0], list(spans), (0, 0))
+                one = m.int_bytes([ids[token]]), m.float_bytes([-1.0])
+                rest = m.Partial(*one, list(spans), (0, 0))
                 await self.send(m.Grown(group=message.group, index=index, start=token, rest=rest))
         if self.fail_after is not None:
             self.fail_after -= 1
@@ -251,8 +260,9 @@ class Generator(Peer):
         await self.send(
             m.Sample(
                 group=message.group, index=index, prompt_id=message.prompt_id,
-                evaluation=message.evaluation, token_ids=ids, logprobs=[-1.0] * n,
-                forced=(0, 0), spans=spans, finish_reason="stop",
+                evaluation=message.evaluation, token_ids=m.int_bytes(ids),
+                logprobs=m.float_bytes([-1.0] * n), forced=(0, 0), spans=spans,
+                finish_reason="stop",
             )
         )  # fmt: skip
 
@@ -387,10 +397,21 @@ class Fleet:
     generators: list[Generator]
     peers: list[Peer]
     tasks: list[asyncio.Task]
+    orchestrator: Orchestrator
 
-    def start(self, index: int, slowness: float = 0.002) -> Generator:
+    async def at(self, step: int):
+        """Wait until so many steps are trained."""
+        while self.orchestrator.groups.trained_steps < step:
+            await asyncio.sleep(0.003)
+
+    def alive(self, index: int) -> Generator:
+        """Return the newest generator of this index."""
+        return [g for g in self.generators if g.index == index][-1]
+
+    def start(self, index: int, slowness: float = 0.01, capacity: int = 24) -> Generator:
         """Start a generator of this index, as a new process would."""
         generator = Generator(self.endpoint, index, 7 * index + len(self.peers), slowness, node="t")
+        generator.capacity = capacity
         self.generators.append(generator)
         self.peers.append(generator)
         generator.main = asyncio.create_task(generator.run())
@@ -500,7 +521,9 @@ def run(
         for one, task in zip(peers, tasks, strict=True):
             one.main = task
         if faults is not None:
-            tasks.append(asyncio.create_task(faults(Fleet(endpoint, generators, peers, tasks))))
+            tasks.append(
+                asyncio.create_task(faults(Fleet(endpoint, generators, peers, tasks, orchestrator)))
+            )
         if proxy is not None:
             tasks.append(asyncio.create_task(cut(proxy, cut_every)))
         try:

@@ -4,8 +4,8 @@ from msgspec import msgpack
 from msgspec.structs import replace
 
 from megatron_rl.config import Algorithm
-from megatron_rl.messages import Sample, VersionSpan, floats, ints
-from megatron_rl.orchestrator.batching import build_batch, token_versions
+from megatron_rl.messages import Sample, VersionSpan, float_bytes, floats, int_bytes, ints
+from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.state import SavedGroup, saved_groups
 from megatron_rl.rewards import Outcome, Verdict
@@ -17,8 +17,8 @@ def sample(index, tokens, *, group=0, forced=(0, 0), spans=None, finish="stop"):
         index=index,
         prompt_id=group,
         evaluation=-1,
-        token_ids=list(range(10, 10 + tokens)),
-        logprobs=[-0.5 - index] * tokens,
+        token_ids=int_bytes(range(10, 10 + tokens)),
+        logprobs=float_bytes([-0.5 - index] * tokens),
         forced=forced,
         spans=spans or [VersionSpan(3, 0, tokens)],
         finish_reason=finish,
@@ -112,11 +112,19 @@ def test_lag_counts_every_token_by_its_own_version():
     assert built.metrics["multi_version_fraction"] == 0.5
 
 
-def test_spans_must_cover_the_completion():
-    s = sample(0, 5, spans=[VersionSpan(1, 0, 2), VersionSpan(4, 3, 5)])
-    with pytest.raises(ValueError, match="do not cover its 5 tokens"):
-        token_versions(s)
-    assert token_versions(sample(0, 3)).tolist() == [3, 3, 3]
+def test_each_token_has_the_version_of_its_span():
+    s = sample(0, 5, spans=[VersionSpan(1, 0, 2), VersionSpan(4, 2, 5)], forced=(3, 4))
+    batch = build([group(0, [s, sample(1, 1)], [True, False])]).batch
+    assert ints(batch.versions).tolist() == [-1, -1, 1, 1, 4, -1, 4, -1, -1, 3]
+
+
+def test_spans_and_logprobs_must_cover_the_completion():
+    gap = sample(0, 5, spans=[VersionSpan(1, 0, 2), VersionSpan(4, 3, 5)])
+    end = sample(0, 5, spans=[VersionSpan(1, 0, 4)])
+    short, odd = (replace(sample(0, 5), logprobs=bytes(n)) for n in (16, 21))
+    for s in gap, end, short, odd:
+        with pytest.raises(ValueError, match="do not cover its 5 tokens"):
+            build([group(0, [s, sample(1, 2)], [True, False])])
 
 
 def test_the_probe_is_of_the_batchs_first_sequences():
@@ -130,7 +138,9 @@ def test_the_probe_is_of_the_batchs_first_sequences():
 
 def test_pad_equal_to_eos_changes_nothing_because_masks_come_from_lengths():
     a = sample(0, 3)
-    b = Sample(**{f: getattr(a, f) for f in a.__struct_fields__} | {"token_ids": [2, 0, 2]})
+    b = Sample(
+        **{f: getattr(a, f) for f in a.__struct_fields__} | {"token_ids": int_bytes([2, 0, 2])}
+    )
     other = sample(1, 2)
     weights = [
         floats(build([group(0, [x, other], [True, False])]).batch.loss_weights).tolist()

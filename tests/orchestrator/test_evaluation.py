@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import ConfigError, Evaluation, RunConfig
-from megatron_rl.messages import Sample, VersionSpan
+from megatron_rl.messages import Sample, VersionSpan, float_bytes, int_bytes, ints
 from megatron_rl.metrics import METRICS, MetricsWriter, read_metrics
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.evaluation import (
@@ -34,8 +34,8 @@ def test_close_points_are_evaluated_once():
 def completion(prompt, index, version=7, logprobs=(-1.0, -1.0), forced=(0, 0)):
     n = len(logprobs)
     return Sample(
-        group=prompt, index=index, prompt_id=prompt, evaluation=7, token_ids=[5] * n,
-        logprobs=list(logprobs), forced=forced, spans=[VersionSpan(version, 0, n)],
+        group=prompt, index=index, prompt_id=prompt, evaluation=7, token_ids=int_bytes([5] * n),
+        logprobs=float_bytes(logprobs), forced=forced, spans=[VersionSpan(version, 0, n)],
         finish_reason="stop",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_entropy_is_the_mean_of_minus_log_p_over_the_sampled_tokens_of_all_compl
     sampled = EvaluationRun(7, {0: ""}, 100, {})
     for i in range(100):
         drawn = rng.choice(3, size=200, p=p)
-        sampled.add(completion(0, i, logprobs=np.log(p[drawn]).tolist()), right)
+        sampled.add(completion(0, i, logprobs=np.log(p[drawn])), right)
     assert sampled.row(0.0)["eval_entropy"] == pytest.approx(-(p @ np.log(p)), rel=0.02)
 
 
@@ -153,7 +153,7 @@ def test_without_training_version_0_is_evaluated_and_every_completion_is_recorde
     expected = [(prompt, i) for prompt in range(8) for i in (0, 1)]
     assert sorted((s.prompt_id, s.index) for s, _ in samples) == expected
     assert sum(v.passed for _, v in samples) / 16 == row["pass_rate"]
-    assert all(v.passed == (s.token_ids[0] % 2 == 0) for s, v in samples)
+    assert all(v.passed == (ints(s.token_ids)[0] % 2 == 0) for s, v in samples)
 
 
 def with_sets(**schedule):

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.data import Prompt
-from megatron_rl.messages import Sample, VersionSpan, floats
+from megatron_rl.messages import Sample, VersionSpan, float_bytes, floats, int_bytes
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.state import load_state
@@ -210,8 +210,8 @@ def test_rewards_are_plus_and_minus_one_from_the_math_verifier_to_the_batch():
             index=i,
             prompt_id=0,
             evaluation=-1,
-            token_ids=[i],
-            logprobs=[-0.5],
+            token_ids=int_bytes([i]),
+            logprobs=float_bytes([-0.5]),
             forced=(0, 0),
             spans=[VersionSpan(0, 0, 1)],
             finish_reason="stop",

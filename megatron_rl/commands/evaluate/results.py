@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from megatron_rl.commands.evaluate.estimators import by_difficulty, estimates
 from megatron_rl.data import Prompt
 from megatron_rl.files import replace_file
+from megatron_rl.messages import ints
 from megatron_rl.orchestrator.evaluation import EvaluatedSample, sampling_stderr
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rewards.math import verify
@@ -86,7 +87,7 @@ def completion_rows(
     rows: list[Row] = []
     for sample, verdict in samples:
         data, question_id, prompt = prompts[sample.prompt_id]
-        text = str(tokenizer.decode(sample.token_ids, skip_special_tokens=False))
+        text = str(tokenizer.decode(ints(sample.token_ids).tolist(), skip_special_tokens=False))
         row = {
             "data": data,
             "id": question_id,
@@ -96,7 +97,7 @@ def completion_rows(
             "prompt": prompt.text,
             "gold": prompt.gold,
             "completion": text,
-            "tokens": len(sample.token_ids),
+            "tokens": sample.num_tokens,
             "truncated": sample.finish_reason == "length",
             "interrupted": sample.forced != (0, 0),
             "verdict": verdict.outcome.value,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from megatron_rl.commands.evaluate import results
 from megatron_rl.data import Prompt
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
-from megatron_rl.messages import Sample
+from megatron_rl.messages import Sample, int_bytes
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.scaling.io import read
 
@@ -185,8 +185,8 @@ def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -
                 index=0,
                 prompt_id=prompt,
                 evaluation=0,
-                token_ids=ids,
-                logprobs=[],
+                token_ids=int_bytes(ids),
+                logprobs=b"",
                 forced=(0, 0),
                 spans=[],
                 finish_reason="length",
