@@ -9,9 +9,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 from megatron_rl.compat import upstream, vllm_fixes
-from megatron_rl.generator import engine_errors
+from megatron_rl.generator import engine_errors, engine_folder
 
 WEIGHT_TRANSFER_BACKEND = "megatron_rl"
 """Name under which vLLM finds `weight_transfer.StoredWeights`."""
@@ -36,6 +37,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_TRANSFER_BACKEND, "megatron_rl.generator.weight_transfer", "StoredWeights"
         )
+    if folder := os.environ.get(engine_folder.FOLDER):
+        engine_folder.use(Path(folder))
     if os.environ.get(ENGINE_OWNER) and multiprocessing.parent_process() is not None:
         # Ctrl-C and torchrun signal whole process groups, and vLLM's processes end at the first
         # SIGINT; the run needs them until the orchestrator sends Stop. In a process group of their
