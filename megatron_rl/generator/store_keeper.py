@@ -10,13 +10,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.config import RunConfig
 from megatron_rl.weights.manifest import WeightsError, checksum
-from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, hold, remove_unused
-from megatron_rl.weights.store_process import StoreSpec, start
+from megatron_rl.weights.store import (
+    FOLDER_PREFIX,
+    SHARED_MEMORY,
+    hold,
+    node_name,
+    remove_unused,
+)
+from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec, start
 
 CHECK_SECONDS = 0.2
 """Time between two calls of `StoreKeeper.check`."""
@@ -26,29 +31,31 @@ _EXIT_SECONDS = 2.0
 """Time for the process to end by the orchestrator's Stop: it ignores SIGTERM, as its parent."""
 
 
-def sees_trainer_stores(config: RunConfig, environment: Mapping[str, str]) -> bool:
+def sees_trainer_stores(config: RunConfig, trainer_node: str) -> bool:
     """Return True if generators of this node can read the files of all trainer ranks.
 
-    They can with `weights.directory`, and where all trainer ranks are on this node: torchrun
-    numbers ranks node by node. `environment` has torchrun's variables.
+    They can with `weights.directory`, and where all trainer ranks are on this node: then it is the
+    `trainer_node` (`Welcome.trainer_node`).
     """
-    if config.weights.directory is not None:
-        return True
-    on_first_node = int(environment["LOCAL_WORLD_SIZE"])
-    return environment["GROUP_RANK"] == "0" and config.roles.trainer_ranks <= on_first_node
+    return config.weights.directory is not None or trainer_node == node_name()
 
 
-def store_spec(config: RunConfig, node: str, endpoint: str) -> StoreSpec:
-    """Return the arguments of a node's store process, for the orchestrator at this endpoint."""
-    name = checksum(f"{endpoint} {node}".encode())[:16]
+def store_spec(config: RunConfig, node: str, endpoint: str | Path) -> StoreSpec:
+    """Return the arguments of the store process of a node in a run.
+
+    They are the same over restarts of the trainer; `endpoint` is the orchestrator's, or the file
+    that has it.
+    """
+    name = checksum(f"{config.output_dir.absolute()} {node}".encode())[:16]
     return StoreSpec(
         name=f"store-{node}",
         node=node,
-        endpoint=endpoint,
+        endpoint=str(endpoint),
         folder=str(SHARED_MEMORY / f"{FOLDER_PREFIX}store_{name}"),
         transfer_seconds=config.timeouts.transfer_seconds,
         peer_seconds=config.timeouts.peer_seconds,
         shutdown_seconds=config.timeouts.shutdown_seconds,
+        rejoin_seconds=config.timeouts.rejoin_seconds,
     )
 
 
@@ -77,7 +84,7 @@ class StoreKeeper:
                 return
         elif not (status := self._process.poll()):  # runs, or was stopped by the orchestrator
             return
-        else:
+        elif status != OTHER_LAYOUT:
             now = time.monotonic()
             self._ends = [end for end in self._ends if now - end < RESTARTS_WITHIN] + [now]
             if status > 0 or len(self._ends) > RESTARTS:

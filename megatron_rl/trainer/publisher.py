@@ -103,6 +103,7 @@ class Publisher:
                 transfer_seconds=timeouts.transfer_seconds,
                 peer_seconds=timeouts.peer_seconds,
                 shutdown_seconds=timeouts.shutdown_seconds,
+                rejoin_seconds=timeouts.rejoin_seconds,
                 serves_trainer=True,
             )
         )

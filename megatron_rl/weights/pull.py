@@ -79,7 +79,7 @@ class Peers:
         Raises:
             SourceFailedError: no connection to it.
         """
-        self._late = [late for late in self._late if not self._ended(late[0])]
+        self._late = [late for late in self._late if not self.ended(late[0])]
         if source.agent not in self._known or any(p.lost for p in self._known[source.agent]):
             self.forget(source.name)
             try:
@@ -108,11 +108,17 @@ class Peers:
                 self._agent.forget(peers[0].agent)
                 del self._known[agent]
 
+    def forget_all(self) -> None:
+        """Close all connections."""
+        for source in {peers[0].source for peers in self._known.values()}:
+            self.forget(source)
+
     def give_up(self, handle: Any, buffer: Bytes) -> None:
         """Keep the memory of a read that is not waited for: a stalled peer may write it yet."""
         self._late.append((handle, buffer))
 
-    def _ended(self, handle: Any) -> bool:
+    def ended(self, handle: Any) -> bool:
+        """Return True if a read does not write its memory any more."""
         try:
             return self._agent.done(handle)
         except PeerLostError:
@@ -323,10 +329,28 @@ class Pull:
             if read.peer.source == source and read.checking is None:
                 self._reads.remove(read)
                 self._wanted_N[read.bucket] = True
-                self._known.give_up(read.handle, read.buffer)
-                fresh = np.zeros_like(read.buffer)
-                self._agent.register([fresh])
-                self._buffers.append(fresh)
+                self._replace_buffer(read)
+
+    def _replace_buffer(self, read: _Read) -> None:
+        self._known.give_up(read.handle, read.buffer)
+        fresh = np.zeros_like(read.buffer)
+        self._agent.register([fresh])
+        self._buffers.append(fresh)
+
+    def stop(self, seconds: float) -> None:
+        """Leave the version as it is: wait for the reads, for so long at most, and checks."""
+        deadline = time.monotonic() + seconds
+        for read in self._reads:
+            if read.checking is not None:
+                read.checking.result()
+            while read.checking is None and not self._known.ended(read.handle):
+                if time.monotonic() > deadline:
+                    self._replace_buffer(read)
+                    break
+                time.sleep(_FIRST_LOOK)
+            else:
+                self._buffers.append(read.buffer)
+        self._peers, self._reads = [], []
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     <folder>/slot0, slot1               the buckets of a version, each at a multiple of 4096 bytes
     <folder>/difference0, difference1   of each bucket, what one version changed (`difference.py`)
-    <folder>/header                     int64 words: what of all this is complete
+    <folder>/header                     int64 words: what of all this is complete, and whose it is
 
 A version goes into the slot that does not hold the newest one, bucket by bucket; the header says
 which version a bucket holds once its bytes are there. Files in shared memory are on the node of
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.weights.manifest import WeightsError
+from megatron_rl.weights.manifest import WeightsError, checksum
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "megatron_rl_"
@@ -38,7 +38,7 @@ VERSIONS_HELD = 2 * (1 + LARGEST_DIFFERENCE)
 """Memory of a store, in versions."""
 NONE = -1
 """In the header: no version."""
-_FIXED_WORDS = 1  # the heartbeat
+_FIXED_WORDS = 2  # the heartbeat, and a number of the trainer's folder whose versions these are
 _FIELDS = 8  # words per bucket: of each slot its version; of each difference target, base and size
 
 Bytes = NDArray[np.uint8]
@@ -99,20 +99,28 @@ class Store:
     Args:
         folder: of its files; made if it is not there.
         sizes: bytes of each bucket.
+        replace: put new files in the place of those of other sizes, which are an error else.
     """
 
-    def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[int], *, replace: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.places = folder, Places(sizes)
-        words, created = self._map("header", self.places.header_bytes)
+        files = {
+            "header": self.places.header_bytes,
+            **{f"slot{i}": self.places.offsets[-1] for i in (0, 1)},
+            **{f"difference{i}": self.places.differences[-1] for i in (0, 1)},
+        }
+        old = [path for name in files if (path := folder / name).exists()]
+        if replace and any(path.stat().st_size != max(files[path.name], PAGE) for path in old):
+            for path in old:
+                path.unlink()
+        words, created = self._map("header", files.pop("header"))
         self.header = Header(words.view(np.int64))
         if created:
             self.header.words[:] = NONE
             self.header.words[0] = 0
-        self._slots = [self._map(f"slot{i}", self.places.offsets[-1])[0] for i in (0, 1)]
-        self._differences = [
-            self._map(f"difference{i}", self.places.differences[-1])[0] for i in (0, 1)
-        ]
+        mapped = [self._map(name, size)[0] for name, size in files.items()]
+        self._slots, self._differences = mapped[:2], mapped[2:]
 
     def regions(self) -> list[Bytes]:
         """Return what a peer reads: header, slots, differences; `places` says where."""
@@ -141,6 +149,23 @@ class Store:
         newest = self.newest()
         begun = [s for s in (0, 1) if (self.header.versions_2N[s] == version).any()]
         return begun[0] if begun else next(s for s in (0, 1) if self.complete(newest) != s)
+
+    def keep_only(self, root: str, seconds: float) -> None:
+        """Forget all versions but those of the trainer's folder `root` (`Manifest.root`).
+
+        A restarted trainer has another one, and may give the number of an old version again.
+
+        Raises:
+            WeightsError: one is loaded for so long.
+        """
+        owner = int(checksum(root.encode())[:15], 16)
+        if self.header.words[1] != owner:
+            with (
+                self.locked(0, write=True, seconds=seconds),
+                self.locked(1, write=True, seconds=seconds),
+            ):
+                self.header.versions_2N[:] = self.header.targets_2N[:] = NONE
+                self.header.words[1] = owner
 
     def put_difference(self, bucket: int, base: int, version: int, data: Bytes) -> None:
         """Keep a difference, in place of the older one."""
@@ -227,8 +252,13 @@ def hold(folder: Path) -> int:
 
 
 def remove_unused(parent: Path, prefix: str) -> None:
-    """Remove folders that no living process of this node holds: those of killed runs."""
+    """Remove folders that no living process of this node holds: those of killed runs.
+
+    Files in shared memory that are named `<folder>.*` are removed with them.
+    """
     for folder in parent.glob(f"{prefix}*"):
         with suppress(OSError), (folder / "users").open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for shared in SHARED_MEMORY.glob(f"{folder.name}.*"):
+                shared.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,11 +9,16 @@
                     ◄─── SourceFailed            names the source and the reason; waits for others
                     ◄─── VersionTaken            the generators of this node can load it
 
+When the conversation begins again, the store says hello again, and StoreMemory at the next version.
+Of a version of a trainer that was restarted, it keeps nothing but the memory.
+
 On the trainer's nodes, a store process does not take versions: it makes the stores that the
 trainer's ranks write readable by others. Neither torch nor Megatron is imported here.
 """
 
 import os
+import queue
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +40,11 @@ _BUSY_SECONDS, _IDLE_SECONDS = 0.001, 0.01
 """Longest pause while peers may be reading, and otherwise."""
 _BUSY_AFTER = 5.0
 """Seconds after a version in which peers may be reading it."""
+REJOIN_MARGIN = 5.0
+_STOP_SECONDS = 1.0
+"""Wait for the reads of a version that is dropped."""
+OTHER_LAYOUT = 75
+"""Exit status of a process that has memory for versions of other buckets than those that come."""
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,40 +54,74 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Socket identity, `store-<node>` or `trainer-store-<node>`."""
     node: str
     endpoint: str
-    """Of the orchestrator."""
+    """ZeroMQ address of the orchestrator, or the file that has it."""
     folder: str
     """Of the store; on a trainer's node the root, with a store per rank in `<folder>/<rank>`."""
     transfer_seconds: float
     peer_seconds: float
     shutdown_seconds: float
+    rejoin_seconds: float
+    """Wait for an orchestrator, at the start and when its connection is closed."""
     serves_trainer: bool = False
     parent: int = 0
     """Id of the process with which it ends; 0: that which is its parent when it has started."""
 
 
 class StoreProcess:
-    """One store in the service of one orchestrator."""
+    """One store in the service of one run.
 
-    def __init__(self, spec: StoreSpec, orchestrator: OrchestratorConnection) -> None:
-        self._spec, self._orchestrator = spec, orchestrator
+    `inbox` has the messages of the orchestrator, and None where another conversation begins.
+    """
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        orchestrator: OrchestratorConnection,
+        inbox: queue.SimpleQueue[bytes | None],
+    ) -> None:
+        self._spec, self._orchestrator, self._inbox = spec, orchestrator, inbox
         self._agent = Agent(f"{spec.name}-{os.getpid()}")
         self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
         self._stores: list[Store] = []
+        self._regions: list[m.Region] = []
         self._buffers: list[np.ndarray] = []
         self._pull: Pull | None = None
         self._lock = ExitStack()
         self._busy_until = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a conversation, with nothing on its way."""
+        self._is_source = False
+        if self._pull is not None:
+            self._pull.stop(_STOP_SECONDS)
+            self._pull = None
+        self._lock.close()
+        self._peers.forget_all()
+        spec = self._spec
         role = "trainer-store" if spec.serves_trainer else "store"
         self._send(m.Hello(role=role, rank=-1, version=-1, node=spec.node, folder=spec.folder))
 
     def run(self) -> None:
-        """Serve until the orchestrator says Stop, or is gone."""
+        """Serve until the orchestrator says Stop, or the parent is gone.
+
+        Raises:
+            WeightsError: no orchestrator, or a version that did not come in time.
+        """
         parent, pause = self._spec.parent or os.getppid(), 0.0
         while os.getppid() == parent:
-            if (message := self._orchestrator.receive(pause)) is not None:
+            try:
+                data = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
+            except queue.Empty:
+                self._check_connection()
+            else:
+                message = None if data is None else m.decode(data)
                 if isinstance(message, m.Stop):
                     return
-                self._take(message)
+                if message is None:
+                    self._begin()
+                else:
+                    self._take(message)
             for store in self._stores:
                 store.header.words[0] += 1
             self._agent.progress()
@@ -86,10 +130,21 @@ class StoreProcess:
             if self._pull is not None:
                 pause = min(pause, self._advance(self._pull))
 
+    def _check_connection(self) -> None:
+        if (error := self._orchestrator.error) is not None:
+            raise WeightsError(f"the connection to the orchestrator ended: {error}") from error
+        since, limit = self._orchestrator.disconnected_since, self._spec.rejoin_seconds
+        # Its generators, which end with a better message, first.
+        if since is not None and time.monotonic() - since > limit + REJOIN_MARGIN:
+            raise WeightsError(
+                f"no orchestrator at {self._orchestrator.endpoint} for {limit:g} s"
+                " (timeouts.rejoin_seconds)"
+            )
+
     def _take(self, message: m.TakeVersion) -> None:
         manifest = message.manifest
-        if not self._stores:
-            self._map(manifest)
+        if not self._is_source:
+            self._become_source(manifest)
         self._busy_until = time.monotonic() + _BUSY_AFTER
         if self._spec.serves_trainer:
             return
@@ -111,27 +166,38 @@ class StoreProcess:
             except SourceFailedError as e:
                 self._report(e, self._pull)
 
+    def _become_source(self, manifest: m.Manifest) -> None:
+        spec = self._spec
+        if not self._stores:
+            self._map(manifest)
+        if not spec.serves_trainer:
+            if self._stores[0].places.sizes != tuple(b.num_bytes for b in manifest.buckets):
+                print(f"megatron_rl: {spec.name}: other buckets than before", file=sys.stderr)
+                sys.exit(OTHER_LAYOUT)
+            self._stores[0].keep_only(manifest.root, spec.transfer_seconds)
+        source = m.StoreSource(spec.name, self._agent.metadata(), tuple(self._regions))
+        self._send(m.StoreMemory(source=source))
+        self._is_source = True
+
     def _map(self, manifest: m.Manifest) -> None:
         """Map and register the memory of versions like this one."""
         folder, spec = Path(self._spec.folder), self._spec
         owners = [-1]
         if spec.serves_trainer:
             owners = sorted({b.owner for b in manifest.buckets if (folder / f"{b.owner}").exists()})
-        regions = []
         for owner in owners:
             sizes = [manifest.buckets[i].num_bytes for i in manifest.buckets_of(owner)]
-            store = Store(folder if owner < 0 else folder / str(owner), sizes)
+            path = folder if owner < 0 else folder / str(owner)
+            store = Store(path, sizes, replace=not spec.serves_trainer)
             self._agent.register(store.regions())
             addresses = tuple(region.ctypes.data for region in store.regions())
-            regions.append(m.Region(owner, addresses))
+            self._regions.append(m.Region(owner, addresses))
             self._stores.append(store)
         if not spec.serves_trainer:
             largest = max(b.num_bytes for b in manifest.buckets)
             count = min(READS, len(manifest.buckets))
             self._buffers = [np.zeros(largest, dtype=np.uint8) for _ in range(count)]
             self._agent.register(self._buffers)
-        source = m.StoreSource(spec.name, self._agent.metadata(), tuple(regions))
-        self._send(m.StoreMemory(source=source))
 
     def _advance(self, pull: Pull) -> float:
         pause = 0.0
@@ -170,12 +236,18 @@ def start(spec: StoreSpec) -> subprocess.Popen[bytes]:
 def main(text: str) -> None:
     """Run the store of a spec (JSON)."""
     spec = msgspec.json.decode(text, type=StoreSpec)
+    if not spec.serves_trainer:  # it is needed while its generators finish their work
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     hold(Path(spec.folder))
-    orchestrator, delivery_seconds = OrchestratorConnection(spec.endpoint, spec.name), 0.0
+    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    endpoint = spec.endpoint if "://" in spec.endpoint else Path(spec.endpoint)
+    orchestrator = OrchestratorConnection(endpoint, spec.name, inbox.put, lambda: inbox.put(None))
+    delivery_seconds = 0.0
     try:
-        StoreProcess(spec, orchestrator).run()
+        StoreProcess(spec, orchestrator, inbox).run()
     except Exception as e:
-        orchestrator.send(m.Failed(error=f"{spec.name}: {type(e).__name__}: {e}"))
+        orchestrator.send_failed(f"{spec.name}: {type(e).__name__}: {e}")
         delivery_seconds = spec.shutdown_seconds / 2
         raise
     finally:

@@ -15,36 +15,35 @@ from megatron_rl.config import RunConfig
 from megatron_rl.generator import store_keeper
 from megatron_rl.generator.store_keeper import StoreKeeper, sees_trainer_stores, store_spec
 from megatron_rl.weights.manifest import WeightsError
-from megatron_rl.weights.store_process import StoreSpec
+from megatron_rl.weights.store import node_name
+from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec
 
 ENDPOINT = "tcp://127.0.0.1:5000"
 
 
 def test_only_generators_that_cannot_read_all_of_the_trainers_stores_have_their_own() -> None:
-    cases = [  # trainer ranks, node, its ranks, weights.directory
-        (1, 0, 2, None, True),
-        (4, 0, 8, None, True),
-        (8, 0, 8, None, True),
-        (9, 0, 8, None, False),
-        (4, 1, 8, None, False),
-        (4, 1, 8, "/shared", True),
-        (9, 0, 8, "/shared", True),
-    ]
-    for trainers, node, ranks, directory, expected in cases:
-        config = RunConfig(roles={"trainer_ranks": trainers}, weights={"directory": directory})
-        environment = {"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(ranks)}
-        assert sees_trainer_stores(config, environment) is expected, (trainers, node, ranks)
+    alone, shared = RunConfig(), RunConfig(weights={"directory": "/shared"})
+    cases = [(alone, node_name(), True), (alone, "host-7", False), (alone, "", False)]
+    for config, trainer_node, expected in [*cases, *((shared, node, True) for _, node, _ in cases)]:
+        assert sees_trainer_stores(config, trainer_node) is expected, (config, trainer_node)
 
 
-def test_each_node_of_each_run_has_its_own_folder() -> None:
-    config = RunConfig(timeouts={"peer_seconds": 3})
+def test_each_node_of_each_run_has_its_own_folder_whoever_leads_the_run() -> None:
+    config = RunConfig(timeouts={"peer_seconds": 3, "rejoin_seconds": 4})
     spec = store_spec(config, "host-1", ENDPOINT)
-    assert spec == store_spec(config, "host-1", ENDPOINT)
-    assert (spec.name, spec.node, spec.peer_seconds) == ("store-host-1", "host-1", 3)
-    others = [("host-2", ENDPOINT), ("host-1", "tcp://127.0.0.1:5001")]
-    folders = {spec.folder, *(store_spec(config, *other).folder for other in others)}
-    assert len(folders) == 3
-    assert all(folder.startswith("/dev/shm/megatron_rl_store_") for folder in folders)
+    assert (spec.name, spec.node) == ("store-host-1", "host-1")
+    assert (spec.peer_seconds, spec.rejoin_seconds) == (3, 4)
+    assert spec.folder.startswith("/dev/shm/megatron_rl_store_")
+    next_spec = store_spec(config, "host-1", Path("/runs/run/orchestrator.json"))
+    assert next_spec.folder == spec.folder
+    assert (spec.endpoint, next_spec.endpoint) == (ENDPOINT, "/runs/run/orchestrator.json")
+    same = RunConfig(output_dir=Path.cwd() / config.output_dir)
+    assert store_spec(same, "host-1", ENDPOINT).folder == spec.folder
+    others = [
+        store_spec(config, "host-2", ENDPOINT),
+        store_spec(RunConfig(output_dir="runs/other"), "host-1", ENDPOINT),
+    ]
+    assert len({spec.folder, *(other.folder for other in others)}) == 3
 
 
 @pytest.fixture
@@ -57,6 +56,7 @@ def spec(tmp_path: Path) -> StoreSpec:
         transfer_seconds=10,
         peer_seconds=10,
         shutdown_seconds=10,
+        rejoin_seconds=10,
     )
 
 
@@ -128,6 +128,15 @@ def test_a_killed_process_is_restarted_a_few_times_and_a_failed_one_is_reported(
     end(started[-1], 3)
     with pytest.raises(WeightsError, match="store-a ended with exit status 3"):
         keeper.check()
+    keeper.close()
+
+
+def test_a_process_with_memory_for_other_versions_is_started_again_and_not_counted(spec, started):
+    keeper = StoreKeeper(spec)
+    for count in range(1, store_keeper.RESTARTS + 3):
+        end(started[-1], OTHER_LAYOUT)
+        keeper.check()
+        assert len(started) == 1 + count
     keeper.close()
 
 

@@ -5,6 +5,7 @@ Links are TCP (`UCX_TLS=tcp`): shared memory could be read from a stopped proces
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import torch
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
+from megatron_rl.files import replace_file
 from megatron_rl.orchestrator.generators import Generators
 from megatron_rl.orchestrator.stores import Stores
 from megatron_rl.weights.store import Store
@@ -56,6 +58,7 @@ class Fleet:
                 "transfer_seconds": 60,
                 "peer_seconds": peer_seconds,
                 "shutdown_seconds": 5,
+                "rejoin_seconds": 30,
             }
         )
         self._environment = os.environ | ({"UCX_TLS": transports} if transports else {})
@@ -68,9 +71,34 @@ class Fleet:
         """Seconds from the announcement until a store said that it has a version."""
         self._announced_at = 0.0
         self.failed: list[tuple[str, m.SourceFailed]] = []
-        self._router = Router()
-        self._stores, self._generators = Stores(self._config), Generators(self._config)
         self._withheld: dict[str, list[m.Message]] = {}
+        self._endpoint = folder / "orchestrator.json"
+        self._start_orchestrator()
+
+    def _start_orchestrator(self) -> None:
+        self._router = Router()
+        replace_file(self._endpoint, json.dumps({"endpoint": self._router.endpoint}))
+        self._stores, self._generators = Stores(self._config), Generators(self._config)
+
+    def restart_trainer(self, bucket_bytes: int | None = None) -> None:
+        """Replace the trainer, its stores and the orchestrator; the other stores join again."""
+        self.signal(TRAINER, signal.SIGKILL)
+        self._router.close()
+        before, root = self.versions, f"trainer-after-{self.versions.root.name}"
+        before.close()
+        self.versions = Versions(
+            self.folder / root, bucket_bytes or before.bucket_bytes, before.owners, nodes=("0",)
+        )
+        self.taken.clear()
+        self.failed.clear()
+        self._start_orchestrator()
+        self.start(TRAINER)
+        living = {name for name, process in self.processes.items() if process.poll() is None}
+        self.until(lambda: {store.name for store in self._stores} == living)
+
+    def end_conversation(self, name: str) -> None:
+        """End the conversation with a store, which joins again."""
+        self._router.end(name)
 
     def start(self, name: str, bytes_per_second: float = 0.0) -> None:
         """Start a store process, again if it has ended."""
@@ -78,11 +106,12 @@ class Fleet:
         spec = StoreSpec(
             name=name,
             node="0" if trainer else name,
-            endpoint=self._router.endpoint,
+            endpoint=str(self._endpoint),
             folder=str(self.versions.root if trainer else self.folder / name),
             transfer_seconds=self._config.timeouts.transfer_seconds,
             peer_seconds=self._config.timeouts.peer_seconds,
             shutdown_seconds=self._config.timeouts.shutdown_seconds,
+            rejoin_seconds=self._config.timeouts.rejoin_seconds,
             serves_trainer=trainer,
         )
         module = ["megatron_rl.weights.store_process"]

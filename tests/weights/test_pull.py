@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
+from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec
 from tests.weights.fleet import TRAINER, Fleet
 
 STORES = [f"store-{i}" for i in range(8)]
@@ -188,3 +192,67 @@ def test_stores_that_die_are_replaced_and_join_again(fleet):
     fleet.until_taken(STORES)
     assert fleet.differs(STORES) == []
     assert fleet.failed == []
+
+
+def test_stores_stay_when_trainer_and_orchestrator_are_replaced_and_no_version_is_mixed_up(fleet):
+    publish_random(fleet)
+    until_midway(fleet)  # store-0 has all of it, others have some
+    fleet.restart_trainer()
+    processes = dict(fleet.processes)
+    version = fleet.manifest.version
+    fleet.publish(version, random_version(1000))  # the same number
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    num_bytes = [sum(fleet.bytes_of(name).values()) for name in STORES]
+    assert num_bytes == [fleet.manifest.num_bytes] * len(STORES)
+    tensors = random_version(1000)
+    tensors["t3"][7] = 1.0
+    fleet.publish(version + 1, tensors)  # differences again
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert max(sum(fleet.bytes_of(name).values()) for name in STORES) < fleet.manifest.num_bytes / 8
+    assert fleet.failed == []
+    assert fleet.processes == processes
+    assert {processes[name].poll() for name in STORES} == {None}
+
+
+def test_a_store_whose_conversation_is_ended_joins_again_and_keeps_what_it_has(fleet):
+    publish_random(fleet)
+    until_midway(fleet)
+    for name in ("store-0", "store-2"):
+        fleet.end_conversation(name)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert sum(fleet.bytes_of("store-2").values()) < 0.9 * fleet.manifest.num_bytes
+    publish_random(fleet)
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert fleet.failed == []
+
+
+def test_a_restarted_run_with_other_buckets_gets_new_store_processes(fleet):
+    fleet.restart_trainer(bucket_bytes=2**17)
+    fleet.publish(1, random_version(2000))
+    fleet.until(lambda: all(fleet.processes[name].poll() == OTHER_LAYOUT for name in STORES))
+    fleet.start_all(dict.fromkeys(STORES, 0.0))
+    fleet.until_taken(STORES)
+    assert fleet.differs(STORES) == []
+    assert fleet.failed == []
+
+
+def test_a_store_without_an_orchestrator_ends_after_its_time(tmp_path):
+    spec = StoreSpec(
+        name="store-alone", node="alone", endpoint=str(tmp_path / "none.json"),
+        folder=str(tmp_path / "store"), transfer_seconds=1, peer_seconds=1, shutdown_seconds=1,
+        rejoin_seconds=0.5,
+    )  # fmt: skip
+    code = (
+        "import sys; from megatron_rl.weights import store_process;"
+        "store_process.REJOIN_MARGIN = 0.0; store_process.main(sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, msgspec.json.encode(spec).decode()],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"no orchestrator at {tmp_path}/none.json for 0.5 s (timeouts.rejoin" in done.stderr

@@ -86,6 +86,35 @@ def test_differences_lead_from_what_is_held_to_what_is_wanted(tmp_path):
     assert header.chain(0, 8, [7]) == [0]
 
 
+def test_versions_of_another_trainer_are_forgotten_once_nobody_loads_one(tmp_path):
+    store, other = (Store(tmp_path, [100]) for _ in range(2))
+    store.keep_only("/dev/shm/one", 1.0)
+    store.header.versions_2N[0] = 3
+    store.put_difference(0, 2, 3, np.zeros(5, dtype=np.uint8))
+    for mapped in (store, other):
+        mapped.keep_only("/dev/shm/one", 1.0)
+        assert (mapped.complete(3), mapped.header.chain(0, 3, [2])) == (0, [1])
+    with other.locked(1, write=False, seconds=1), pytest.raises(WeightsError, match="still loads"):
+        store.keep_only("/dev/shm/two", 0.01)
+    assert other.complete(3) == 0
+    store.keep_only("/dev/shm/two", 0.01)
+    assert (other.complete(3), other.header.chain(0, 3, [2])) == (None, None)
+
+
+def test_files_of_other_sizes_are_replaced_together_and_only_by_the_stores_own_process(tmp_path):
+    before = Store(tmp_path, [100_000, 100])
+    before.header.versions_2N[:] = 3
+    with pytest.raises(WeightsError, match="it belongs to another model or run"):
+        Store(tmp_path, [100_000, 10_000])
+    (tmp_path / "users").touch()
+    assert Store(tmp_path, [100_000, 100], replace=True).complete(3) == 0
+    after = Store(tmp_path, [100_000, 10_000], replace=True)
+    assert after.complete(3) is None
+    after.bucket(0, 0)[:] = 7
+    assert not before.bucket(0, 0).any()
+    assert (tmp_path / "users").exists()
+
+
 def test_all_memory_is_allocated_at_the_start(tmp_path):
     store = Store(tmp_path / "s", [1_000_000, 600_000])
     files = {path.name: path.stat() for path in (tmp_path / "s").iterdir()}
@@ -93,7 +122,7 @@ def test_all_memory_is_allocated_at_the_start(tmp_path):
     assert all(file.st_blocks * 512 >= file.st_size > 0 for file in files.values())
     whole = sum(file.st_size for file in files.values())
     assert VERSIONS_HELD * 1_600_000 <= whole <= VERSIONS_HELD * 1_600_000 + 16 * PAGE
-    assert [region.size for region in store.regions()][:2] == [8 * (1 + 8 * 2), 1_605_632]
+    assert [region.size for region in store.regions()][:2] == [8 * (2 + 8 * 2), 1_605_632]
 
 
 def test_too_little_memory_is_an_error_that_names_file_size_and_remedy(tmp_path):
