@@ -27,7 +27,7 @@ def sibling(path: Path, kind: str) -> Path:
 
 def left_in(folder: Path) -> list[Path]:
     """Return the half-written files and folders there: torn if no process writes to the folder."""
-    names = (f".*.{kind}-{'[0-9a-f]' * 8}" for kind in ("tmp", "old"))
+    names = (f".*.{kind}-{'[0-9a-z_]' * 8}" for kind in ("tmp", "old"))
     return [path for name in names for path in folder.glob(name)]
 
 

@@ -7,6 +7,7 @@ are GPUs (`torchrun_for`). Ranks find each other through torchrun's own store.
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.process_environment import TORCHRUN_VARIABLES
 from megatron_rl.generator.supervisor import EngineStartError, supervise
 from megatron_rl.orchestrator import RunError
+from megatron_rl.weights.store import FOLDER_PREFIX, hold
 
 GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 """Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
@@ -88,11 +90,14 @@ def torchrun_for(
 def exec_torchrun(options: Sequence[str], arguments: Sequence[str], restarts: int) -> None:
     """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command.
 
-    When a rank fails, torchrun starts all of them again, so many times.
+    When a rank fails, torchrun starts all of them again, so many times. It holds its folder of
+    logs (`weights.store.hold`), which a later start of a run removes.
     """
     environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
-    options = [f"--max-restarts={restarts}", *options]
+    logs = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+    os.set_inheritable(hold(Path(logs)), True)
+    options = [f"--max-restarts={restarts}", f"--log-dir={logs}", *options]
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     sys.stdout.flush()
     os.execve(sys.executable, [*command, "-m", "megatron_rl.cli", *arguments], environment)

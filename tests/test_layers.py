@@ -43,7 +43,7 @@ LAYERS = {
         "files liveness config messages orchestrator_connection compat algorithm data kernels"
         " models weights"
     ),
-    "launch": "run_lock config compat orchestrator generator",
+    "launch": "run_lock config compat weights orchestrator generator",
     "train": (
         "liveness config messages run_lock compat launch models weights orchestrator generator"
         " trainer"

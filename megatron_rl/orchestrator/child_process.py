@@ -74,7 +74,9 @@ class OrchestratorProcess:
         node: str,
         evaluate_only: EvaluateOnly | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_")
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        # The next start removes that of a killed run (`files.left_in`).
+        self._folder = tempfile.TemporaryDirectory(prefix=".start.tmp-", dir=config.output_dir)
         self._endpoint_file = Path(self._folder.name) / "endpoint"
         one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         here, port = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.fleet.port
@@ -99,7 +101,6 @@ class OrchestratorProcess:
         self.endpoint = self.endpoint.replace("0.0.0.0", host)
         self.endpoint_file = config.output_dir / ENDPOINT_FILE
         """The address for `megatron-rl generate --join`."""
-        self.endpoint_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.endpoint_file, json.dumps({"endpoint": self.endpoint}))
 
     def _wait_for_endpoint(self, seconds: float) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl import launch, train
 from megatron_rl.config import ConfigError, load_config
+from megatron_rl.weights.store import remove_unused
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 YAML = EXAMPLES / "scalerl_tiny.yaml"
@@ -46,6 +47,33 @@ def test_torchrun_starts_failed_ranks_again_as_often_as_the_configuration_says(t
     with pytest.raises(Replaced):
         train.run("train", YAML, ["--fleet.trainer_restarts", "7"])
     assert "--max-restarts=7" in torchrun["arguments"]
+
+
+AGENT = """
+import os, sys
+from megatron_rl import launch
+agent = "import sys; print(sys.argv[1], flush=True); sys.stdin.read()"
+execve = os.execve
+os.execve = lambda path, arguments, _: execve(
+    path, [path, "-c", agent, *(a for a in arguments if a.startswith("--log-dir="))], os.environ
+)
+launch.exec_torchrun([], [], 0)
+"""
+
+
+def test_torchruns_folder_of_logs_is_removed_after_it_was_killed_and_not_before():
+    pipe = subprocess.PIPE
+    agent = subprocess.Popen([sys.executable, "-c", AGENT], stdin=pipe, stdout=pipe, text=True)
+    folder = Path(agent.stdout.readline().strip().removeprefix("--log-dir="))
+    try:
+        (folder / "none_1").mkdir()
+        remove_unused(folder.parent, folder.name)
+        assert folder.is_dir()
+    finally:
+        agent.kill()
+        agent.communicate()
+    remove_unused(folder.parent, folder.name)
+    assert not folder.exists()
 
 
 def test_the_supervised_stage_needs_only_the_trainer_ranks(torchrun):

@@ -33,7 +33,7 @@ from megatron_rl.models.start_checkpoint import start_directory
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
 from megatron_rl.orchestrator.evaluation import EvaluatedSample
-from megatron_rl.weights.store import node_name
+from megatron_rl.weights.store import FOLDER_PREFIX, hold, node_name, remove_unused
 
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
 
@@ -57,7 +57,9 @@ def evaluate(
         RunError: as from `sample_and_verify`.
     """
     config, n = source.config, sampling["samples"]
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_") as folder:
+    remove_unused(Path(tempfile.gettempdir()), FOLDER_PREFIX)  # of those that were killed
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        hold(Path(folder))
         model = source.path
         if source.is_megatron:
             from megatron_rl.commands.convert.to_huggingface import convert
@@ -142,7 +144,8 @@ def sample_and_verify(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the processes as Ctrl-C does
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)))
+        hold(folder)
         config = _without_training(config, folder, prompts, sampling)
         path = folder / "samples.jsonl"
         path.touch()
