@@ -194,7 +194,7 @@ class Generator:
                     elif isinstance(message, m.Welcome):
                         self._welcome(message)
                         self._hello()
-                    else:
+                    elif self._is_member:  # else it was meant for the one that it was before
                         for coroutine in self.work(message):
                             task = tasks.create_task(coroutine)
                             self._works.add(task)

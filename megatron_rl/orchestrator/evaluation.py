@@ -196,25 +196,30 @@ class Evaluations:
 
     def reach(self, version: int) -> None:
         """Open the evaluations of a version that are planned, when its steps are trained."""
-        for name, part in self._parts.items():
+        for name in self._parts:
             if (name, version) in self._due:
-                tasks, n = {p.id: p.task for p in part}, self._samples[name]
-                compute = self._metrics.compute()
-                self.running[name, version] = EvaluationRun(version, tasks, n, compute, name)
-                todo = self._todo.setdefault(version, deque())
-                todo.extend((p.id, list(range(n))) for p in part)
+                self._open(name, version)
+
+    def _open(self, name: str, version: int) -> None:
+        part, n, compute = self._parts[name], self._samples[name], self._metrics.compute()
+        tasks = {p.id: p.task for p in part}
+        self.running[name, version] = EvaluationRun(version, tasks, n, compute, name)
+        todo = self._todo.setdefault(version, deque())
+        todo.extend((p.id, list(range(n))) for p in part)
 
     def wanted(self, generators: Generators) -> set[int]:
         """Return the versions that more generators have to load; none of them skips one."""
-        return {v for v in self.steps if self._wants(v, generators)}
+        holders = Counter(g.evaluating for g in generators)
+        return {v for v in self.steps if self._wants(v, holders[v], generators)}
 
-    def _wants(self, version: int, generators: Generators) -> bool:
+    def _wants(self, version: int, holders: int, generators: Generators) -> bool:
         if not self._todo.get(version, True):
             return False
-        holders = sum(g.evaluating == version for g in generators)
+        if not holders:
+            return True
         others = sum(g.version <= version and g.evaluating != version for g in generators.ready)
         others += generators.size - len(generators.ready)  # those that have yet to come
-        return not holders or holders < min(self._engines(generators), holders + others)
+        return holders < min(self._engines(generators), holders + others)
 
     def _engines(self, generators: Generators) -> int:
         return max(1, math.ceil(self._config.evaluation.engine_share * generators.size))
@@ -278,14 +283,14 @@ class Evaluations:
             for name in [name for name, step in self.running if step == version]:
                 del self.running[name, version]
                 self._due.discard((name, version))
-                if (name, newest) not in self._due and (name, newest) not in self.running:
+                if (name, newest) not in self._due:  # else its own evaluation is running
                     self._due.add((name, newest))
+                    self._open(name, newest)
             del self._todo[version]
             self._metrics.sink.note(
                 f"evaluation at step {version}: every generator that had its weights was lost; it"
                 f" is made at step {newest}"
             )
-            self.reach(newest)
 
     def arrived(self, sample: m.Sample) -> None:
         """Count a completion."""

@@ -133,15 +133,12 @@ class Stores:
         Returns:
             Seconds since its announcement, and bytes that came from the trainer's stores.
 
-        Raises:
-            RunError: the version was not sent.
+        One that was not asked for, since the store has joined again meanwhile, does not count.
         """
         store, version = self._known(name), message.version
         if _takes(store, version):
             store.complete = sorted([*store.complete, version])
             store.taking, store.sources = None, ()
-        elif version not in store.complete:
-            raise RunError(f"{name} took weights version {version}, which was not sent")
         if store.suspect is not None and version > store.suspect:
             store.suspect = None
         trainers = {s.name for s in self._trainer.values()}
