@@ -403,7 +403,7 @@ def test_a_conversation_that_is_ended_begins_again_without_a_message_of_the_one_
             await serve(connection, lambda: at_peer)
             peer.send(m.Leaving())
             async with asyncio.timeout(20):
-                while connection._events.empty():  # it is read, and not handled
+                while not connection._events:  # it is read, and not handled
                     await asyncio.sleep(0.01)
             connection.end("generator-0")
             connection.send("generator-0", m.StateSaved(step=2))

@@ -7,11 +7,11 @@ back. Whether it is lost, is decided by its silence and by its connection (`hear
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import Self
+from typing import NoReturn, Self
 
 import zmq
 from zmq.asyncio import Socket
@@ -23,13 +23,17 @@ Event = Callable[[], None]
 _GAP_SECONDS = 1.0
 """Longest pause of the reader that counts as silence of the peers."""
 _FRAMES_AT_ONCE = 200
+_FINISH_SECONDS = 0.02
+"""Time between two looks at what the peers have acknowledged."""
 
 
 class Connection:
     """Reads a bound ROUTER socket; each message is an event `handle(sender, message)`."""
 
     def __init__(self, socket: Socket, handle: Callable[[str, m.Message], None]) -> None:
-        self._socket, self._handle = socket, handle
+        # Not through zmq.asyncio: its futures cost more than all else that is done with a frame.
+        self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+        self._handle = handle
         self.heard: dict[str, float] = {}
         """`time.monotonic()` of each peer's last frame. Time in which this process did not read,
         because it was stopped or busy, is added to it: it is no silence of the peers."""
@@ -41,31 +45,39 @@ class Connection:
         self._links, self._next_tick = Links(), 0.0
         self._ends: Counter[str] = Counter()
         self._runs_at = time.monotonic()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events, self._has_events = deque[Event](), asyncio.Event()
         self._outbox: list[tuple[str, Frame]] = []
 
     async def __aenter__(self) -> Self:
-        self._reader = asyncio.create_task(self._read())
-        self._reader.add_done_callback(self._reader_ended)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._read)
         self._clock = asyncio.create_task(self._note_that_it_runs())
+        self._read()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in (tasks := (self._reader, self._clock)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(self._socket.FD)
+        self._clock.cancel()
+        await asyncio.gather(self._clock, return_exceptions=True)
 
     def post(self, event: Event) -> None:
         """Append an event to the queue."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self._has_events.set()
 
     async def next_event(self, seconds: float) -> Event | None:
         """Return the next event, or None after so many seconds without one."""
-        event: Event | None = None
-        with suppress(TimeoutError):
-            event = await asyncio.wait_for(self._events.get(), seconds)
+        if self._events:
+            await asyncio.sleep(0)  # the others' turn
+        else:
+            self._has_events.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_events.wait(), seconds)
         self._excuse()
-        return event
+        return self.waiting_event()
+
+    def waiting_event(self) -> Event | None:
+        """Return an event that has come already, or None."""
+        return self._events.popleft() if self._events else None
 
     def send(self, to: str, message: m.Message) -> None:
         """Append a message to the outbox; it waits for a peer that has yet to be heard of."""
@@ -81,18 +93,20 @@ class Connection:
         self._put(name, self._links.end(name))
 
     async def flush(self) -> None:
-        """Send the outbox, and what is due to all peers."""
+        """Send the outbox, and what is due to all peers; read what has come from them."""
         if (now := time.monotonic()) >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._outbox += self._links.tick()
         outbox, self._outbox = self._outbox, []
         for to, frame in outbox:
             try:
-                await self._socket.send_multipart([to.encode(), *frame])
+                is_short = len(frame[1]) < zmq.COPY_THRESHOLD
+                self._socket.send_multipart([to.encode(), *frame], zmq.DONTWAIT, copy=is_short)
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
                 self.closed.setdefault(to, time.monotonic())
+        self._read()  # sending may have taken the signal by which the reader wakes
 
     async def finish(self, peers: Collection[str], seconds: float) -> None:
         """Wait until these peers have acknowledged every message, for so long at most.
@@ -104,16 +118,20 @@ class Connection:
             await self.flush()
             if time.monotonic() >= deadline or not set(peers) & set(self._links.undelivered()):
                 return
-            if await self._socket.poll(int(1000 * TICK_SECONDS)):
-                self._take(*await self._socket.recv_multipart())
+            await asyncio.sleep(_FINISH_SECONDS)
 
-    async def _read(self) -> None:
-        while True:
-            self._take(*await self._socket.recv_multipart())
-            with suppress(zmq.Again):
-                for _ in range(_FRAMES_AT_ONCE):
-                    self._take(*await self._socket.recv_multipart(zmq.DONTWAIT))
-            await asyncio.sleep(0)  # the others' turn
+    def _read(self) -> None:
+        """Take what has come; an error is raised inside the event loop."""
+        try:
+            for _ in range(_FRAMES_AT_ONCE):
+                self._take(*self._socket.recv_multipart(zmq.DONTWAIT))
+        except zmq.Again:
+            return
+        except Exception as e:  # noqa: BLE001 - a frame of another program or version
+            self.post(partial(_raise, e))
+            return
+        # ZeroMQ tells only once that there is something to read.
+        asyncio.get_running_loop().call_soon(self._read)
 
     async def _note_that_it_runs(self) -> None:
         while True:
@@ -149,9 +167,9 @@ class Connection:
                 times.update({name: min(now, at + gap) for name, at in times.items()})
             self._runs_at = now
 
-    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        if not reader.cancelled():
-            self.post(reader.result)  # raises the reader's error inside the event loop
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _nothing() -> None:

@@ -49,6 +49,8 @@ from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Verdict
 
 TICK_SECONDS = 0.5
+EVENTS_AT_ONCE = 50
+"""Most events that are handled before their consequences are seen to."""
 STOP_SECONDS = 2.0
 """Longest wait for the answers to `Stop`: a peer may have ended already."""
 
@@ -86,7 +88,7 @@ class Orchestrator:
             self.connection, self.generators, self.stores, self.groups, metrics,
             evaluate_only=evaluate_only is not None,
         )  # fmt: skip
-        self._weights_can_move = True
+        self._weights_can_move = self._work_can_move = True
         self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
         self.requested_step: int | None = None
@@ -120,20 +122,25 @@ class Orchestrator:
             while not self._is_over():
                 event = await self.connection.next_event(TICK_SECONDS)
                 self._advance_clock()
-                if event is not None:
+                count = 0
+                while event is not None:
                     event()
+                    count += 1
+                    event = self.connection.waiting_event() if count < EVENTS_AT_ONCE else None
                 if (now := time.monotonic()) >= next_check:
                     next_check = now + TICK_SECONDS
                     if os.getppid() != parent:
                         raise TrainerGone("trainer rank 0 is gone; its log has the cause")
                     self.membership.check(now)
-                    self._weights_can_move = True
-                self._evaluate()
+                    self._weights_can_move = self._work_can_move = True
                 if self._weights_can_move:
+                    self._evaluate()
                     self._weights_can_move = False
                     self._move_weights()
-                self._dispatch()
-                self._answer_batch()
+                if self._work_can_move:
+                    self._work_can_move = False
+                    self._dispatch()
+                    self._answer_batch()
                 await self.connection.flush()
         assert self.trainer_done is not None
         return self.trainer_done
@@ -160,15 +167,17 @@ class Orchestrator:
     def _advance_clock(self) -> None:
         """Count the time since the last event, in which the work in flight was as it is now."""
         over = self.trainer_done is not None
-        share = 1.0 if over else self.generators.evaluation_share
+        share = self.generators.evaluation_share if self.evaluations.running else 0.0
+        share = 1.0 if over else share
         ready = self.metrics.engines_ready = len(self.generators.ready)
         self.metrics.engines = max(self.generators.expected, ready)
         self.metrics.advance(share, over or self.requested_step is not None)
 
     def _handle(self, sender: str, message: m.Message) -> None:
         self.generators.message_from(sender, time.monotonic())
-        if not isinstance(message, m.Sample | m.GeneratorStats | m.Grown):
-            self._weights_can_move = True
+        if not isinstance(message, m.GeneratorStats | m.Grown):  # nearly all messages
+            self._work_can_move = True
+            self._weights_can_move |= not isinstance(message, m.Sample)
         match message:
             case m.Join():
                 self.membership.join(sender, message)
@@ -308,6 +317,7 @@ class Orchestrator:
             verdict.add_done_callback(lambda task: post(lambda: record(sample, task.result())))
 
     def _record_verdict(self, sample: m.Sample, verdict: Verdict) -> None:
+        self._work_can_move = True
         if sample.evaluation < 0:
             if (group := self.groups.get(sample.group)) is not None:
                 group.verdicts[sample.index] = verdict

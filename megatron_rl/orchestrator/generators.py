@@ -18,7 +18,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.messages import Manifest, UpdateWeights
 
 NO_VERSION = -1
-CLOSED_SECONDS = 5.0
+CLOSED_SECONDS = 3.0
 """Time without a connection after which a generator is lost: one that lives reconnects at once."""
 SUSPECT_SHARE = 1 / 3
 """Of `timeouts.silence_seconds`."""
@@ -112,6 +112,7 @@ class Generators:
     def __init__(self, config: RunConfig) -> None:
         self.expected, self._timeouts = config.roles.engines, config.timeouts
         self._states: dict[str, GeneratorState] = {}
+        self._ready: list[GeneratorState] | None = None
         self._manifests: dict[int, Manifest] = {}  # in the order of their versions
         self._checked: float | None = None
         self.all_came = self.expected == 0
@@ -132,7 +133,9 @@ class Generators:
     @property
     def ready(self) -> list[GeneratorState]:
         """Members with a running engine that do not leave."""
-        return [g for g in self if g.capacity and g.standing is not Standing.LEAVING]
+        if self._ready is None:
+            self._ready = [g for g in self if g.capacity and g.standing is not Standing.LEAVING]
+        return self._ready
 
     @property
     def size(self) -> int:
@@ -154,17 +157,23 @@ class Generators:
     def join(self, name: str, process: str, supervised: bool, now: float) -> GeneratorState:
         """Add a generator whose engine is yet to start, or to load a version of this run."""
         state = self._states[name] = GeneratorState(name, process, supervised, now, now)
+        self._ready = None
         return state
 
     def hello(self, name: str, node: str, capacity: int) -> GeneratorState:
         """Note that a generator's engine runs."""
         state = self._states[name]
-        state.node, state.capacity = node, capacity
+        state.node, state.capacity, self._ready = node, capacity, None
         self.all_came |= len(self.ready) >= self.expected
         return state
 
+    def leave(self, name: str) -> None:
+        """Note that a member takes no more work."""
+        self._states[name].standing, self._ready = Standing.LEAVING, None
+
     def remove(self, name: str) -> GeneratorState:
         """Take a member out and return it, with the work that it had."""
+        self._ready = None
         return self._states.pop(name)
 
     def message_from(self, name: str, now: float) -> None:

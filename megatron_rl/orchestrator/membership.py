@@ -96,7 +96,7 @@ class Membership:
     # ------------------------------------------------------------ going
     def leaving(self, sender: str) -> None:
         """Give a generator no more work; `check` lets it go when it has none."""
-        self._generators[sender].standing = Standing.LEAVING
+        self._generators.leave(sender)
 
     def left(self, sender: str) -> None:
         """Take over the work of a generator that ends."""

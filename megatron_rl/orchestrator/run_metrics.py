@@ -42,7 +42,7 @@ class RunMetrics:
         self.engines_ready = 0
         """Generators that get work."""
         self._lost = 0  # generators since the last row
-        self.active_parameters = self.aborted = self._aborted_before = 0
+        self.active_parameters = self.aborted = 0
         self.max_logprob_error = math.inf
         """Mean difference of both sides' log-probs that ends the run, in nats."""
         self._empty_batches = 0  # since the last step
@@ -107,7 +107,7 @@ class RunMetrics:
         self._compute = dict(compute)
         for name in SPENT:
             self._compute[name] = max(row.get(name, 0.0) for row in [compute, *self.rows])
-        self.aborted = self._aborted_before = aborted
+        self.aborted = aborted
 
     def phases(self) -> dict[str, float]:
         """Return wall seconds by phase, since the start of this process."""
@@ -147,6 +147,7 @@ class RunMetrics:
         by itself.
         """
         self._lost += lost
+        self._aborted_by.pop(name, None)
         row = {"generator": name, "process": process, "reason": reason, "last_act": act}
         counts = {"completions_again": again, "completions_continued": continued}
         event = "generator_lost" if lost else "generator_left"
@@ -174,8 +175,8 @@ class RunMetrics:
     def generator_stats(self, name: str, stats: m.GeneratorStats) -> None:
         """Record the load of a generator."""
         self._stats.setdefault(name, []).append(stats)
+        self.aborted += stats.aborted - self._aborted_by.get(name, 0)
         self._aborted_by[name] = stats.aborted
-        self.aborted = self._aborted_before + sum(self._aborted_by.values())
 
     def score_requested(self, done: m.StepDone) -> None:
         """Keep the trainer's log-probs until the generator's come."""

@@ -112,8 +112,8 @@ class StepBuilder:
     def _check_refill(self, step: int, groups: GroupQueue) -> None:
         a, s = self._config.algorithm, self._config.schedule
         drawn = groups.complete_ahead()
-        complete = [g for g in groups.waiting if g.complete and not g.failed]
         if drawn > a.refill_max_ratio * s.prompts_per_step * s.phase_steps(step):
+            complete = [g for g in groups.waiting if g.complete and not g.failed]
             raise RunError(
                 f"step {step}: {drawn} prompts were drawn, and nearly all groups have equal"
                 " rewards; that is more than algorithm.refill_max_ratio ="

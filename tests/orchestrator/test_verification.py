@@ -244,7 +244,7 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
         kind, gold, meta = "exact", "5", {}
 
     class Sample:
-        token_ids = [1]
+        token_ids = int_bytes([1])
 
     verdict = verification.start(Prompt, Sample)
     assert isinstance(verdict, Verdict) and verdict.outcome is Outcome.CORRECT
