@@ -285,8 +285,9 @@ class Batch(Message):
     """int32 [tokens]: weight version of the token, -1 on prompts and forced tokens."""
     probe: list[int] = []
     """Sequences whose log-probs the trainer returns in `StepDone.probe_logprobs`."""
-    routes: bytes = b""
-    """`Sample.routes` of all sequences, concatenated."""
+    routes: list[bytes] = []
+    """`Sample.routes` of each sequence, empty without them: one field of MessagePack ends at 4 GiB.
+    """
     stop: bool = False
     """All steps are trained; the batch is empty."""
     save: bool = False

@@ -80,7 +80,7 @@ class PluginSteps:
         model.complete(chunks)
         self.publish(step)
         began = time.perf_counter()
-        batch, _ = next_batch(self._client, step, lambda: False)
+        batch, _ = next_batch(self._client, step, lambda: False, model)
         started = time.perf_counter()
         if batch.stop:
             raise ConfigError(
@@ -90,7 +90,7 @@ class PluginSteps:
         check_routed_experts(batch, model)
         micro_batches = micro_batches_of(batch, model)
         model.check_count(len(micro_batches), step)
-        model.divide_router_losses(len(batch.token_ids) // 4)
+        model.divide_router_losses(int(messages.ints(batch.bounds)[-1]))
         objective = Objective(config.algorithm, old_is_current(config, step))
         head = LmHead.of(config, model.architecture.vocabulary)
         self._step = step

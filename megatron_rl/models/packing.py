@@ -267,3 +267,39 @@ def _padded_rows(
         out.append(MicroBatchRows(length, len(chosen), by_rank))
         start += len(chosen)
     return out
+
+
+def own_rows(
+    plan: list[MicroBatchRows],
+    bounds: NDArray[np.int64],
+    layout: RowLayout,
+    rank: int,
+    context_rank: int,
+) -> list[tuple[Bounds, NDArray[np.int64]]]:
+    """Return the rows of each micro-batch of a rank: (bounds of a row, token positions [B, s]).
+
+    A position counts from the start of the step, whose sequences have the boundaries `bounds`; that
+    of padding is -1.
+    """
+    out = []
+    for part in plan:
+        rows = [_row(bounds, row, layout, part.length) for row in part.by_rank[rank]]
+        rows += [_row(bounds, [], layout, part.length)] * (part.rows - len(rows))
+        row_bounds = rows[0][0] if layout.packed else (0, part.length)
+        own = own_positions(row_bounds, context_rank, layout.context)
+        out.append((row_bounds, np.stack([origin_S[own] for _, origin_S in rows])))
+    return out
+
+
+def _row(
+    bounds: NDArray[np.int64], indices: list[int], layout: RowLayout, length: int
+) -> tuple[Bounds, NDArray[np.int64]]:
+    """Return (bounds, flat position of each token) of a row; leftover padding is a sequence too."""
+    origin_S, row_bounds = np.full(length, -1), [0]
+    for i in indices:
+        first, last = bounds[i], bounds[i + 1]
+        origin_S[row_bounds[-1] : row_bounds[-1] + last - first] = np.arange(first, last)
+        row_bounds.append(row_bounds[-1] + layout.sequence(int(last - first)))
+    if row_bounds[-1] < length:
+        row_bounds.append(length)
+    return tuple(row_bounds), origin_S

@@ -70,7 +70,7 @@ def build_batch(
         prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
         completion_indices=int_bytes([t.sample.index for t in trained]),
         **_token_arrays(trained, bounds),
-        routes=b"".join(t.sample.routes for t in trained),
+        routes=[t.sample.routes for t in trained if t.sample.routes],
         probe=list(range(min(probe, len(trained)))),
         **flags,
     )

@@ -1,16 +1,20 @@
-"""From a batch's bytes to the micro-batches of one rank.
+"""From a step's batch to the parts of the ranks, and from a part to its micro-batches.
 
+A part is a `messages.Batch` with the arrays of sequences complete, and of the arrays of tokens what
+one rank uses, in the order of the batch; every rank finds out from `bounds` which tokens that are.
 `plan_rows` (`models.packing`) divides the sequences; micro-batch j has the same shape on every
 rank, as the MoE token dispatcher needs. Padding follows its sequence, so causal attention never
 sees it: no mask is built and no token id is special.
 
 Shape legend: B rows, S positions of this rank, R = S * B, T completion tokens of a micro-batch, N
-tokens of the step, L layers with experts, K experts of a token.
+tokens of the step, n of the part, L layers with experts, K experts of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from megatron.core import parallel_state
@@ -21,9 +25,12 @@ from megatron_rl import messages
 from megatron_rl.algorithm.losses.base import Tokens
 from megatron_rl.models import routed_experts
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.packing import Bounds, RowLayout, own_positions, plan_rows
+from megatron_rl.models.packing import Bounds, RowLayout, own_rows, plan_rows
 from megatron_rl.trainer import world
 from megatron_rl.trainer.shards import ModelShards
+
+TOKEN_ARRAYS = ("token_ids", "advantages", "generator_logprobs", "loss_weights", "versions")
+"""Fields of a batch with four bytes for each token; `routes` has more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +62,8 @@ class MicroBatch:
     """int64: number of each token's sequence in the step."""
     same_version_T: Tensor
     """bool: sampled, like all sampled tokens of its sequence, by the weights of this step."""
+    versions_T: Tensor
+    """int32, on the CPU: weight version of each token; -1 for forced ones."""
     sequence_count: int
     """Sequences of the whole step."""
     experts_RLK: Tensor | None
@@ -89,14 +98,10 @@ class MicroBatch:
         )
 
 
-def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a batch.
-
-    Raises:
-        ValueError: arrays that don't fit together, or ids beyond the vocabulary.
-    """
+def layout_of(shards: ModelShards) -> RowLayout:
+    """Return the rules by which a step's sequences are divided over the ranks of a model."""
     p, schedule = shards.run.parallel, shards.run.schedule
-    layout = RowLayout(
+    return RowLayout(
         ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=schedule.micro_batch_tokens,
         packed=schedule.packing,
@@ -104,19 +109,47 @@ def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBa
         context=p.context,
         count_multiple=shards.micro_batch_multiple,
     )
+
+
+def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBatch]:
+    """Return this rank's micro-batches of a batch, or of its part; collective.
+
+    Raises:
+        ValueError: arrays that don't fit together, or ids beyond the vocabulary.
+    """
     rank = parallel_state.get_data_parallel_rank()
     context_rank = parallel_state.get_context_parallel_rank()
-    return divide(batch, shards.architecture, layout, rank, context_rank, world.device())
+    layout, device = layout_of(shards), world.device()
+
+    def total(values: Tensor) -> Tensor:
+        return shards.add_over_context(values.to(device)).cpu()
+
+    return divide(batch, shards.architecture, layout, rank, context_rank, device, total)
 
 
 def check_routed_experts(batch: messages.Batch, shards: ModelShards) -> None:
     """Raise ValueError if the batch has routed experts and the run expects none, or vice versa."""
     if batch.token_ids and bool(batch.routes) != (shards.routing is not None):
         raise ValueError(
-            f"the batch of step {batch.step} has {len(batch.routes)} bytes of routed experts, and"
-            f" algorithm.routing_replay is {shards.run.algorithm.routing_replay!r}: all roles need"
-            " one configuration"
+            f"the batch of step {batch.step} has {sum(map(len, batch.routes))} bytes of routed"
+            f" experts, and algorithm.routing_replay is {shards.run.algorithm.routing_replay!r}:"
+            " all roles need one configuration"
         )
+
+
+def parts_of(batch: messages.Batch, layout: RowLayout) -> Iterator[messages.Batch]:
+    """Yield the part of each data-parallel rank, and of each context-parallel rank within these.
+
+    Raises:
+        ValueError: arrays that don't fit together.
+    """
+    bounds, predicts = _checked_bounds(batch)
+    _checked_tokens(batch, len(predicts) - 1)
+    plan = plan_rows(np.diff(bounds), layout)
+    for rank in range(layout.ranks):
+        for context_rank in range(layout.context):
+            rows = own_rows(plan, bounds, layout, rank, context_rank)
+            yield _part(batch, bounds, _used_tokens(rows, predicts))
 
 
 def divide(
@@ -126,68 +159,77 @@ def divide(
     rank: int = 0,
     context_rank: int = 0,
     device: torch.device | str = "cpu",
+    add_over_context: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> list[MicroBatch]:
     """Return the micro-batches of a data-parallel and context-parallel rank.
+
+    `batch` is the whole one or the rank's part; `add_over_context` returns the sum of a tensor on
+    the CPU over the context-parallel ranks.
 
     Raises:
         ValueError: arrays that don't fit together, or ids beyond the vocabulary.
     """
-    bounds, prompt_lengths = _checked_bounds(batch)
-    ids_N = _checked_ids(batch, architecture)
-    lengths = np.diff(bounds)
-    # Index -1 is padding: the last entry of all three.
-    experts = None
-    if batch.routes:
-        experts_NLK = routed_experts.decode(batch.routes, len(ids_N), architecture)
-        padding_1LK = np.full_like(experts_NLK[:1], routed_experts.UNKNOWN)
-        experts = np.concatenate([experts_NLK, padding_1LK])
-    ids = np.append(ids_N, 0).astype(np.int64)
-    predicts = np.zeros(len(ids), dtype=bool)
-    for i in range(len(lengths)):
-        predicts[bounds[i] + prompt_lengths[i] - 1 : bounds[i + 1] - 1] = True
-    per_token = {
-        "advantages_T": messages.floats(batch.advantages),
-        "generator_logprobs_T": messages.floats(batch.generator_logprobs),
-        "loss_weights_T": messages.floats(batch.loss_weights),
-        "sequences_T": np.repeat(np.arange(len(lengths)), lengths),
-        "same_version_T": same_version(bounds, messages.ints(batch.versions), batch.step),
+    bounds, predicts = _checked_bounds(batch)
+    plan = plan_rows(np.diff(bounds), layout)
+    rows = own_rows(plan, bounds, layout, rank, context_rank)
+    used_n = _used_tokens(rows, predicts)
+    whole = len(batch.token_ids) // 4 == bounds[-1]
+    _checked_tokens(batch, int(bounds[-1]) if whole else len(used_n))
+    part = _part(batch, bounds, used_n) if whole else batch
+    # Index -1 is padding: the last entry of both.
+    ids = np.append(_checked_ids(part, architecture), 0).astype(np.int64)
+    experts = _padded_experts(part, architecture) if part.routes else None
+    sequence_n, sequences = np.searchsorted(bounds, used_n, side="right") - 1, len(bounds) - 1
+    versions_n = messages.ints(part.versions)
+    same_n = same_version(sequence_n, versions_n, part.step, sequences, add_over_context)
+    per_token: dict[str, NDArray[Any]] = {
+        "advantages_T": messages.floats(part.advantages),
+        "generator_logprobs_T": messages.floats(part.generator_logprobs),
+        "loss_weights_T": messages.floats(part.loss_weights),
+        "sequences_T": sequence_n,
+        "same_version_T": same_n,
     }
     out = []
-    for part in plan_rows(lengths, layout):
-        rows = [_row(bounds, row, layout, part.length) for row in part.by_rank[rank]]
-        rows += [_row(bounds, [], layout, part.length)] * (part.rows - len(rows))
-        row_bounds = rows[0][0] if layout.packed else (0, part.length)
-        own = own_positions(row_bounds, context_rank, layout.context)
-        origin_BS = np.stack([origin_S[own] for _, origin_S in rows])
+    for row_bounds, origin_BS in rows:
+        place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
         # Hidden states are position-major.
-        origin_R = origin_BS.T.reshape(-1)
+        origin_R, place_R = origin_BS.T.reshape(-1), place_BS.T.reshape(-1)
         rows_T = np.flatnonzero(predicts[origin_R])
-        source_T = origin_R[rows_T] + 1
-        arrays = {name: values_N[source_T] for name, values_N in per_token.items()}
-        arrays |= {"tokens_BS": ids[origin_BS], "rows_T": rows_T, "targets_T": ids[source_T]}
+        # The next token of the batch is of the same sequence, and so the next of the part.
+        place_T = place_R[rows_T] + 1
+        arrays = {name: values_n[place_T] for name, values_n in per_token.items()}
+        arrays |= {"tokens_BS": ids[place_BS], "rows_T": rows_T, "targets_T": ids[place_T]}
         out.append(
             MicroBatch(
                 **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()},
                 bounds=row_bounds,
                 origin_BS=torch.from_numpy(origin_BS),
-                source_T=torch.from_numpy(source_T),
-                sequence_count=len(lengths),
-                experts_RLK=None if experts is None else torch.from_numpy(experts[origin_R]),
+                source_T=torch.from_numpy(origin_R[rows_T] + 1),
+                versions_T=torch.from_numpy(versions_n[place_T]),
+                sequence_count=sequences,
+                experts_RLK=None if experts is None else torch.from_numpy(experts[place_R]),
             )
         )
     return out
 
 
-def same_version(bounds: NDArray[np.int64], versions: NDArray[np.int32], step: int) -> Tensor:
-    """Return which tokens [N] were sampled, like all sampled ones of their sequence, by `step`.
+def same_version(
+    sequence_n: NDArray[np.int64],
+    versions_n: NDArray[np.int32],
+    step: int,
+    sequences: int,
+    add_over_context: Callable[[Tensor], Tensor] = lambda values: values,
+) -> NDArray[np.bool_]:
+    """Return which tokens were sampled, like all sampled ones of their sequence, by `step`.
 
     Forced tokens have version -1: they are not counted, and do not exclude their sequence.
     """
-    sampled = versions >= 0
-    other = (sampled & (versions != step)).astype(np.int64)
-    others = np.add.reduceat(other, bounds[:-1]) if len(other) else other
-    same_N: Tensor = sampled & (np.repeat(others, np.diff(bounds)) == 0)
-    return same_N
+    sampled_n = versions_n >= 0
+    other_n = sampled_n & (versions_n != step)
+    others_s = torch.from_numpy(np.bincount(sequence_n[other_n], minlength=sequences))
+    is_pure_s = add_over_context(others_s).numpy() == 0
+    same_n: NDArray[np.bool_] = sampled_n & is_pure_s[sequence_n]
+    return same_n
 
 
 def completion_positions(batch: messages.Batch, index: int) -> NDArray[np.int64]:
@@ -220,20 +262,50 @@ def batch_of_examples(
     )
 
 
-def _checked_bounds(batch: messages.Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _used_tokens(
+    rows: list[tuple[Bounds, NDArray[np.int64]]], predicts: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the flat positions [n], ascending, of a rank's tokens and of those they predict."""
+    held = np.concatenate([origin_BS[origin_BS >= 0] for _, origin_BS in rows])
+    held = np.sort(held, kind="stable")  # fast: the positions of a sequence ascend
+    is_cut = np.diff(held, append=-1) != 1
+    return np.sort(np.concatenate([held, held[is_cut & predicts[held]] + 1]), kind="stable")
+
+
+def _part(
+    batch: messages.Batch, bounds: NDArray[np.int64], used_n: NDArray[np.int64]
+) -> messages.Batch:
+    arrays = {name: messages.ints(getattr(batch, name))[used_n].tobytes() for name in TOKEN_ARRAYS}
+    routes = []
+    if batch.routes:
+        lengths, sizes = np.diff(bounds).tolist(), [len(data) for data in batch.routes]
+        per_token = sizes[0] // lengths[0] if lengths else 0
+        if sizes != [per_token * length for length in lengths]:
+            raise ValueError(
+                f"batch of step {batch.step}: routes of {sizes[:8]}... bytes for sequences of"
+                f" {lengths[:8]}... tokens: each token of each sequence needs the same number"
+            )
+        first, last = np.searchsorted(used_n, bounds[:-1]), np.searchsorted(used_n, bounds[1:])
+        for i in np.flatnonzero(first < last):
+            rows = np.frombuffer(batch.routes[i], np.uint8).reshape(lengths[i], per_token)
+            own = used_n[first[i] : last[i]] - bounds[i]
+            routes.append(batch.routes[i] if len(own) == len(rows) else rows[own].tobytes())
+        routes = routes or [b""]  # this rank has no token, and the step has routes
+    return msgspec.structs.replace(batch, **arrays, routes=routes)
+
+
+def _checked_bounds(batch: messages.Batch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the bounds, and the positions [N + 1] whose next token is of their completion."""
     bounds = messages.ints(batch.bounds).astype(np.int64)
     prompt_lengths = messages.ints(batch.prompt_lengths).astype(np.int64)
-    n, lengths, where = len(batch.token_ids) // 4, np.diff(bounds), f"batch of step {batch.step}"
+    lengths, where = np.diff(bounds), f"batch of step {batch.step}"
     if len(prompt_lengths) != len(lengths):
         raise ValueError(
             f"{where}: {len(prompt_lengths)} prompt lengths for {len(lengths)} sequences: one per"
             " sequence is needed"
         )
-    if bounds[0] != 0 or bounds[-1] != n or (lengths <= 0).any():
-        raise ValueError(
-            f"{where}: bounds {bounds.tolist()[:8]}... don't divide {n} tokens: they must start at"
-            " 0, grow, and end at the number of tokens"
-        )
+    if bounds[0] != 0 or (lengths <= 0).any():
+        raise ValueError(f"{where}: bounds {bounds.tolist()[:8]}... must start at 0 and grow")
     bad = (prompt_lengths < 1) | (prompt_lengths > lengths)
     if bad.any():
         i = int(bad.argmax())
@@ -241,36 +313,36 @@ def _checked_bounds(batch: messages.Batch) -> tuple[NDArray[np.int64], NDArray[n
             f"{where}: sequence {i} has {lengths[i]} tokens and a prompt of {prompt_lengths[i]}: a"
             " prompt has at least one token and ends within the sequence"
         )
-    return bounds, prompt_lengths
+    predicts = np.zeros(bounds[-1] + 1, dtype=bool)  # index -1 is padding
+    for start, prompt, end in zip(bounds[:-1], prompt_lengths, bounds[1:], strict=True):
+        predicts[start + prompt - 1 : end - 1] = True
+    return bounds, predicts
+
+
+def _padded_experts(
+    part: messages.Batch, architecture: Architecture
+) -> routed_experts.RoutedExperts:
+    tokens = len(part.token_ids) // 4
+    experts_nLK = routed_experts.decode(b"".join(part.routes), tokens, architecture)
+    padding_1LK = np.full((1, *experts_nLK.shape[1:]), routed_experts.UNKNOWN, np.int16)
+    return np.concatenate([experts_nLK, padding_1LK])
+
+
+def _checked_tokens(batch: messages.Batch, count: int) -> None:
+    """Raise ValueError unless the arrays of tokens have so many entries."""
+    for name in TOKEN_ARRAYS:
+        if (entries := len(getattr(batch, name)) // 4) != count:
+            raise ValueError(
+                f"batch of step {batch.step} has {entries} {name} for {count} tokens: one per token"
+                " is needed"
+            )
 
 
 def _checked_ids(batch: messages.Batch, architecture: Architecture) -> NDArray[np.int32]:
-    ids = messages.ints(batch.token_ids)
-    for name in ("advantages", "generator_logprobs", "loss_weights", "versions"):
-        count = len(getattr(batch, name)) // 4
-        if count != len(ids):
-            raise ValueError(
-                f"batch of step {batch.step} has {count} {name} for {len(ids)} tokens: one per"
-                " token is needed"
-            )
-    vocabulary = architecture.vocabulary
+    ids, vocabulary = messages.ints(batch.token_ids), architecture.vocabulary
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         raise ValueError(
             f"the batch of step {batch.step} has token ids {ids.min()} to {ids.max()}: the model's"
             f" vocabulary is 0 to {vocabulary - 1}; tokenizer and model don't belong together"
         )
     return ids
-
-
-def _row(
-    bounds: NDArray[np.int64], indices: list[int], layout: RowLayout, length: int
-) -> tuple[Bounds, NDArray[np.int64]]:
-    """Return (bounds, flat position of each token) of a row; leftover padding is a sequence too."""
-    origin_S, row_bounds = np.full(length, -1), [0]
-    for i in indices:
-        first, last = bounds[i], bounds[i + 1]
-        origin_S[row_bounds[-1] : row_bounds[-1] + last - first] = np.arange(first, last)
-        row_bounds.append(row_bounds[-1] + layout.sequence(int(last - first)))
-    if row_bounds[-1] < length:
-        row_bounds.append(length)
-    return tuple(row_bounds), origin_S

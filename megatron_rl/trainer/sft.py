@@ -1,6 +1,6 @@
 """The supervised stage: token-mean cross-entropy on responses, through the RL path.
 
-Rank 0 reads the examples and all ranks get its batch, as in a run (`step.next_batch`). The loss is
+Rank 0 reads the examples and each rank gets its part, as in a run (`step.next_batch`). The loss is
 the sum of weighted token terms of `reinforce` with advantage 1 and the weight `1 / response tokens
 of the step`: the log-likelihood.
 
@@ -119,7 +119,7 @@ def run_supervised(
     policy.set_adam(o.beta1, config.sft.beta2, 1e-8)
     while True:
         batch, interrupted = next_batch(
-            feed, step, lambda: stop_requested() or (saver is not None and saver.failed())
+            feed, step, lambda: stop_requested() or (saver is not None and saver.failed()), policy
         )
         if saver is not None and (batch.save or batch.stop or interrupted):
             saver.save(step, None if feed is None else feed.save_state)
@@ -151,7 +151,7 @@ def _train(config: RunConfig, policy: Policy, batch: messages.Batch) -> dict[str
             f"supervised step {batch.step}: loss {float(loss)} and gradient norm {norm}; lower"
             " sft.learning_rate"
         )
-    tokens, prompts = len(batch.token_ids) // 4, messages.ints(batch.prompt_lengths)
+    tokens, prompts = int(messages.ints(batch.bounds)[-1]), messages.ints(batch.prompt_lengths)
     return {
         "step": batch.step,
         "loss": float(loss),

@@ -3,8 +3,8 @@
 The trainer computes `sum(loss_weight * term)` over the whole batch and nothing else; the
 orchestrator has put every divisor into the loss weights. From the batch's bytes to the gradient:
 
-    next_batch            the bytes, on every rank
-    batch.py              MicroBatch: this rank's tokens, rows by models/packing.py
+    next_batch            the bytes of this rank's part of the batch
+    batch.py              parts, and MicroBatch: this rank's tokens, rows by models/packing.py
     model.py              Policy.forward_backward: Megatron's schedule over `forward`
     loss.py               head_loss, in Megatron's output hook: the objective over the LM head
     kernels/fused.py      linear_loss -> linear.py -> heads.py, library.py: loss and gradient
@@ -12,21 +12,35 @@ orchestrator has put every divisor into the loss weights. From the batch's bytes
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl import liveness, messages
 from megatron_rl.config import RunConfig
 from megatron_rl.trainer import world
-from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
+from megatron_rl.trainer.batch import (
+    MicroBatch,
+    check_routed_experts,
+    layout_of,
+    micro_batches_of,
+    parts_of,
+)
 from megatron_rl.trainer.loss import Objective
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import FixedPolicies, old_is_current
+from megatron_rl.trainer.shards import ModelShards
 from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step_metrics import report
+
+PIECE_BYTES = 2**28
+"""Most bytes of a batch in one message between ranks."""
+_decode = msgspec.msgpack.Decoder(messages.Batch).decode
 
 
 class BatchSource(Protocol):
@@ -37,22 +51,53 @@ class BatchSource(Protocol):
 
 
 def next_batch(
-    client: BatchSource | None, step: int, stop_requested: Callable[[], bool]
+    client: BatchSource | None,
+    step: int,
+    stop_requested: Callable[[], bool],
+    shards: ModelShards,
+    piece_bytes: int = PIECE_BYTES,
 ) -> tuple[messages.Batch, bool]:
-    """Return (the batch, True if any rank was interrupted), the same on every rank; collective."""
+    """Return (this rank's part of the batch, True if any rank was interrupted); collective.
+
+    Rank 0 has the client, and sends each part to one rank of the model-parallel group that trains
+    it, which passes it on. A part may have more than 4 GiB: it travels in pieces.
+
+    Raises:
+        ValueError: on rank 0, a batch whose arrays don't fit together.
+    """
     liveness.sign("training", step)
-    group = world.control_group()
-    data = messages.encode(client.next_batch(step)) if client is not None else b""
-    # One MAX all-reduce for both: only rank 0 has a size; any rank may request a stop.
-    header = torch.tensor([len(data), int(stop_requested())])
-    dist.all_reduce(header, op=dist.ReduceOp.MAX, group=group)
-    size, stop = header.tolist()
-    buffer = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
-    dist.broadcast(buffer, src=0, group=group)
-    batch = messages.decode(buffer.numpy().tobytes())
-    if not isinstance(batch, messages.Batch):
-        raise TypeError(f"step {step}: expected a Batch, received {type(batch).__name__}")
-    return batch, bool(stop)
+    group, groups, rank = world.control_group(), world.row_groups(), dist.get_rank()
+    batch, own = None if client is None else client.next_batch(step), bytearray()
+    stop = torch.tensor([int(stop_requested())])
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=group)
+    if batch is not None:
+        parts = [batch] * len(groups) if batch.stop else parts_of(batch, layout_of(shards))
+        for (ranks, _), part in zip(groups, parts, strict=True):
+            if ranks[0] == rank:
+                own = _encoded(part)
+            else:
+                _moved(_encoded(part), partial(dist.send, dst=ranks[0], group=group), piece_bytes)
+    ranks, peers = next(each for each in groups if rank in each[0])
+    if rank == ranks[0] != 0:
+        own = _moved(own, partial(dist.recv, src=0, group=group), piece_bytes)
+    if peers is not None:
+        own = _moved(own, partial(dist.broadcast, src=ranks[0], group=peers), piece_bytes)
+    return _decode(own), bool(stop)
+
+
+def _encoded(part: messages.Batch) -> bytearray:
+    data = bytearray()
+    msgspec.msgpack.Encoder().encode_into(part, data)
+    return data
+
+
+def _moved(data: bytearray, move: Callable[[Tensor], Any], piece_bytes: int) -> bytearray:
+    """Move the number of bytes and then the bytes, and return them; a receiver gives none."""
+    move(size := torch.tensor([len(data)]))
+    data = data or bytearray(int(size))
+    for piece in torch.frombuffer(data, dtype=torch.uint8).split(piece_bytes):
+        move(piece)
+    return data
 
 
 class Trainer:
@@ -72,7 +117,7 @@ class Trainer:
         self._fixed = FixedPolicies(config, policy)
 
     def train_step(self, batch: messages.Batch, step: int) -> messages.StepDone:
-        """Train on one batch, the same on every rank, after `step` steps; collective.
+        """Train on one batch, the whole or this rank's part of it, after `step` steps; collective.
 
         Returns, on every rank, metrics of the whole batch and the probe's log-probs under the
         weights `step`. `wait_seconds` is 0.

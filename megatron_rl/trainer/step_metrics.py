@@ -59,7 +59,7 @@ def report(
     if shards.reports:
         sums[: len(TOKEN_SUMS)], maxima = _local_sums(micro_batches, objective)
         if len(probe):
-            by_position = torch.zeros(len(batch.token_ids) // 4, dtype=torch.float64)
+            by_position = torch.zeros(int(messages.ints(batch.bounds)[-1]), dtype=torch.float64)
             source_T = torch.cat([micro.source_T for micro in micro_batches])
             by_position[source_T] = _joined(micro_batches, "logprobs_T").double()
             probe = by_position[torch.from_numpy(probe_positions)]
@@ -142,7 +142,8 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
 def _write_tokens(folder: Path, batch: messages.Batch, micros: Sequence[MicroBatch]) -> None:
     """Write the trained ones of this rank's completion tokens: `tokens/<step>-<rank>.npy`."""
     trained = _joined(micros, "loss_weights_T") > 0
-    source, logprobs = (_joined(micros, x)[trained].numpy() for x in ("source_T", "logprobs_T"))
+    names = ("source", "targets", "versions", "advantages", "generator_logprobs", "logprobs")
+    source, tokens, versions, *real = (_joined(micros, f"{x}_T")[trained].numpy() for x in names)
     sequence = np.searchsorted(messages.ints(batch.bounds), source, side="right") - 1
     starts = messages.ints(batch.bounds)[:-1] + messages.ints(batch.prompt_lengths)
     rows = np.empty(len(source), COLUMNS)
@@ -150,12 +151,10 @@ def _write_tokens(folder: Path, batch: messages.Batch, micros: Sequence[MicroBat
     rows["prompt_id"] = messages.ints(batch.prompt_ids)[sequence]
     rows["completion"] = messages.ints(batch.completion_indices)[sequence]
     rows["position"] = source - starts[sequence]
-    rows["token"] = messages.ints(batch.token_ids)[source]
-    rows["staleness"] = batch.step - messages.ints(batch.versions)[source]
-    rows["advantage"] = messages.floats(batch.advantages)[source]
-    rows["generator_logprob"] = messages.floats(batch.generator_logprobs)[source]
-    rows["trainer_logprob"] = logprobs
-    rows["ratio"] = np.exp((logprobs - rows["generator_logprob"]).astype(np.float64))
+    rows["token"], rows["staleness"] = tokens, batch.step - versions
+    rows["advantage"], rows["generator_logprob"], rows["trainer_logprob"] = real
+    difference = rows["trainer_logprob"] - rows["generator_logprob"]
+    rows["ratio"] = np.exp(difference.astype(np.float64))
     np.save(content := io.BytesIO(), rows)
     (folder / "tokens").mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"tokens/{batch.step}-{dist.get_rank()}.npy", content.getvalue())

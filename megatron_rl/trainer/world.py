@@ -9,6 +9,7 @@ import math
 import os
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron_rl.config import ConfigError, RunConfig
 CONTEXTS_GIB = 2.0
 """Memory for the CUDA contexts of trainer and generator, which neither's allocator counts."""
 _control: list[dist.ProcessGroup] = []
+_rows: list[tuple[list[int], dist.ProcessGroup | None]] = []
 
 
 def device() -> torch.device:
@@ -38,6 +40,15 @@ def control_group() -> dist.ProcessGroup:
 def background_group() -> dist.ProcessGroup:
     """Return a group like that of control, for the thread that writes checkpoints."""
     return _control[1]
+
+
+def row_groups() -> list[tuple[list[int], dist.ProcessGroup | None]]:
+    """Return the ranks of each model-parallel group, which have the same rows, and its gloo group.
+
+    They are in the order of data-parallel ranks, and of context-parallel ranks within these. There
+    is no gloo group of a single rank.
+    """
+    return list(_rows)
 
 
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
@@ -109,11 +120,22 @@ def join_world(config: RunConfig) -> None:
     wait = t.batch_seconds + t.evaluation_seconds + t.startup_seconds
     limit = timedelta(seconds=wait)
     _control[:] = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
+    m = parallel_state
+    own = m.get_data_parallel_rank(), m.get_context_parallel_rank()
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, own, group=control_group())
+    _rows.clear()
+    for place in sorted(set(places)):
+        ranks = [rank for rank, other in enumerate(places) if other == place]
+        several = len(ranks) > 1
+        peers = dist.new_group(ranks, backend="gloo", timeout=limit) if several else None
+        _rows.append((ranks, peers))
 
 
 def destroy_world() -> None:
     """Leave the world and release its models; `init_world` may create another in this process."""
     _control.clear()
+    _rows.clear()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     if dist.is_initialized():

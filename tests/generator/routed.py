@@ -47,7 +47,7 @@ async def batch_of(engine: Any, thinking: int = 60, answer: int = 10) -> tuple[B
         generator_logprobs=flat(logprobs, "<f4"),
         loss_weights=flat(np.asarray(weights) / sum(weights), "<f4"),
         versions=flat(versions, "<i4"),
-        routes=b"".join(routes),
+        routes=routes,
         probe=[],
     )
     return batch, completions

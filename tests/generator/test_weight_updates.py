@@ -133,7 +133,7 @@ def test_the_engine_names_the_experts_that_the_trainer_takes_too(routed, trainer
     assert found["same_version_logprob_error_max"] < TOLERANCE
     # Experts of cached prefixes, of versions and of interrupted requests are all known.
     known = routed_experts.decode(
-        batch.routes, len(batch.token_ids) // 4, routed.engine.architecture
+        b"".join(batch.routes), len(batch.token_ids) // 4, routed.engine.architecture
     )
     unknown = np.flatnonzero((known == routed_experts.UNKNOWN).any(axis=(1, 2)))
     # A last token was an input only where the completion was cut at its answer's budget.

@@ -175,9 +175,14 @@ def with_random_routes(message: messages.Batch, architecture: Any) -> messages.B
     order = np.argsort(np.random.default_rng(message.step).random(shape), axis=2)
     chosen = order[:, :, : architecture.experts_per_token]
     chosen[bounds[1:] - 1] = routed_experts.UNKNOWN
-    return msgspec.structs.replace(
-        message, routes=routed_experts.encode(chosen, architecture.experts)
-    )
+    return with_routes(message, chosen, architecture)
+
+
+def with_routes(message: messages.Batch, experts_NLK: Any, architecture: Any) -> messages.Batch:
+    """Return the batch with these routed experts of its tokens."""
+    parts = np.split(experts_NLK, messages.ints(message.bounds)[1:-1])
+    routes = [routed_experts.encode(part, architecture.experts) for part in parts]
+    return msgspec.structs.replace(message, routes=routes)
 
 
 @contextlib.contextmanager

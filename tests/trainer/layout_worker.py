@@ -117,7 +117,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     from megatron_rl.trainer.export import export
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.sft import ExampleFeed, run_supervised
-    from megatron_rl.trainer.step import Trainer
+    from megatron_rl.trainer.step import Trainer, next_batch
 
     policy = Policy(config, directory)
     if check_resume:  # an optimizer that never stepped
@@ -137,8 +137,10 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         return apply(learning_rate)
 
     policy.apply = observed  # type: ignore[method-assign]
+    source = Batches(policy) if dist.get_rank() == 0 else None
     for step in range(STEPS):
-        done = trainer.train_step(_batch(policy, step), step)
+        part, _ = next_batch(source, step, lambda: False, policy, piece_bytes=1000)
+        done = trainer.train_step(part, step)
         seen["metrics"].append(done.metrics)
         seen.setdefault("probe", []).append(done.probe_logprobs)
         # Buckets of a few kilobytes: fused experts must stay together all the same.
@@ -158,6 +160,16 @@ def dumped_tokens(output_dir: Path) -> Any:
     """Return the tokens that all ranks wrote in step 0, in the order of the batch."""
     tokens = np.concatenate([np.load(path) for path in output_dir.glob("tokens/0-*.npy")])
     return np.sort(tokens, order=["prompt_id", "position"])
+
+
+class Batches:
+    """Rank 0's source."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+    def next_batch(self, step: int) -> messages.Batch:
+        return _batch(self.policy, step)
 
 
 def _batch(policy: Any, step: int) -> messages.Batch:

@@ -19,7 +19,6 @@ from megatron_rl.trainer.batch import (
     batch_of_examples,
     completion_positions,
     divide,
-    same_version,
 )
 
 pairs = st.lists(
@@ -192,8 +191,8 @@ def test_packed_ranks_have_nearly_the_same_to_do() -> None:
     ("bounds", "prompts", "what"),
     [
         ([0, 3, 6], [1], "1 prompt lengths for 2 sequences"),
-        ([0, 3, 5], [1, 1], "don't divide 6 tokens"),
-        ([0, 3, 3, 6], [1, 1, 1], "don't divide 6 tokens"),
+        ([0, 3, 5], [1, 1], "6 token_ids for 5 tokens"),
+        ([0, 3, 3, 6], [1, 1, 1], "must start at 0 and grow"),
         ([0, 3, 6], [1, 4], "sequence 1 has 3 tokens and a prompt of 4"),
         ([0, 3, 6], [0, 1], "sequence 0 has 3 tokens and a prompt of 0"),
     ],
@@ -211,10 +210,14 @@ def test_arrays_that_do_not_fit_are_refused(
 
 
 def test_a_sequence_is_of_one_version_when_all_its_sampled_tokens_are() -> None:
-    bounds = np.array([0, 3, 7, 10])
-    versions = np.array([-1, 6, 7, -1, 7, -1, 7, -1, -1, 7], dtype=np.int32)
-    assert same_version(bounds, versions, 7).tolist() == [
-        *(False, False, False),  # its first token is of version 6
-        *(False, True, False, True),  # the forced one (-1) does not count and does not break
-        *(False, False, True),
-    ]
+    versions = np.array([-1, 6, 7, -1, 7, -1, 7, -1, -1, 7], dtype="<i4")
+    batch = msgspec.structs.replace(
+        batch_of_examples([([1], [2, 3]), ([1], [2, 3, 4]), ([1, 2], [3])]),
+        step=7,
+        versions=versions.tobytes(),
+    )
+    (micro,) = divided(batch, RowLayout())
+    same = dict(zip(micro.source_T.tolist(), micro.same_version_T.tolist(), strict=True))
+    # Of the first sequence a token is of version 6; forced ones (-1) neither count nor break.
+    assert same == {1: False, 2: False, 4: True, 5: False, 6: True, 9: True}
+    assert micro.versions_T.tolist() == versions[micro.source_T.numpy()].tolist()

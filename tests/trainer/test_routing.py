@@ -12,7 +12,14 @@ from torch import Tensor
 
 from megatron_rl import messages
 from megatron_rl.models import routed_experts
-from tests.trainer.cases import batch, gradients, run_config, with_random_routes, world_of_one
+from tests.trainer.cases import (
+    batch,
+    gradients,
+    run_config,
+    with_random_routes,
+    with_routes,
+    world_of_one,
+)
 from tests.trainer.cases import write_model as write
 
 MODELS = {"tiny_scout": 1, "tiny_qwen3_moe": 2}
@@ -74,14 +81,8 @@ def live(directory: Path) -> Seen:
 
 
 def given(architecture: Any, message: Any) -> np.ndarray:
-    return routed_experts.decode(message.routes, len(message.token_ids) // 4, architecture)
-
-
-def with_routes(message: Any, routes_NLK: np.ndarray, architecture: Any) -> Any:
-    import msgspec
-
-    data = routed_experts.encode(routes_NLK, architecture.experts)
-    return msgspec.structs.replace(message, routes=data)
+    routes, tokens = b"".join(message.routes), len(message.token_ids) // 4
+    return routed_experts.decode(routes, tokens, architecture)
 
 
 def test_replaying_the_live_routes_changes_nothing(directory: Path, live: Seen) -> None:
