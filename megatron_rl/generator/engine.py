@@ -49,6 +49,8 @@ FIRST_TOKEN_SECONDS = 2.0
 """Longest wait of an update for the first tokens of requests that were just submitted."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
 """First and longest pause between polls of the workers that map a version."""
+_CORE_LOOK_SECONDS = 0.5
+"""Time between two looks at the engine's processes, in a wait that only they can end."""
 
 
 class Engine:
@@ -274,7 +276,9 @@ class Engine:
             first, ends = asyncio.FIRST_COMPLETED, (task, self._failed)
             while not any(end.done() for end in ends):
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait(ends, return_when=first)
+                    await asyncio.wait(ends, timeout=_CORE_LOOK_SECONDS, return_when=first)
+                if any(core.exitcode for core in self.cores):  # vLLM tells no call of it
+                    self._fail("a process of the engine is gone")
             if not task.done():
                 task.cancel()
             elif not task.cancelled():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -93,7 +94,7 @@ def test_completions_tell_how_they_grow_and_go_on_from_there_as_if_never_cut(rep
     newest = engine.version
     for p, b, r, c in zip(prompts, begun, again, ends, strict=True):
         check_lengths(c)
-        count = len(b.token_ids)
+        count = b.num_tokens
         check_reports(r, c, count)
         assert first_part(c, count) == b
         assert {s.version for s in c.spans if s.end > max(count, c.forced[1])} <= {newest}
@@ -264,6 +265,29 @@ def test_an_update_that_is_cancelled_in_its_swap_finishes_it(served, monkeypatch
     assert all_slots_are_free(served.versions)
 
 
+def test_an_update_whose_core_ends_in_its_swap_ends_when_it_is_cancelled(served, monkeypatch):
+    engine, manifest = served.engine, served.publish(735)
+
+    async def work() -> None:
+        reached = asyncio.Event()
+
+        async def never_answered(manifest: Manifest) -> None:
+            reached.set()
+            await asyncio.sleep(60)
+
+        monkeypatch.setattr(engine, "_swap", never_answered)
+        monkeypatch.setattr(engine, "_failed", asyncio.get_running_loop().create_future())
+        task = asyncio.create_task(engine.update(manifest))
+        await reached.wait()
+        monkeypatch.setattr(engine, "cores", [SimpleNamespace(exitcode=-9)])
+        task.cancel()
+        with pytest.raises(RuntimeError, match="a process of the engine is gone"):
+            await asyncio.wait_for(asyncio.shield(task), 5)
+
+    served.run(work)
+    assert all_slots_are_free(served.versions)
+
+
 def mapped(engine: Any, versions: Versions) -> list[int]:
     """Return how often each process of the engine, this one first, maps files of these stores."""
     maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in (psutil.Process(), *engine._processes)]
@@ -330,25 +354,28 @@ def test_weights_that_come_back_read_no_blocks_that_others_computed_meanwhile(se
     (first, tensors), (second, others) = served.make(750), served.make(751)
     manifests = served.versions.write(first, tensors), served.versions.write(second, others)
 
+    starts = [prompt(i, 40 + i) for i in range(8)]
+
     async def work() -> tuple[Any, Any]:
         await engine.update(manifests[0])
-        running = asyncio.create_task(engine.complete(start, 150, 20, 1.0))
+        pieces = [engine.complete(p, 150, 20, 1.0) for p in starts]
+        running = [asyncio.create_task(piece) for piece in pieces]
         while engine._requests._not_begun or not engine.in_flight:
             await asyncio.sleep(0.001)
         await engine.update(manifests[1])
-        whole = await running
+        wholes = await asyncio.gather(*running)
         await engine.update(other.write(first, tensors))
-        begun = first_part(whole, len(whole.token_ids) - 1)
-        return whole, await engine.complete(start, 150, 20, 1.0, begun)
+        begun = [first_part(whole, len(whole.token_ids) - 1) for whole in wholes]
+        pairs = zip(starts, begun, strict=True)
+        return wholes, await asyncio.gather(
+            *(engine.complete(p, 150, 20, 1.0, b) for p, b in pairs)
+        )
 
-    wholes = []
-    for i in range(8):  # some end before the update
-        start = prompt(i, 40 + i)
-        whole, end = served.run(work)
+    wholes, ends = served.run(work)
+    for p, whole, end in zip(starts, wholes, ends, strict=True):
         assert end.spans[-1].version == first
-        assert worst_error(served, start, end, 150, len(whole.token_ids) - 1) < TOLERANCE
-        wholes.append(whole)
-        manifests = served.versions.write(first, tensors), served.versions.write(second, others)
+        assert worst_error(served, p, end, 150, len(whole.token_ids) - 1) < TOLERANCE
+    # Some end before the update.
     assert any(len(whole.spans) > 1 and len(whole.token_ids) > 64 for whole in wholes)
 
 
