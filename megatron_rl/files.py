@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -46,16 +47,30 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> N
         raise
 
 
+class DiskFull(OSError):
+    """The error of a full disk, with the file that it is about and the remedy."""
+
+
 @contextlib.contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Have the error of a full disk name the file that it is about, and the remedy."""
+    """Have the error of a full disk name the file or folder that it is about, and the remedy.
+
+    An error that was named inside keeps its name.
+
+    Raises:
+        DiskFull: in place of an `OSError`, or of the error of safetensors, which has only a text.
+    """
     try:
         yield
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except DiskFull:
+        raise
+    except Exception as e:
+        text = re.search(r"\(os error (\d+)\)", str(e))
+        number = e.errno if isinstance(e, OSError) else int(text[1]) if text else None
+        if number not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        problem = f"{e.strerror}: {path}: free some space there, and go on with --resume"
-        raise OSError(e.errno, problem) from e
+        problem = f"{os.strerror(number)}: {path}: free some space there, and start it again"
+        raise DiskFull(number, f"{problem} (a run with --resume)") from e
 
 
 def size_and_sum(path: Path) -> tuple[int, str]:

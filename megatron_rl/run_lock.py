@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.files import replace_file
+from megatron_rl.files import naming_full_disk, replace_file
 
 FILE = "run.lock"
 ENDPOINT_FILE = "orchestrator.json"
@@ -40,7 +40,8 @@ def hold(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    file = path.open("a+")
+    with naming_full_disk(path):
+        file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -59,9 +60,11 @@ def hold(folder: Path) -> IO[str]:
             f"{folder}: {holder} writes to this folder: stop that run first, or give this one"
             " another output_dir"
         ) from None
-    file.truncate(0)
-    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "unix": time.time()}))
-    file.flush()
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "unix": time.time()}
+    with naming_full_disk(path):
+        file.truncate(0)
+        file.write(json.dumps(own))
+        file.flush()
     return file
 
 

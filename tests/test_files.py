@@ -26,7 +26,7 @@ class FullDisk:
 
 
 def remedy(path: Path) -> str:
-    return f"No space left on device: {path}: free some space there, and go on with --resume"
+    return f"No space left on device: {path}: free some space there, and start it again"
 
 
 def test_a_full_disk_is_named_with_the_file_and_the_remedy(

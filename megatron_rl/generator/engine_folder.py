@@ -1,4 +1,4 @@
-"""What an engine's processes share through the node, under names that tell whose it is.
+"""Names of what the processes of an engine share through their node: they tell whose it is.
 
     /dev/shm/megatron_rl_engine_<random>/     vLLM's sockets and its store of a process group
     /dev/shm/megatron_rl_engine_<random>.*    shared memory of vLLM's processes

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from megatron_rl.config import NAMED_MODELS, TINY_MODELS, ConfigError, RunConfig
+from megatron_rl.files import replace_file
 from megatron_rl.models import named_config
 
 MADE_BY = "supervised_stage.json"
@@ -66,4 +67,4 @@ def needs_supervised_stage(config: RunConfig) -> bool:
 
 def mark_made(config: RunConfig, directory: Path) -> None:
     """Write the fingerprint into a finished start checkpoint."""
-    (directory / MADE_BY).write_text(json.dumps(_mark(config)) + "\n")
+    replace_file(directory / MADE_BY, json.dumps(_mark(config)) + "\n")

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config import TINY_MODELS
+from megatron_rl.files import naming_full_disk, replace_file
 from megatron_rl.models import architecture, named_config
 
 VOCABULARY = 32
@@ -63,10 +64,11 @@ def create(
     layers = config["num_hidden_layers"]
     shapes = architecture(config).shapes()
     tensors = {n: _initial(n, s, layers, rng) for n, s in shapes.items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with naming_full_disk(path):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    replace_file(path / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    (path / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    replace_file(path / "generation_config.json", json.dumps(ends, indent=2) + "\n")
     if tokenizer_saver is not None:
         tokenizer_saver(path)
     return path

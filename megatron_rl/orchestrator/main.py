@@ -9,6 +9,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -19,7 +20,7 @@ from megatron_rl import messages as m
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.data import PromptSet, load_prompts, read_format
 from megatron_rl.data.question import DataError
-from megatron_rl.files import replace_file, report_failure
+from megatron_rl.files import naming_full_disk, replace_file, report_failure
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.metrics.run_report import print_report, write_report
 from megatron_rl.metrics.sink import RunSink
@@ -122,9 +123,9 @@ def run_orchestrator(spec: Spec) -> None:
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
     extra = {**run, "aborted_requests": metrics.aborted}
     phases, fit = {**spec.phases, **metrics.phases()}, config.fit.compute
-    summary = write_report(
-        config.output_dir, path, phases=phases, fit_compute=fit, versions=spec.versions, extra=extra
-    )
+    parts: dict[str, Any] = {"phases": phases, "fit_compute": fit, "extra": extra}
+    with naming_full_disk(config.output_dir):
+        summary = write_report(config.output_dir, path, versions=spec.versions, **parts)
     if config.metrics.terminal != "off":
         print_report(summary)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.files import replace_folder, sibling
+from megatron_rl.files import naming_full_disk, replace_file, replace_folder, sibling
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory
 from megatron_rl.trainer import world
@@ -64,9 +64,9 @@ def write(
         weight_map |= dict.fromkeys(shard, f"{name}.safetensors")
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (work / INDEX).write_text(json.dumps(index, indent=2))
-    for name in COPIED:
-        if (source / name).is_file():
+        replace_file(work / INDEX, json.dumps(index, indent=2))
+    with naming_full_disk(work):
+        for name in filter(lambda name: (source / name).is_file(), COPIED):
             shutil.copyfile(source / name, work / name)
     replace_folder(work, path)
     return path
@@ -74,7 +74,8 @@ def write(
 
 def _flush(work: Path, shards: list[dict[str, Tensor]]) -> None:
     """Write the last shard and keep only its names."""
-    save_file(shards[-1], work / f"shard{len(shards) - 1}", metadata={"format": "pt"})
+    with naming_full_disk(work):
+        save_file(shards[-1], work / f"shard{len(shards) - 1}", metadata={"format": "pt"})
     shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
 
 

@@ -32,7 +32,7 @@ from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.data.examples import Example, Examples, Position
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.data.question import DataError
-from megatron_rl.files import replace_file
+from megatron_rl.files import naming_full_disk, replace_file
 from megatron_rl.models import start_checkpoint, tiny
 from megatron_rl.trainer import checkpoint, checkpoint_folder, world
 from megatron_rl.trainer.batch import batch_of_examples, micro_batches_of
@@ -82,7 +82,7 @@ class ExampleFeed:
 
     def save_state(self, step: int, directory: str) -> None:
         """Write the position into a checkpoint's folder."""
-        (Path(directory) / STATE).write_text(json.dumps(asdict(self.position)) + "\n")
+        replace_file(Path(directory) / STATE, json.dumps(asdict(self.position)) + "\n")
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -227,7 +227,7 @@ def _report(config: RunConfig, feed: ExampleFeed, start_step: int) -> OnStep:
     def report(row: dict[str, Any]) -> None:
         nonlocal printed
         row |= {"epoch": feed.position.epoch, "dropped": feed.position.dropped}
-        with log.open("a") as file:
+        with naming_full_disk(log), log.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if config.metrics.terminal != "off" and time.monotonic() - printed > PRINT_SECONDS:
             printed, step = time.monotonic(), f"{row['step'] + 1}/{config.sft.steps}"

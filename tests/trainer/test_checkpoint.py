@@ -301,8 +301,8 @@ def test_a_disk_that_fills_during_a_save_is_named_and_the_torn_one_is_removed(
     with pytest.raises(checkpoint.SaveError) as error:
         saver.wait()
     assert re.search(
-        r"checkpoint of step 2: rank 0: OSError: .*No space left on device: .*step_000002.tmp:"
-        " free some space there, and go on with --resume",
+        r"checkpoint of step 2: rank 0: DiskFull: .*No space left on device: .*step_000002.tmp:"
+        " free some space there, and start it again",
         str(error.value),
     )
     saver.close()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.files import replace_file
+from megatron_rl.files import naming_full_disk, replace_file
 from megatron_rl.models import CheckpointError
 
 SUMS = "SHA256SUMS"
@@ -63,7 +63,7 @@ class Output:
         """
         read = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sources}
         settings = {**settings, "source": read, "file_bytes": self.file_bytes}
-        with _work_folder(self.target, settings) as folder:
+        with naming_full_disk(self.target), _work_folder(self.target, settings) as folder:
             tree, written = folder / "tree", self._write_missing(folder, files)
             finish(tree, [result for _, result in written.values()])
             sums = {name: digest for name, (digest, _) in written.items()}

@@ -51,6 +51,7 @@ def evaluate(
     from megatron_rl.commands.evaluate.model_source import find_source
     from megatron_rl.config import ConfigError
     from megatron_rl.data.question import DataError
+    from megatron_rl.files import replace_file
     from megatron_rl.models import CheckpointError
     from megatron_rl.orchestrator import RunError
 
@@ -80,7 +81,7 @@ def evaluate(
     results.show(result)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        replace_file(json_file, json.dumps(result, indent=1) + "\n")
     if jsonl_file is not None:
         results.write_lines(jsonl_file, rows)
     if fit_file is not None:

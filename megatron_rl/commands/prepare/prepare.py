@@ -27,6 +27,7 @@ from megatron_rl.data.overlap import Overlap, words
 from megatron_rl.data.prompt_format import read_format
 from megatron_rl.data.question import DataError, Question, apply_template
 from megatron_rl.data.tables import Fields, Source, make_question, read_rows
+from megatron_rl.files import naming_full_disk
 from megatron_rl.rewards.math import verify
 
 FORMAT = "megatron_rl.prompts/1"
@@ -101,7 +102,10 @@ def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]
     if not 0 < settings.overlap <= 1:
         raise DataError(f"--overlap is {settings.overlap:g}: it must be above 0 and at most 1")
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as folder:
+    with (
+        naming_full_disk(output),
+        tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as folder,
+    ):
         work = Path(folder)
         entries = _read(settings, work / "all.jsonl", warn)
         heldout = _select(settings, entries)
