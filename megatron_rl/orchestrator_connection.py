@@ -26,6 +26,8 @@ from megatron_rl.delivery import TICK_SECONDS, Frame, Link
 
 _HEARTBEAT_MS = 5_000
 _LINGER_MS = 1_000
+_PAUSE_SECONDS = 5.0
+"""Time between two rounds of the thread after which its process was stopped, or its machine."""
 _LOOK_SECONDS = 1.0
 """Time between two reads of the file with the endpoint, while there is no connection."""
 
@@ -62,6 +64,8 @@ class OrchestratorConnection:
         self._is_open = True
         self.disconnected_since: float | None = time.monotonic()
         """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
+        self.heard_at = time.monotonic()
+        """`time.monotonic()` of the last frame that came, later if this process did not run."""
         self.error: Exception | None = None
         """The error that ended the connection's thread."""
         self._closes_at: float | None = None
@@ -149,7 +153,11 @@ class OrchestratorConnection:
 
     def _serve(self) -> None:
         next_tick = next_look = 0.0
+        looked_at = time.monotonic()
         while True:
+            if (pause := time.monotonic() - looked_at) > _PAUSE_SECONDS:
+                self.heard_at += pause
+            looked_at = time.monotonic()
             if self.disconnected_since is not None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + _LOOK_SECONDS
                 self._look_for_another()
@@ -160,6 +168,7 @@ class OrchestratorConnection:
                 os.eventfd_read(self._wake)
             while self._socket.poll(0):
                 header, payload = self._socket.recv_multipart()
+                self.heard_at = time.monotonic()
                 is_message, back = self._link.receive(header, payload)
                 if is_message:
                     self._deliver(payload)

@@ -1,5 +1,6 @@
 """Connection of trainer rank 0 to the orchestrator."""
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from megatron_rl.orchestrator_connection import OrchestratorConnection
 
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
+SILENCES = 4
+"""`timeouts.silence_seconds` after which a silent orchestrator is given up."""
 
 
 class OrchestratorGone(RuntimeError):
@@ -53,6 +56,7 @@ class TrainerClient:
     ) -> None:
         self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
         self._peer = OrchestratorConnection(endpoint, TRAINER)
+        self._is_silent = False
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
         self.send(
@@ -68,7 +72,8 @@ class TrainerClient:
         A batch that is skipped because nothing can be learned from it starts the wait again.
 
         Raises:
-            OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator.
+            OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator, or a
+                silent one.
         """
         self.send(m.BatchRequest(step=step))
         batch = self._wait(m.Batch, "batch_seconds", step, interruptible=True)
@@ -116,9 +121,21 @@ class TrainerClient:
             if interruptible and self._stop_requested():
                 return None
             self.raise_if_failed()
+            self._check_silence()
             if (reason := self._alive()) is not None:
                 raise OrchestratorGone(f"the orchestrator ended: {reason}")
             if time.monotonic() > deadline:
                 raise OrchestratorGone(
                     f"no {kind.__name__} for step {step} within timeouts.{timeout} = {seconds} s"
                 )
+
+    def _check_silence(self) -> None:
+        limit, silent = self._timeouts.silence_seconds, time.monotonic() - self._peer.heard_at
+        text = f"the orchestrator is silent for {silent:.0f} s (timeouts.silence_seconds)"
+        if silent <= limit:
+            self._is_silent = False
+        elif silent > SILENCES * limit:
+            raise OrchestratorGone(f"{text}: the trainer's ranks are to be started again")
+        elif not self._is_silent:
+            self._is_silent = True
+            print(f"warning: {text}: its process is stopped", file=sys.stderr, flush=True)
