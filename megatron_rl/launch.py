@@ -19,7 +19,7 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.process_environment import TORCHRUN_VARIABLES
 from megatron_rl.generator.supervisor import EngineStartError, supervise
 from megatron_rl.orchestrator import RunError
-from megatron_rl.weights.store import FOLDER_PREFIX, hold
+from megatron_rl.weights.store import FOLDER_PREFIX, hold, remove_unused
 
 GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 """Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
@@ -91,10 +91,11 @@ def exec_torchrun(options: Sequence[str], arguments: Sequence[str], restarts: in
     """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command.
 
     When a rank fails, torchrun starts all of them again, so many times. It holds its folder of
-    logs (`weights.store.hold`), which a later start of a run removes.
+    logs (`weights.store.hold`), which the next start of a run removes.
     """
     environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    remove_unused(Path(tempfile.gettempdir()), FOLDER_PREFIX)
     logs = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
     os.set_inheritable(hold(Path(logs)), True)
     options = [f"--max-restarts={restarts}", f"--log-dir={logs}", *options]

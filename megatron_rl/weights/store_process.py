@@ -18,6 +18,7 @@ trainer's ranks write readable by others. Neither torch nor Megatron is imported
 
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ class StoreProcess:
         inbox: queue.SimpleQueue[bytes | None],
     ) -> None:
         self._spec, self._orchestrator, self._inbox = spec, orchestrator, inbox
-        self._agent = Agent(f"{spec.name}-{os.getpid()}")
+        self._agent = Agent(f"{spec.name}-{secrets.token_hex(4)}")
         self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
         self._stores: list[Store] = []
         self._regions: list[m.Region] = []

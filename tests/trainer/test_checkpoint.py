@@ -118,7 +118,8 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
     assert checkpoint_folder.find_complete(checkpoint_folder.folder(config)) == [good]
     assert names(config) == ["latest.json", "step_000001", "step_000002.tmp"]
     (good.parent / ".step_000001.old-0123abcd").mkdir()  # of a replacement that was killed
-    (config.output_dir / ".final.tmp-0123abcd").mkdir()
+    for name in (".final.tmp-0123abcd", ".start.tmp-ab_c9x0z"):  # `tempfile` makes the second one
+        (config.output_dir / name).mkdir()
     (config.output_dir / ".config.yaml.tmp-0123abcd").touch()
     (config.output_dir / ".mine.tmp-of-others").touch()
     assert resumed(config, True) == good
