@@ -68,6 +68,7 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
         )
         _let_signals_ask(generator)
         asyncio.run(generator.run())
+            show_life=book.touch,
         liveness.sign("ended")
         book.write(status=0)
     except SystemExit as e:  # by a signal

@@ -61,6 +61,7 @@ class Generator:
         supervised: True if a rank of torchrun starts the process again when it ends.
         prepare: called with configuration and model directory before the engine is started.
         ready: called when the engine has started.
+        show_life: called every second from then on, while the event loop works.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class Generator:
         supervised: bool = False,
         prepare: Callable[[RunConfig, str], None] = lambda config, model_dir: None,
         ready: Callable[[], None] = lambda: None,
+        show_life: Callable[[], None] = lambda: None,
     ) -> None:
         self._endpoint, self._name, self._index, self._rank = endpoint, name, index, rank
         self._join = m.Join(process=process, supervised=supervised)
-        self._prepare, self._ready, self._node = prepare, ready, node_name()
+        self._prepare, self._ready, self._show_life = prepare, ready, show_life
+        self._node = node_name()
         self._timeouts, self._settings = Timeouts(), dict[str, Any]()
         self._keeper: StoreKeeper | None = None
         self._works = set[asyncio.Task[None]]()
@@ -307,6 +310,7 @@ class Generator:
             await asyncio.sleep(STATS_SECONDS)
             if any(core.exitcode for core in self._engine.cores):  # vLLM tells running requests
                 raise RuntimeError("a process of the engine is gone")
+            self._show_life()
             self._count_running(0)
             stats = m.GeneratorStats(
                 seconds=self._counted_at - last,

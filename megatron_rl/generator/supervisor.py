@@ -30,6 +30,9 @@ from megatron_rl.files import replace_file, report_failure
 WITHIN_SECONDS = 600.0
 """Time in which `fleet.generator_restarts` are counted."""
 POLL_SECONDS = 0.1
+SILENCES = 4
+"""`timeouts.silence_seconds` after which an engine's process that does not work is killed."""
+_PAUSE_SECONDS = 5.0
 _RECORD_SECONDS = 60.0
 """Wait for the first act of a process that was just started."""
 _KILLED_SECONDS = 2.0
@@ -65,6 +68,11 @@ class EngineRecord:
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
         self._record = Record(pid=os.getpid(), born=liveness.born(os.getpid()), agent=agent)
+
+    def touch(self) -> None:
+        """Show that the process works; it is to do so every few seconds once it is ready."""
+        if self._file >= 0:
+            os.utime(self._file)
 
     def write(self, **changes: Any) -> None:
         """Change fields of the record."""
@@ -132,6 +140,7 @@ class Supervisor:
         self._last_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         self._process: subprocess.Popen[bytes] | None = None
         self._lock, self._signal = self._open_lock(), 0
+        self._touched, self._alive_at, self._looked_at = 0, 0.0, 0.0
 
     def run(self, store: Any) -> None:
         """Start the engine, or take over the one that runs, and stay until it ends well."""
@@ -146,6 +155,7 @@ class Supervisor:
             self._obey()
             if not self._has_lock():
                 self._end_rest()
+                self._end_hanging()
                 continue
             status, record = self._end()
             was_ready |= record is not None and record.ready
@@ -269,6 +279,27 @@ class Supervisor:
                 return
             time.sleep(POLL_SECONDS)
             self._end_rest()
+
+    def _end_hanging(self) -> None:
+        """Kill the engine's process if it was ready and shows no life, as one that is stopped."""
+        now, touched = time.monotonic(), self._path.stat().st_mtime_ns
+        was_paused = now - self._looked_at > _PAUSE_SECONDS  # this process was stopped, too
+        self._looked_at = now
+        if touched != self._touched or was_paused:
+            self._touched, self._alive_at = touched, now
+        silent = now - self._alive_at
+        if silent < SILENCES * self._config.timeouts.silence_seconds:
+            return
+        record = self._record()
+        if record is not None and record.ready and liveness.born(record.pid) == record.born:
+            print(
+                f"megatron_rl: {self._name} (process {record.pid}) shows no life for {silent:.0f} s"
+                f" ({SILENCES} x timeouts.silence_seconds): it hangs or is stopped, and is killed",
+                file=sys.stderr,
+                flush=True,
+            )
+            _kill_session(record.pid)
+            self._alive_at = now
 
     def _end_rest(self) -> None:
         """End what an engine's process that is gone has left in its session."""

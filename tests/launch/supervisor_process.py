@@ -49,7 +49,7 @@ def write_python(folder: Path) -> Path:
 
 
 def engine(folder: str) -> None:
-    """Act as the file `acts` says, a line for each start: ready, error, forever, stubborn, end.
+    """Act as the file `acts` says, a line for each start: ready, error, forever, works, stubborn.
 
     Its process id is appended to the file `started`.
     """
@@ -70,6 +70,10 @@ def engine(folder: str) -> None:
                 sys.exit(1)
             case "forever":
                 while not Path(folder, "stop").exists():
+                    time.sleep(0.05)
+            case "works":
+                while not Path(folder, "stop").exists():
+                    record.touch()
                     time.sleep(0.05)
             case "stubborn":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -110,6 +110,21 @@ def test_an_engine_that_is_killed_is_started_again_and_its_end_is_the_ranks(node
     assert "again (1 of 2)" in text
 
 
+def test_an_engine_that_hangs_is_killed_and_started_again(node: Node) -> None:
+    node.config.timeouts.silence_seconds = 1.0
+    rank = node.start(FOREVER, "ready works")
+    hanging = node.engine(0)
+    working, started = node.engine(1), time.monotonic()
+    assert not hanging.is_running()
+    text = node.errors.read_text()
+    assert f"generator-0 (process {hanging.pid}) shows no life for 4 s" in text
+    while time.monotonic() - started < 6:
+        assert working.is_running()
+        time.sleep(0.1)
+    (node.folder / "stop").touch()
+    assert rank.wait(60) == 0
+
+
 def test_an_engine_that_ends_too_often_ends_the_rank_with_its_error(node: Node) -> None:
     rank = node.start("ready killed", "error", "ready error", FOREVER)
     assert rank.wait(60) == 1
