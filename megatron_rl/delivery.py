@@ -48,7 +48,7 @@ class Link:
         """True if the other side wants another conversation."""
         self._kept: deque[tuple[int, bytes]] = deque()
         self._sent = self._received = self._told = 0
-        self._asked = False
+        self._asked = self._is_fresh = False
         self._spoke_at = time.monotonic()
 
     @property
@@ -58,7 +58,7 @@ class Link:
 
     def send(self, payload: bytes) -> Frame:
         """Return the frame of a new message."""
-        self._sent += 1
+        self._sent, self._is_fresh = self._sent + 1, True
         self._kept.append((self._sent, payload))
         return self._frame(_MESSAGE, self._sent, payload)
 
@@ -87,13 +87,14 @@ class Link:
     def tick(self, now: float | None = None) -> list[Frame]:
         """Return the frames that are due: an acknowledgement, and the number of the last message.
 
-        By the latter the other side notices that the last messages were lost; by the frame, which
-        comes at least every `PING_SECONDS`, that this side lives.
+        By the latter the other side notices that the last messages were lost, unless they were
+        sent since the last tick; by the frame, which comes at least every `PING_SECONDS`, that this
+        side lives.
         """
         now = time.monotonic() if now is None else now
-        self._asked = False
+        is_late, self._is_fresh, self._asked = not self._is_fresh, False, False
         is_silent = now - self._spoke_at >= PING_SECONDS - 2 * TICK_SECONDS
-        if self._kept or self._received > self._told or is_silent:
+        if (self._kept and is_late) or self._received > self._told or is_silent:
             return [self._frame(_ACKNOWLEDGE)]
         return []
 

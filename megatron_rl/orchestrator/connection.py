@@ -22,7 +22,9 @@ from megatron_rl.delivery import TICK_SECONDS, Frame, Links
 Event = Callable[[], None]
 _GAP_SECONDS = 1.0
 """Longest pause of the reader that counts as silence of the peers."""
-_FRAMES_AT_ONCE = 200
+_FRAMES_AT_ONCE = _MOST_WAITING = 200
+"""Frames that are read at once, and events that wait: what is more stays in the socket, which takes
+the peers in turn. So none seems silent because others have sent much."""
 _FINISH_SECONDS = 0.02
 """Time between two looks at what the peers have acknowledged."""
 
@@ -116,6 +118,7 @@ class Connection:
         deadline = time.monotonic() + seconds
         while True:
             await self.flush()
+            self._events.clear()
             if time.monotonic() >= deadline or not set(peers) & set(self._links.undelivered()):
                 return
             await asyncio.sleep(_FINISH_SECONDS)
@@ -124,6 +127,8 @@ class Connection:
         """Take what has come; an error is raised inside the event loop."""
         try:
             for _ in range(_FRAMES_AT_ONCE):
+                if len(self._events) >= _MOST_WAITING:
+                    return  # `flush` goes on
                 self._take(*self._socket.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
             return
