@@ -137,9 +137,9 @@ class Join(Message):
     """
 
     process: str
-    """Where it runs, for messages: `process 123 on host`."""
+    """Its place, for messages: `process 123 on host`."""
     supervised: bool
-    """True if a rank of torchrun starts it anew when it ends."""
+    """True if a rank of torchrun restarts it when it ends."""
     protocol: int = PROTOCOL
 
 

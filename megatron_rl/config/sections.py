@@ -54,9 +54,9 @@ class Fleet(Section):
     """Port of the orchestrator for `megatron-rl generate --join HOST:PORT`; 0: any free one, which
     `--join OUTPUT_DIR` finds."""
     generator_restarts: NonNegativeInt = 3
-    """Times within ten minutes that an engine which torchrun's ranks started is started anew."""
+    """Times within ten minutes that an engine which torchrun's ranks started is restarted."""
     trainer_restarts: NonNegativeInt = 3
-    """Times that the trainer's ranks are started anew, where the command starts torchrun itself;
+    """Times that the trainer's ranks are restarted, where the command starts torchrun itself;
     else that is torchrun's `--max-restarts`."""
     group_attempts: PositiveInt = 3
     """Losses of a generator after which a prompt that was in work there each time is dropped."""
@@ -349,6 +349,6 @@ class Timeouts(Section):
     """Wait for a role to end after it was asked to stop."""
     silence_seconds: PositiveFloat = 30.0
     """Silence after which a generator is lost: its prompts go to others. A trainer rank is named
-    then, and after four times as long the trainer's ranks are started anew."""
+    then, and after four times as long the trainer's ranks are restarted."""
     rejoin_seconds: PositiveFloat = 900.0
     """Wait of generators, with their weights and cache, for a run whose trainer is gone."""

@@ -162,6 +162,7 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
             f" {SCHEMA!r}: choose another output_dir, or move the file"
         )
     kept, dropped, spent = [_line(SCHEMA_ROW)], list[bytes](), dict[str, float]()
+    last = 0.0
     # A kept row has a step below this; events are always kept.
     end = {k: resume_step + (k != "step") for k in NUMBERED} if resume_step is not None else {}
     for line, row in parsed:
@@ -171,9 +172,12 @@ def _move_aside(path: Path, data: bytes, resume_step: int | None) -> Row | None:
         (kept if keep else dropped).append(line + b"\n")
         if row is not None and not keep:
             spent |= {n: max(row[n], spent.get(n, 0.0)) for n in SPENT if n in row}
+            last = max(last, row.get("unix_seconds", 0.0))
     if dropped:
         names = (path.with_name(f"{path.stem}.dropped-{n}.jsonl") for n in itertools.count())
         aside = next(name for name in names if not name.exists())
         replace_file(aside, b"".join([_line(SCHEMA_ROW), *dropped]))
     replace_file(path, b"".join(kept))
-    return {"rows": len(dropped), "file": aside.name, **spent} if dropped else None
+    if not dropped:
+        return None
+    return {"rows": len(dropped), "file": aside.name, "last_unix_seconds": last, **spent}

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.files import replace_file
+from megatron_rl.metrics.availability import availability
 from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
 from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
 from megatron_rl.metrics.terminal import print_table
@@ -38,8 +39,7 @@ def write_report(
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
     """
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir := Path(output_dir)).mkdir(parents=True, exist_ok=True)
     rows = read_metrics(metrics_path)
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     batches = [*steps, *(row for row in rows if row.get("event") == "empty_batch")]
@@ -67,6 +67,7 @@ def write_report(
         "completions_truncated": _total(batches, "completions_truncated"),
         "alarms": _alarms(sorted(batches, key=lambda row: row["step"])),
         "empty_batches": _total(steps, "empty_batches"),
+        "availability": availability(rows),
         "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
             "max": max(_values(rows, "logprob_error_max"), default=None),
@@ -125,6 +126,7 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             (f"alarm: {name}", "{steps} steps, {first_step} to {last_step}: {message}".format(**a))
             for name, a in summary["alarms"].items()
         ),
+        *_availability_lines(summary["availability"]),
         ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
         ("trainer - generator log-prob", f"max {largest}, mean {mean} over {tokens} tokens"),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())),
@@ -143,6 +145,18 @@ def _task_fit(fit: dict[str, Any]) -> str:
     if "error" in fit:
         return f"none, {fit['points']} evaluations: {fit['error']}"
     return ", ".join(f"{name} {_interval(fit[name])}" for name in ("A", "B", "Cmid"))
+
+
+def _availability_lines(a: dict[str, Any]) -> list[tuple[str, str]]:
+    busy = (_text(a[f"{role}_busy"], "{:.0%}") for role in ("trainer", "generators"))
+    lines = [("busy: trainer, generators", ", ".join(busy))]
+    counts = a["generators_lost"], len(a["trainer_recoveries"])
+    kinds = ("generators lost", "generator_recoveries"), ("trainer restarts", "trainer_recoveries")
+    for count, (name, recoveries) in zip(counts, kinds, strict=True):
+        if count:
+            shown = ", ".join(f"{seconds:.0f}" for seconds in a[recoveries]) or "none"
+            lines.append((name, f"{count}; seconds until work went on: {shown}"))
+    return lines
 
 
 def _alarms(steps: list[Row]) -> dict[str, Any]:

@@ -10,4 +10,4 @@ class RunError(RuntimeError):
 
 
 class TrainerGone(RuntimeError):
-    """The trainer's ranks are gone or must be started anew, with another orchestrator."""
+    """The trainer's ranks are gone or must be restarted, with another orchestrator."""

@@ -275,7 +275,7 @@ class Evaluations:
             self._todo[version].appendleft((prompt_id, sorted(indices)))
 
     def move(self, generators: Generators, readable_from: int, newest: int) -> None:
-        """Begin evaluations anew at the newest version whose weights nobody has any more."""
+        """Restart evaluations at the newest version whose weights are gone."""
         for version in [v for v, todo in self._todo.items() if todo]:
             held = any(version in (g.evaluating, g.version, g.updating) for g in generators)
             if held or version >= readable_from or newest <= version:

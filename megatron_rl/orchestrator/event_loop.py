@@ -288,9 +288,10 @@ class Orchestrator:
         return Group(index, prompt_id, size, self.prompts.train[prompt_id].task, values)
 
     def _receive_sample(self, sender: str, sample: m.Sample) -> None:
-        key = sample.evaluation, sample.group
-        if not self.generators[sender].took(key, sample.index):
+        generator = self.generators[sender]
+        if not generator.took((sample.evaluation, sample.group), sample.index):
             return
+        self.membership.let_go(generator)
         if sample.evaluation >= 0:
             self.evaluations.arrived(sample)
             self._weights_can_move = True

@@ -31,7 +31,7 @@ WorkKey = tuple[int, int]
 
 
 class Standing(enum.Enum):
-    """What a member may get."""
+    """State of a member."""
 
     JOINING = "joining"
     HEALTHY = "healthy"
@@ -46,9 +46,9 @@ class GeneratorState:
     name: str
     """`generator-<number>`, or `generator-<host>-<number>`."""
     process: str
-    """Where it runs, for messages."""
+    """Its place, for messages."""
     supervised: bool
-    """True if a rank of torchrun starts it anew."""
+    """True if a rank of torchrun restarts it."""
     joined_at: float
     heard_at: float
     """Time of the last message, or of any sign of life while it joins."""
@@ -182,12 +182,12 @@ class Generators:
             self._states[name].heard_at = now
 
     def check(
-        self, now: float, heard: Mapping[str, float], closed: Mapping[str, float]
+        self, now: float, last_frame: Mapping[str, float], closed: Mapping[str, float]
     ) -> list[tuple[GeneratorState, str]]:
         """Update every member's standing; return those that are lost, each with the reason.
 
-        `heard` is the time of each peer's last frame, `closed` the time since which a peer has no
-        connection. If this process itself did not run for a while, no one is to blame for it.
+        `last_frame` is the time of each peer's last frame, `closed` the time since which a peer has
+        no connection. Time in which this process itself did not run is no silence of theirs.
         """
         if self._checked is not None and (pause := now - self._checked) > _PAUSE_SECONDS:
             for g in self:
@@ -196,7 +196,7 @@ class Generators:
         lost = []
         for g in self:
             if not g.capacity:
-                g.heard_at = max(g.heard_at, heard.get(g.name, g.heard_at))
+                g.heard_at = max(g.heard_at, last_frame.get(g.name, g.heard_at))
             reason, suspect = self._problem(g, now, closed.get(g.name))
             if reason is not None:
                 lost.append((g, reason))

@@ -16,7 +16,7 @@ from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.stores import Stores
 
 TRAINER_SILENCES = 4
-"""`timeouts.silence_seconds` after which the ranks of a silent trainer are started anew."""
+"""`timeouts.silence_seconds` after which the ranks of a silent trainer are restarted."""
 
 
 class Membership:
@@ -42,7 +42,7 @@ class Membership:
         self._generators, self._stores, self._groups = generators, stores, groups
         self._metrics, self._evaluate_only = metrics, evaluate_only
         self.evaluations: Evaluations | None = None
-        self._trainer_ranks: dict[str, float] = {}  # name -> when its silence was said, or 0
+        self._trainer_ranks: dict[str, float] = {}  # name -> when its silence was reported, or 0
         self._lost_at: dict[str, float] = {}
         self._last_failure = ""
         self._alone_since = time.monotonic()
@@ -52,7 +52,7 @@ class Membership:
         """Welcome a generator; one of this name that was a member is lost."""
         self._check_protocol(sender, join.protocol)
         if sender in self._generators:
-            self._lose(self._generators[sender], "its process was started anew", ended=False)
+            self._lose(self._generators[sender], "its process was restarted", ended=False)
         self._generators.join(sender, join.process, join.supervised, time.monotonic())
         self._connection.send(sender, self._welcome)
 
@@ -95,12 +95,21 @@ class Membership:
 
     # ------------------------------------------------------------ going
     def leaving(self, sender: str) -> None:
-        """Give a generator no more work; `check` lets it go when it has none."""
+        """Give a generator no more work, and let it go when it has none."""
         self._generators.leave(sender)
+        self.let_go(self._generators[sender])
+
+    def let_go(self, generator: GeneratorState) -> None:
+        """End a generator that is leaving and has returned its last completion."""
+        if generator.standing is Standing.LEAVING and not generator.in_flight:
+            self._connection.send(generator.name, m.Stop())
+            self._generators.remove(generator.name)
+            reason = "it was asked to leave"
+            self._metrics.generator_lost(generator, reason, 0, [], lost=False)
 
     def left(self, sender: str) -> None:
         """Take over the work of a generator that ends."""
-        self._lose(self._generators[sender], "it left", ended=True, counts=False)
+        self._lose(self._generators[sender], "it gave back its work", ended=True, counts=False)
 
     def failed(self, sender: str, failure: m.Failed) -> None:
         """Take over the work of a peer that ends with an error.
@@ -126,51 +135,41 @@ class Membership:
         if ended:
             self._connection.end(name)
         attempts = self._config.fleet.group_attempts if counts else 0
-        kept = again = 0
+        begun, again = list[int](), 0
         for (version, index), indices in generator.work.items():
             if version >= 0:
                 assert self.evaluations is not None
                 self.evaluations.lost(version, index, indices)
                 again += len(indices)
             elif (group := self._groups.get(index)) is not None:
-                kept += sum(i in group.begun for i in indices)
+                begun += [group.begun[i].num_tokens for i in indices if i in group.begun]
                 again += sum(i not in group.begun for i in indices)
                 if self._groups.lost(index, indices, attempts) is not None:
                     self._metrics.group_failed(index, group.prompt_id, attempts)
         if counts:
             self._lost_at[name], self._last_failure = time.monotonic(), reason
-        self._metrics.generator_lost(
-            name, generator.process, reason, generator.act(), again, kept, lost=counts
-        )
+        self._metrics.generator_lost(generator, reason, again, begun, lost=counts)
 
     def _lose_store(self, name: str, reason: str) -> None:
         self._stores.remove(name)
         self._connection.end(name)
         print(
-            f"warning: {name} is lost: {reason}; a generator of its node starts it anew",
+            f"warning: {name} is lost: {reason}; a generator of its node restarts it",
             file=sys.stderr,
         )
 
     # ------------------------------------------------------------ silence
     def check(self, now: float) -> None:
-        """Find out who is lost, and let go who may leave.
+        """Find out who is lost.
 
         Raises:
             RunError: there is no generator, or a trainer's store is not there.
             TrainerGone: a trainer rank does not run; rank 0 was killed.
         """
-        heard, closed = self._connection.heard, self._connection.closed
-        for generator, reason in self._generators.check(now, heard, closed):
+        last_frame, closed = self._connection.heard, self._connection.closed
+        for generator, reason in self._generators.check(now, last_frame, closed):
             self._lose(generator, reason, ended=True)
-        for generator in list(self._generators):
-            if generator.standing is Standing.LEAVING and not generator.in_flight:
-                self._connection.send(generator.name, m.Stop())
-                self._generators.remove(generator.name)
-                self._metrics.generator_lost(
-                    generator.name, generator.process, "it left", "it had ended its work", 0, 0,
-                    lost=False,
-                )  # fmt: skip
-        for name, reason in self._stores.check(now, heard, closed):
+        for name, reason in self._stores.check(now, last_frame, closed):
             self._lose_store(name, reason)
         for node in self._stores.bare_nodes(now, self._generators.nodes):
             limit = self._config.timeouts.startup_seconds
@@ -178,8 +177,8 @@ class Membership:
             for generator in [g for g in self._generators if g.node == node]:
                 self._lose(generator, reason, ended=True)
         self._check_alone(now)
-        for name, said in self._trainer_ranks.items():
-            self._check_trainer(name, said, now - heard.get(name, now))
+        for name in self._trainer_ranks:
+            self._check_trainer(name, now - last_frame.get(name, now))
 
     def _check_alone(self, now: float) -> None:
         if len(self._generators):
@@ -192,23 +191,23 @@ class Membership:
                 f" some (megatron-rl generate --join {self._config.output_dir}), or see their logs"
             )
 
-    def _check_trainer(self, name: str, said: float, silent: float) -> None:
+    def _check_trainer(self, name: str, silent: float) -> None:
         limit = self._config.timeouts.silence_seconds
         rank = name.removeprefix(m.TRAINER).removeprefix("-") or "0"
         if silent <= limit:
             self._trainer_ranks[name] = 0.0
-        elif not said:
+        elif not self._trainer_ranks[name]:
             self._trainer_ranks[name] = time.monotonic()
             self._metrics.sink.note(
                 f"trainer rank {rank} is silent for {silent:.0f} s (timeouts.silence_seconds): its"
                 " process is stopped, or its node is gone"
             )
         elif silent > TRAINER_SILENCES * limit:
-            # Rank 0 may wait for the silent one in a collective; torchrun starts all anew.
+            # Rank 0 may wait for the silent one in a collective; torchrun restarts all.
             os.kill(os.getppid(), signal.SIGKILL)
             raise TrainerGone(
                 f"trainer rank {rank} was silent for {silent:.0f} s: rank 0 was killed, so that"
-                " torchrun starts the trainer's ranks anew"
+                " torchrun restarts the trainer's ranks"
             )
 
     def names(self) -> list[str]:

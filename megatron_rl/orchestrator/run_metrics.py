@@ -14,6 +14,7 @@ from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator import RunError
+from megatron_rl.orchestrator.generators import GeneratorState
 
 
 class RunMetrics:
@@ -139,20 +140,23 @@ class RunMetrics:
         self._event("generator_ready", row)
 
     def generator_lost(
-        self, name: str, process: str, reason: str, act: str, again: int, continued: int, lost: bool
+        self, generator: GeneratorState, reason: str, again: int, begun: list[int], *, lost: bool
     ) -> None:
         """Write the event of a generator that is gone, and print it.
 
-        Of its completions, `again` are made again and `continued` continued. Without `lost` it left
-        by itself.
+        Of its completions, `again` are made again, and those with `begun` tokens continued. Without
+        `lost` it left by itself.
         """
+        name, process, act = generator.name, generator.process, generator.act()
         self._lost += lost
         self._aborted_by.pop(name, None)
         row = {"generator": name, "process": process, "reason": reason, "last_act": act}
-        counts = {"completions_again": again, "completions_continued": continued}
+        counts = {"completions_again": again, "completions_continued": len(begun)}
+        counts["tokens_continued"] = sum(begun)
         event = "generator_lost" if lost else "generator_left"
         self._event(event, row | counts)
-        work = f"; {again + continued} completions are made by others" if again + continued else ""
+        count = again + len(begun)
+        work = f"; {count} completions go to others" if count else ""
         self.sink.note(f"{name} ({process}) {'is lost' if lost else 'left'}: {reason}; {act}{work}")
 
     def group_failed(self, index: int, prompt_id: int, losses: int) -> None:

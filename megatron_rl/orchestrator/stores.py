@@ -257,13 +257,13 @@ class Stores:
                 other.sources = ()
 
     def check(
-        self, now: float, heard: Mapping[str, float], closed: Mapping[str, float]
+        self, now: float, last_frame: Mapping[str, float], closed: Mapping[str, float]
     ) -> list[tuple[str, str]]:
         """Return the generators' stores that are lost, each with the reason.
 
         Args:
             now: monotonic time.
-            heard: time of each peer's last frame.
+            last_frame: time of each peer's last frame.
             closed: time since which a peer has no connection.
 
         Raises:
@@ -276,7 +276,7 @@ class Stores:
                 raise RunError(f"{store.name} has not mapped its memory {within}: see its log")
         lost = []
         for store in self._stores.values():
-            silent = now - heard.get(store.name, now)
+            silent = now - last_frame.get(store.name, now)
             if now - closed.get(store.name, now) > CLOSED_SECONDS:
                 lost.append((store.name, "its connection closed"))
             elif silent > self._timeouts.silence_seconds:

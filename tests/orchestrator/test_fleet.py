@@ -59,7 +59,7 @@ def test_generators_that_are_killed_and_started_anew_change_nothing(seed: int) -
     outcome = run(config, slowness=0.02, seed=seed, faults=kill)
     check(outcome)
     assert 2 <= len(lost(outcome)) <= 4  # the last one may come after the end
-    assert all("started anew" in row["reason"] for row in lost(outcome))
+    assert all("restarted" in row["reason"] for row in lost(outcome))
     ready = [row for row in outcome.rows.fleet if row["event"] == "generator_ready"]
     assert len(ready) >= 2 + 1 and all(row["recovery_seconds"] >= 0 for row in ready)
 
