@@ -233,10 +233,12 @@ def test_a_number_that_another_process_has_now_is_not_the_ranks(node: Path, tmp_
     sign = last(node)
     assert sign.process() == "R"
     assert msgspec.structs.replace(sign, born=sign.born - 1).process() == ""
+    assert liveness.born(os.getpid()) == sign.born
     zombie = subprocess.Popen(["true"])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     born = liveness._process(zombie.pid)[1]
     assert msgspec.structs.replace(sign, pid=zombie.pid, born=born).process() == ""
+    assert liveness.born(zombie.pid) == -1
     zombie.wait()
 
 

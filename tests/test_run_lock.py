@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import run_lock
+from megatron_rl import launch, run_lock
+from megatron_rl.config import ConfigError
+from megatron_rl.generator.supervisor import EngineStartError
+from megatron_rl.orchestrator import RunError
 
 HOLD = """
 import sys, time
@@ -89,3 +92,65 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr(fcntl, "flock", refuse)
     run_lock.hold(tmp_path).close()
     assert "a second start in this folder is not noticed" in capsys.readouterr().err
+
+
+def test_an_error_that_ends_a_run_for_good_ends_the_next_ranks_of_the_same_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ranks(run: str, restart: int, rank: int = 0) -> str | None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        monkeypatch.setenv("RANK", str(rank))
+        return run_lock.final_error(tmp_path)
+
+    assert ranks("a", 0) is None
+    run_lock.record_final_error(tmp_path, "SaveError: the disk is full")
+    assert ranks("b", 1) is None
+    assert [ranks("a", 1), ranks("a", 2, rank=3)] == ["SaveError: the disk is full"] * 2
+    # Another torchrun may have the same id, as on Kubernetes: its first ranks begin anew.
+    assert ranks("a", 0, rank=3) is None
+    assert ranks("a", 1) is not None
+    assert ranks("a", 0) is None
+    assert ranks("a", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ConfigError("x"), True),
+        (RunError("x"), True),
+        (FloatingPointError("x"), True),
+        (EngineStartError("x"), True),
+        (run_lock.FolderInUse("x"), False),  # the folder is another run's
+        (ChildProcessError("killed"), False),
+        (RuntimeError("gloo: connection reset by peer"), False),
+    ],
+)
+def test_errors_that_a_restart_would_only_meet_again_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, final: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    launch.record_if_final(tmp_path, error)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    expected = f"{type(error).__name__}: {error}" if final else None
+    assert run_lock.final_error(tmp_path) == expected
+
+
+def test_ranks_after_such_an_error_end_before_they_import_much(tmp_path: Path) -> None:
+    (tmp_path / run_lock.FINAL_ERROR_FILE).write_text('{"torchrun": "a", "error": "RunError: no"}')
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
+             "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}  # fmt: skip
+    code = f"""
+import sys
+from megatron_rl.cli import main
+try:
+    main(["train", "--output_dir", {str(tmp_path)!r}])
+except SystemExit as end:
+    print(end.code, [name for name in ("torch", "megatron", "vllm") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ranks, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout == "2 []\n"
+    assert done.stderr == "megatron-rl: not started again after RunError: no\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl import liveness
 from megatron_rl.compat import upstream, vllm_fixes
-from megatron_rl.config import RunConfig
+from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.process_environment import prepare_environment
 from megatron_rl.generator.serve import Generator, OtherEngineError
@@ -36,12 +36,15 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
         record: descriptor of the file by which ranks of torchrun know this process; -1: none.
 
     Raises:
+        ConfigError: a name that does not show what it is of.
         UnsupportedVersionError: a release of vLLM that may have faults.
         SystemExit: the run has other settings now (`OTHER_ENGINE_STATUS`), or a signal.
         Exception: the error that ended the role, after it was reported as `Failed`.
     """
     host, pid = socket.gethostname(), os.getpid()
-    name = name or f"generator-{host}-{secrets.token_hex(3)}"
+    name = name or f"{engine_name(host)}-{secrets.token_hex(3)}"
+    if not name.startswith(engine_name("")):
+        raise ConfigError(f"--name {name}: a generator's name begins with {engine_name('')!r}")
     book = EngineRecord(record, agent)
     book.write()
     if agent:
@@ -65,10 +68,10 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
             supervised=bool(agent),
             prepare=prepare,
             ready=lambda: book.write(ready=True),
+            show_life=book.touch,
         )
         _let_signals_ask(generator)
         asyncio.run(generator.run())
-            show_life=book.touch,
         liveness.sign("ended")
         book.write(status=0)
     except SystemExit as e:  # by a signal
@@ -101,7 +104,7 @@ def address_of(join: str) -> str | Path:
 def _number(name: str) -> int:
     """Return the number of an engine: that in its name, or one made of it."""
     last = name.rpartition("-")[2]
-    if last.isdigit() and name == engine_name(int(last)):
+    if last.isdigit() and name == engine_name(last):
         return int(last)
     return 1_000_000 + zlib.crc32(name.encode()) % 1_000_000_000
 

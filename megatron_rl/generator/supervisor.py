@@ -82,8 +82,8 @@ class EngineRecord:
             os.pwrite(self._file, msgspec.json.encode(self._record).ljust(_BYTES), 0)
 
 
-def engine_name(index: int) -> str:
-    """Return the name of a generator that ranks of torchrun keep running."""
+def engine_name(index: int | str) -> str:
+    """Return the name of a generator; those with a number are kept running by ranks of torchrun."""
     return f"generator-{index}"
 
 

@@ -97,7 +97,7 @@ class OrchestratorProcess:
         command = [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
         self._process = subprocess.Popen(command)
         self.endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
-        host = socket.gethostname() if one_node else os.environ["MASTER_ADDR"]
+        host = socket.getfqdn() if one_node else os.environ["MASTER_ADDR"]
         self.endpoint = self.endpoint.replace("0.0.0.0", host)
         self.endpoint_file = config.output_dir / ENDPOINT_FILE
         """The address for `megatron-rl generate --join`."""

@@ -34,7 +34,7 @@ from megatron_rl.rewards import VerifierError
 
 FINAL_ERRORS = (ConfigError, DataError, RunError, VerifierError)
 """Errors that another start would only meet again."""
-PORT_SECONDS = 10.0
+PORT_SECONDS = 5.0
 """Wait for `fleet.port`, which the orchestrator of a killed trainer may have for a moment."""
 
 

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "cluster" / "kubernetes.yaml"
+FLEET_SLURM = ROOT / "examples" / "cluster" / "generators_slurm.sh"
+FLEET_KUBERNETES = ROOT / "examples" / "cluster" / "generators_kubernetes.yaml"
 COMPOSE = ROOT / "compose.yaml"
 IMAGE = (ROOT / "Dockerfile").read_text()
 CACHE = "/home/rl/.cache"
@@ -113,6 +115,65 @@ def test_a_slurm_job_whose_ranks_hang_is_requeued(tmp_path, answers, requeued):
     assert done.returncode == 0, done.stderr
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == "requeue 41\n" * requeued
+
+
+def fleet(folder: Path, srun: str, **variables: str) -> subprocess.Popen[str]:
+    """Start the script of the generators with SLURM commands that log their arguments."""
+    for name, text in {"srun": srun, "scontrol": ":"}.items():
+        (folder / name).write_text(f'#!/bin/bash\necho "{name} $@" >>log\n{text}\n')
+        (folder / name).chmod(0o755)
+    job = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "7", "SLURM_JOB_ID": "48"}
+    job |= {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
+    command = ["bash", FLEET_SLURM, "runs/40"]
+    return subprocess.Popen(command, cwd=folder, env=os.environ | job)
+
+
+@pytest.mark.parametrize(
+    ("status", "starts", "requeued"), [(0, "0", False), (75, "0", True), (1, "10", False)]
+)
+def test_a_generator_of_slurm_is_requeued_after_an_error_under_its_name(
+    tmp_path, status, starts, requeued
+):
+    job = fleet(tmp_path, f"exit {status}", SLURM_RESTART_COUNT=starts)
+    assert job.wait(60) == status
+    expected = ["srun megatron-rl generate --join runs/40 --name generator-41-7"]
+    expected += ["scontrol requeue 48"] * requeued
+    assert (tmp_path / "log").read_text().splitlines() == expected
+
+
+def test_a_generator_of_slurm_gets_the_signal_and_has_time_to_leave(tmp_path):
+    leaves = "trap 'sleep 1; echo left >>log; exit 143' TERM\nwhile :; do sleep 0.1; done"
+    job = fleet(tmp_path, leaves)
+    while not (tmp_path / "log").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 143
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["left"]
+
+
+def test_the_generators_deployment_is_valid_and_joins_the_run_of_the_job():
+    subprocess.run(
+        [BIN / "kubernetes-validate", "--strict", "--quiet", FLEET_KUBERNETES], check=True,
+        timeout=120,
+    )  # fmt: skip
+    deployment = yaml.safe_load(FLEET_KUBERNETES.read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,), (trainer_pod, trainer) = pod["containers"], job()
+    environment, theirs = ({e["name"]: e["value"] for e in c["env"]} for c in (container, trainer))
+    assert environment["RUN"] == theirs["OUTPUT"]
+    assert environment["HF_HOME"] == theirs["HF_HOME"]
+    for key in ("image", "securityContext"):
+        assert container[key] == trainer[key]
+    assert pod["securityContext"] == trainer_pod["securityContext"]
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert {m["mountPath"] for m in container["volumeMounts"]} == {
+        m["mountPath"] for m in trainer["volumeMounts"] if m["name"] != "config"
+    }
+    # It has time to hand over its work, and to end its engine.
+    assert pod["terminationGracePeriodSeconds"] >= 2 * Timeouts().shutdown_seconds
+    (text,) = container["args"]
+    assert text.startswith("exec python3 -m megatron_rl.cli generate --join $RUN --name generator-")
 
 
 def test_the_kubernetes_objects_are_valid_and_their_numbers_agree():

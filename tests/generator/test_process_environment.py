@@ -100,6 +100,23 @@ def test_an_engine_takes_the_gpus_of_its_own_ranks(visible, local_rank, width, o
 
 
 @pytest.mark.parametrize(
+    ("visible", "task", "width", "chosen"),
+    [
+        (None, "3", 1, "3"),
+        (None, "1", 2, "2,3"),
+        ("2", "3", 1, "2"),  # SLURM shows each task its own GPUs only
+        ("2,3", "1", 2, "2,3"),
+    ],
+)
+def test_an_engine_that_slurm_started_takes_the_gpus_of_its_task(visible, task, width, chosen):
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    os.environ["SLURM_LOCALID"] = task
+    prepare_environment(run_of(width=width), "")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+
+
+@pytest.mark.parametrize(
     ("visible", "local_rank", "width", "message"),
     [
         (None, "3", 2, r"local rank 3 with .*tensor_parallel = 2 needs 5 GPUs .* 4 are visible"),
