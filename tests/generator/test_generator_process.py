@@ -1,7 +1,8 @@
-"""The whole role, with vLLM, spoken to as the orchestrator does."""
+"""The whole process of a generator, with vLLM, spoken to as orchestrators do."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,11 +15,15 @@ import psutil
 import pytest
 
 from megatron_rl.config import RunConfig
+from megatron_rl.files import replace_file
 from megatron_rl.messages import (
     Failed,
     Generate,
     GeneratorStats,
+    Grown,
     Hello,
+    Join,
+    Leaving,
     Manifest,
     Sample,
     ScoreRequest,
@@ -29,6 +34,7 @@ from megatron_rl.messages import (
     UpdateWeights,
     VersionTaken,
     WeightsUpdated,
+    Welcome,
 )
 from megatron_rl.weights import store_process
 from tests.generator import tiny_models
@@ -41,8 +47,11 @@ PROMPT = [1, 9, 18, 10, 24, 4]
 
 
 class Orchestrator:
-    def __init__(self) -> None:
+    """Tells its address in a file, as the orchestrator's process does."""
+
+    def __init__(self, file: Path) -> None:
         self.router = Router()
+        replace_file(file, json.dumps({"endpoint": self.router.endpoint}))
         self.received: list[object] = []
         self.senders: list[str] = []
 
@@ -66,6 +75,15 @@ class Orchestrator:
                 assert not isinstance(self.received[-1], Failed), self.received[-1]
         return received()
 
+    def welcome(self, config: RunConfig, model_dir: Path) -> Hello:
+        """Answer a generator that joins, and return its Hello."""
+        (join,) = self.wait_for(Join, sender="generator-0")
+        assert join.supervised and join.process.endswith(f" on {socket.gethostname()}")
+        tree = config.model_dump(mode="json")
+        self.send(Welcome(config=tree, model_dir=str(model_dir), trainer_node="trainer"))
+        (hello,) = self.wait_for(Hello, sender="generator-0")
+        return hello
+
     def close(self) -> None:
         self.router.close()
 
@@ -85,18 +103,17 @@ def take(orchestrator: Orchestrator, manifest: Manifest, store: str, trainer: st
     assert (taken.version, taken.num_bytes) == (manifest.version, {trainer: manifest.num_bytes})
 
 
-def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_behind(
-    tmp_path, monkeypatch
-):
+def test_a_generator_on_another_node_serves_one_orchestrator_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")
     model_dir = tiny_models.save("llama", 0, tmp_path / "model")
     tree = run_config(
         model_dir, thinking_budget_tokens=(60, 60), concurrent_completions=6
     ).model_dump(mode="json")
     tree["roles"] |= {"trainer_ranks": 2}
+    tree["fleet"] |= {"report_tokens": 16}
     config = RunConfig.model_validate(tree)
-    orchestrator = Orchestrator()
-    endpoint = orchestrator.router.endpoint
+    file = tmp_path / "orchestrator.json"
+    orchestrator = Orchestrator(file)
     environment = os.environ | {  # torchrun's: they must not reach vLLM's workers
         "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
@@ -108,18 +125,18 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
     manifest = versions.write(8, as_sent(tiny_models.checkpoint(tmp_path / "next")))
     trainer = store_process.start(
         store_process.StoreSpec(
-            name="trainer-store-trainer", node="trainer", endpoint=endpoint,
+            name="trainer-store-trainer", node="trainer", endpoint=orchestrator.router.endpoint,
             folder=str(versions.root), serves_trainer=True, transfer_seconds=60, peer_seconds=10,
             shutdown_seconds=5, rejoin_seconds=60,
         )
     )  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.generator.role_process", config.model_dump_json(),
-         endpoint, str(model_dir)],
+        [sys.executable, "-m", "megatron_rl.cli", "generate", "--join", str(file),
+         "--name", "generator-0", "--agent", str(os.getpid())],
         start_new_session=True, env=environment,
     )  # fmt: skip
     try:
-        (hello,) = orchestrator.wait_for(Hello, sender="generator-0")
+        hello = orchestrator.welcome(config, model_dir)
         node = f"{socket.gethostname()}-1"
         assert hello == Hello(role="generator", rank=2, version=0, capacity=6, node=node)
         engine = psutil.Process(process.pid).children(recursive=True)
@@ -136,14 +153,10 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
         orchestrator.wait_for(Hello, 2, sender=store)
         engine += stores_of(process.pid)
 
-        # Ctrl-C and torchrun reach the whole session's group; the role goes on until Stop.
-        os.killpg(process.pid, signal.SIGINT)
-        os.killpg(process.pid, signal.SIGTERM)
-
         for group in range(4):
             orchestrator.send(
                 Generate(group=group, prompt_id=10 + group, prompt=PROMPT, temperature=1.0,
-                         thinking_budgets=[50, 60, 55, 60], answer_budget=8,
+                         thinking_budgets=[50, 60, 55, 60], indices=[0, 1, 2, 3], answer_budget=8,
                          evaluation=-1 if group < 3 else 5)
             )  # fmt: skip
         orchestrator.wait_for(Sample, 2)
@@ -159,9 +172,10 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
         for sample in samples:
             assert sample.prompt_id == 10 + sample.group
             assert sample.evaluation == (5 if sample.group == 3 else -1)
-            assert sample.num_tokens == len(sample.logprobs) // 4 == sample.spans[-1].end
+            assert len(sample.token_ids) == len(sample.logprobs) == 4 * sample.spans[-1].end
         assert {s.spans[-1].version for s in samples} >= {8}
         assert any(len(s.spans) == 2 for s in samples)
+        assert {grown.group for grown in orchestrator.wait_for(Grown, 3)} <= {0, 1, 2}
         # Admission is first in, first out: the first group does not wait for the last one.
         order = [s.group for s in samples]
         assert order.index(0) < order.index(3)
@@ -172,9 +186,28 @@ def test_a_generator_on_another_node_serves_through_signals_and_leaves_nothing_b
         stats = orchestrator.wait_for(GeneratorStats, 2)
         assert all(s.aborted == 0 and 0 <= s.busy_seconds <= s.seconds * 1.01 for s in stats)
 
-        for name in ("generator-0", store, "trainer-store-trainer"):
+        # The next orchestrator, at another address, is joined with the same engine.
+        orchestrator.send(
+            Generate(group=4, prompt_id=14, prompt=PROMPT, temperature=1.0, thinking_budgets=[60],
+                     indices=[0], answer_budget=8)
+        )  # fmt: skip
+        orchestrator.close()
+        trainer.kill()
+        orchestrator = Orchestrator(file)
+        assert orchestrator.welcome(config, model_dir).version == 8
+        assert [p for p in engine if not p.is_running()] == [own_store]
+        orchestrator.send(
+            Generate(group=0, prompt_id=10, prompt=PROMPT, temperature=1.0,
+                     thinking_budgets=[50, 60], indices=[2, 5], answer_budget=8)
+        )  # fmt: skip
+        # It leaves with what is begun.
+        process.send_signal(signal.SIGTERM)
+        orchestrator.wait_for(Leaving)
+        samples = orchestrator.wait_for(Sample, 2)
+        assert {(s.group, s.index) for s in samples} == {(0, 2), (0, 5)}
+        for name in ("generator-0", store):
             orchestrator.send(Stop(), to=name)
-        assert (process.wait(timeout=60), trainer.wait(timeout=60)) == (0, 0)
+        assert process.wait(timeout=60) == 0
         psutil.wait_procs(engine, timeout=5)
         assert [p for p in engine if p.is_running()] == []
         assert not Path(hello.folder).exists()
