@@ -34,7 +34,7 @@ ONE_WORKER = {
     for name in (
         *("generator/test_captured_routes", "generator/test_engine_errors", "generator/test_fp8"),
         *("generator/test_multimodal", "generator/test_routes", "generator/test_settings"),
-        *("generator/test_weight_updates", "compat/test_vllm_fork"),
+        *("generator/test_weight_updates", "generator/test_engine_fleet", "compat/test_vllm_fork"),
     )
 } | {
     f"tests/rewards/test_{name}.py": "tests/rewards/test_sandbox.py"

@@ -20,7 +20,9 @@ from tests.generator.conftest import held_weights, needs_vllm
 from tests.generator.test_engine import TOLERANCE, check_lengths, prompt, worst_error
 from tests.weights.versions import Versions
 
-pytestmark = [pytest.mark.e2e, needs_vllm]
+# The architecture makes no difference here.
+one_kind = pytest.mark.parametrize("served", ["llama"], indirect=True)
+pytestmark = [pytest.mark.e2e, needs_vllm, one_kind]
 BUDGET, ANSWER = 100, 60
 
 
