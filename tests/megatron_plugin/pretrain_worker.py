@@ -84,6 +84,7 @@ def main(rank: int, folder: Path) -> None:
     training.has_nvidia_modelopt = False  # 0.18's wheel lacks what it imports then
     join.connect_store = lambda _: dist.HashStore()
     join.OrchestratorProcess, join.TrainerClient = NoOrchestrator, FixedBatches
+    join.show_life = FixedBatches
     out: dict[str, Any] = {"norms": [], "rows": []}
 
     start = join.PretrainingPlugin._start
