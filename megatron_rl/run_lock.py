@@ -36,8 +36,11 @@ def hold(folder: Path) -> IO[str]:
     none, a warning says so.
 
     Raises:
-        FolderInUse: names the host, the process and the start of the run that has it.
+        FolderInUse: names the host, the process and the start of the run that has it, or had it
+            when an earlier incarnation of this torchrun was refused.
     """
+    if (refusal := _refusal()) is not None and refusal.exists():
+        raise FolderInUse(refusal.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     with naming_full_disk(path):
@@ -56,16 +59,29 @@ def hold(folder: Path) -> IO[str]:
             raise
         holder = _holder(file)
         file.close()
-        raise FolderInUse(
+        text = (
             f"{folder}: {holder} writes to this folder: stop that run first, or give this one"
             " another output_dir"
-        ) from None
+        )
+        if refusal is not None:
+            refusal.write_text(text)
+        raise FolderInUse(text) from None
     own = {"host": socket.gethostname(), "pid": os.getpid(), "unix": time.time()}
     with naming_full_disk(path):
         file.truncate(0)
         file.write(json.dumps(own))
         file.flush()
     return file
+
+
+def _refusal() -> Path | None:
+    """Return the file by which the ranks that torchrun starts again know of a refusal.
+
+    It is among torchrun's own files: a start that is refused writes nothing into the run's folder.
+    """
+    # <torchrun's logs of this start>/attempt_<n>/<local rank>/error.json
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2] / "folder_in_use" if file else None
 
 
 def _holder(file: IO[str]) -> str:

@@ -53,6 +53,22 @@ def test_a_second_start_is_refused_by_name_until_the_first_process_is_gone(
     run_lock.hold(tmp_path).close()
 
 
+def test_ranks_that_torchrun_starts_again_after_a_refusal_do_not_take_the_folder_later(
+    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "torchrun"
+    for attempt in (0, 1):
+        (logs / f"attempt_{attempt}" / "0").mkdir(parents=True)
+        error = logs / f"attempt_{attempt}" / "0" / "error.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error))
+        with pytest.raises(run_lock.FolderInUse, match=f"process {holder.pid} on host"):
+            run_lock.hold(tmp_path)
+        holder.kill()
+        holder.wait(10)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "other" / "a" / "0" / "e.json"))
+    run_lock.hold(tmp_path).close()
+
+
 def test_a_start_that_is_refused_touches_nothing(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
