@@ -21,7 +21,8 @@ from tests.fleet.faults import EVALUATED_EVERY, Fault, can_cut
 from tests.fleet.tiny_run import COMPLETIONS, MAX_LAG, PROMPTS, TinyRun, adopt_orphans, prepare
 
 END_SECONDS = 400.0
-STEPS_PER_FAULT = 5
+STEPS_PER_FAULT, STEPS_PER_START = 5, 60
+"""Steps of a run for each of its faults; for one that is the time of another start's imports."""
 UPSTREAM = re.compile(
     rf"torchelastic_\w+|torchinductor_\w+|vllm_dist_\S+|megatron_rl_{os.getuid()}"
     r"|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -123,7 +124,9 @@ def run_group(
     """
     faults = [Fault(point) for point in points]
     generators = 1 + any("generator-1" in point or "core-1" in point for point in points)
-    run = TinyRun(config, STEPS_PER_FAULT * (len(faults) + 1), extra)
+    seconds = sum(fault.action in ("second", "join") for fault in faults)
+    total = STEPS_PER_FAULT * (len(faults) + 1) + STEPS_PER_START * seconds
+    run = TinyRun(config, total, extra)
     try:
         wrong = disturb(run, faults, trainers=2, generators=generators, report=report)
         report(f"| end of the run: {', '.join(points)} | | | {'; '.join(wrong) or 'ok'} | |")

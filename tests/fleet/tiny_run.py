@@ -189,9 +189,12 @@ class TinyRun:
         self._started.append(process)
         return process
 
-    def command(self, trainers: int = 2, generators: int = 1, *, resume: bool = False) -> list[str]:
+    def command(
+        self, trainers: int = 2, generators: int = 1, restarts: int = 99, *, resume: bool = False
+    ) -> list[str]:
         """Return the command of torchrun."""
-        torchrun = [*TORCHRUN, f"--nproc-per-node={trainers + generators}", "--max-restarts=99"]
+        number = f"--nproc-per-node={trainers + generators}"
+        torchrun = [*TORCHRUN, number, f"--max-restarts={restarts}"]
         keys = {"roles.trainer_ranks": trainers, "roles.generator_ranks": generators}
         keys |= {"output_dir": self.output, "schedule.steps": self.total}
         options = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
@@ -205,7 +208,7 @@ class TinyRun:
     def start_second(self, *, own_pids: bool = False) -> subprocess.Popen[bytes]:
         """Start the same run again, with process numbers of its own if asked."""
         outer = ["unshare", "-p", "--fork", "--mount-proc", "--kill-child"] if own_pids else []
-        return self._spawn(self.command(), outer)
+        return self._spawn(self.command(restarts=1), outer)
 
     def join(self) -> subprocess.Popen[bytes]:
         """Start a generator that joins by itself."""
