@@ -80,8 +80,8 @@ def _refusal() -> Path | None:
     It is among torchrun's own files: a start that is refused writes nothing into the run's folder.
     """
     # <torchrun's logs of this start>/attempt_<n>/<local rank>/error.json
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file).parents[2] / "folder_in_use" if file else None
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return attempt.with_name("folder_in_use") if attempt.name.startswith("attempt_") else None
 
 
 def _holder(file: IO[str]) -> str:

@@ -65,8 +65,10 @@ def test_ranks_that_torchrun_starts_again_after_a_refusal_do_not_take_the_folder
             run_lock.hold(tmp_path)
         holder.kill()
         holder.wait(10)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "other" / "a" / "0" / "e.json"))
-    run_lock.hold(tmp_path).close()
+    other = tmp_path / "other" / "attempt_1" / "0" / "error.json"
+    for file in (str(other), "/dev/null", ""):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+        run_lock.hold(tmp_path).close()
 
 
 def test_a_start_that_is_refused_touches_nothing(
