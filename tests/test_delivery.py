@@ -572,3 +572,38 @@ def test_a_file_without_an_endpoint_is_named_until_it_has_one(tmp_path: Path) ->
     finally:
         peer.close()
         router.close()
+
+
+def test_what_cannot_be_handled_yet_stays_in_the_socket_and_no_other_peer_seems_silent(
+    router: zmq.asyncio.Socket,
+) -> None:
+    arrived: list[tuple[str, int]] = []
+
+    async def go() -> None:
+        connection = Connection(router, lambda name, message: arrived.append((name, message.step)))
+        endpoint, names = router.getsockopt_string(zmq.LAST_ENDPOINT), ("loud", "quiet")
+        loud, quiet = (OrchestratorConnection(endpoint, name) for name in names)
+        for step in range(1_000):
+            loud.send(m.BatchRequest(step=step))
+        async with connection, asyncio.timeout(30):
+            while len(connection._events) < 200:
+                await connection.flush()
+                await asyncio.sleep(0.01)
+            quiet.send(m.BatchRequest(step=0))
+            for _ in range(50):
+                await connection.flush()
+                await asyncio.sleep(0.01)
+                assert len(connection._events) == 200
+            while not arrived or arrived[-1][0] != "quiet":
+                event = connection.waiting_event()
+                assert event is not None
+                event()
+                await connection.flush()
+                await asyncio.sleep(0)
+            assert len(arrived) < 500, "the socket takes the peers in turn"
+            await serve(connection, lambda: len(arrived) == 1_001)
+        loud.close()
+        quiet.close()
+
+    asyncio.run(go())
+    assert [step for name, step in arrived if name == "loud"] == list(range(1_000))
