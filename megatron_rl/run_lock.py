@@ -15,9 +15,9 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
-from megatron_rl.files import naming_full_disk, replace_file
+from megatron_rl.files import naming_full_disk, replace_file, report_failure
 
 FILE = "run.lock"
 ENDPOINT_FILE = "orchestrator.json"
@@ -117,3 +117,12 @@ def final_error(folder: Path) -> str | None:
     except (FileNotFoundError, ValueError):
         return None
     return content["error"] if content["torchrun"] == os.environ["TORCHELASTIC_RUN_ID"] else None
+
+
+def end_after(error: str) -> NoReturn:
+    """End this rank because of `final_error`, which torchrun's last lines repeat."""
+    text = f"not started again after {error}"
+    report_failure(text)
+    if os.environ.get("RANK") == "0":
+        print(f"megatron-rl: {text}", file=sys.stderr)
+    sys.exit(2)

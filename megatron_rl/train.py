@@ -66,9 +66,7 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
     if rank == 0:
         _lock = run_lock.hold(config.output_dir)  # until this process ends
     if (error := run_lock.final_error(config.output_dir)) is not None:
-        if rank == 0:
-            print(f"megatron-rl: not started again after {error}", file=sys.stderr)
-        sys.exit(2)
+        run_lock.end_after(error)
     try:
         _run_role(config, rank, reinforce=command == "train")
     except Exception as e:

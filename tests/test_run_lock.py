@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -157,7 +158,8 @@ def test_errors_that_a_restart_would_only_meet_again_are_recorded(
 def test_ranks_after_such_an_error_end_before_they_import_much(tmp_path: Path) -> None:
     (tmp_path / run_lock.FINAL_ERROR_FILE).write_text('{"torchrun": "a", "error": "RunError: no"}')
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3",
-             "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}  # fmt: skip
+             "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1",
+             "TORCHELASTIC_ERROR_FILE": str(tmp_path / "torchrun.json")}  # fmt: skip
     code = f"""
 import sys
 from megatron_rl.cli import main
@@ -172,3 +174,5 @@ except SystemExit as end:
     )  # fmt: skip
     assert done.stdout == "2 []\n"
     assert done.stderr == "megatron-rl: not started again after RunError: no\n"
+    summary = json.loads((tmp_path / "torchrun.json").read_text())
+    assert summary["message"]["message"] == "not started again after RunError: no"

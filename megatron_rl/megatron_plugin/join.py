@@ -90,9 +90,7 @@ def _report(
 
 def _refuse_after_final_error(folder: Path) -> None:
     if (error := run_lock.final_error(folder)) is not None:
-        if os.environ["RANK"] == "0":
-            print(f"megatron_rl: not started again after {error}", file=sys.stderr)
-        sys.exit(2)
+        run_lock.end_after(error)
 
 
 class PretrainingPlugin:
