@@ -50,14 +50,17 @@ def steps_left(planned: Sequence[int], evaluated: set[int], first_step: int) -> 
     """Return the steps to evaluate at in a run that starts at `first_step`.
 
     An evaluation that was running when the run ended cannot be completed: its weights are gone. The
-    curve gets a point at the first step instead, unless it has one: the last of a finished run that
-    is extended, whose new plan has points that the old one did not have.
+    curve gets a point at the first step instead, unless it has a later one than that: of an earlier
+    start that had lost it, or the last of a finished run that is extended, whose new plan has
+    points that the old one did not have.
 
     Example: of 0, 8, 20 with 0 evaluated, a run that starts at step 10 evaluates at 10 and 20.
     """
     missing = set(planned) - evaluated
     left = {s for s in missing if s >= first_step}
-    return left if left == missing else left | ({first_step} - evaluated)
+    lost = max(missing - left, default=first_step)
+    replaced = any(lost < step <= first_step for step in evaluated)
+    return left if lost == first_step or replaced else left | {first_step}
 
 
 EvaluatedSample = tuple[m.Sample, Verdict]

@@ -103,6 +103,7 @@ def test_each_task_of_several_has_its_own_part_of_the_row():
         (set(), 0, {0, 8, 20}),
         ({0, 8}, 10, {20}),
         ({0}, 10, {10, 20}),  # the one at 8 was under way when the run ended
+        ({0, 10}, 15, {20}),  # a later start that lost it has its point at 10
         ({0, 8, 20}, 20, set()),
         ({0, 8}, 20, {20}),
         ({0, 5, 11}, 11, {20}),  # a run of 11 steps that is extended: 11 has its point
