@@ -65,12 +65,22 @@ def problems(run: TinyRun) -> list[str]:
         if row["lag_max"] > MAX_LAG:
             wrong.append(f"step {row['step']}: lag {row['lag_max']}")
     evaluated = [row["step"] for row in run.rows if row["kind"] == "eval"]
-    if evaluated != sorted({*range(0, run.total, EVALUATED_EVERY), run.total}):
+    if not evaluations_fit(run, evaluated):
         wrong.append(f"evaluations {evaluated}")
     for event in ("empty_batch", "prompt_failed"):
         if run.events(event):
             wrong.append(f"{len(run.events(event))} times {event}")
     return wrong
+
+
+def evaluations_fit(run: TinyRun, evaluated: list[int]) -> bool:
+    """Return True if all planned evaluations were made once, or replaced where a start resumed."""
+    planned = {*range(0, run.total, EVALUATED_EVERY), run.total}
+    resumed = {row["step"] for row in run.events("resumed")}
+    others, lost = set(evaluated) - planned, planned - set(evaluated)
+    replaced = all(any(step < other for other in resumed & set(evaluated)) for step in lost)
+    ordered = evaluated == sorted(set(evaluated))
+    return ordered and others <= resumed and len(others) <= len(lost) and replaced
 
 
 def left_behind(run: TinyRun) -> list[str]:

@@ -62,6 +62,16 @@ def test_a_loss_and_a_repetition_are_seen(run, change, problem):
     assert first.startswith(problem)
 
 
+def test_an_evaluation_that_a_start_lost_is_replaced_once(run):
+    first, last = run.rows.pop(0), {"kind": "event", "event": "resumed", "step": 3}
+    assert driver.problems(run) == ["evaluations [5]"]
+    run.rows = [last, {**first, "step": 3}, *run.rows]
+    assert driver.problems(run) == []
+    run.rows.insert(2, {**first, "step": 4})
+    run.rows.insert(0, {**last, "step": 4})
+    assert driver.problems(run) == ["evaluations [3, 4, 5]"]
+
+
 def test_a_repeated_step_has_the_prompts_of_the_first_time(run):
     again = {**run.rows[-1], "prompt_ids": [0, 0, 0, 0]}
     (run.output / "metrics.dropped-0.jsonl").write_text(json.dumps(again) + "\n")
