@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from megatron_rl.files import replace_file
+
 app = typer.Typer()
 
 PATH_HELP = "Hugging Face directory, checkpoint of a run, or a run's folder (its newest)."
@@ -51,7 +53,6 @@ def evaluate(
     from megatron_rl.commands.evaluate.model_source import find_source
     from megatron_rl.config import ConfigError
     from megatron_rl.data.question import DataError
-    from megatron_rl.files import replace_file
     from megatron_rl.models import CheckpointError
     from megatron_rl.orchestrator import RunError
 
