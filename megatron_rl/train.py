@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl import launch, liveness, messages, run_lock
-from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
+from megatron_rl.compat import imports, megatron_fixes, upstream, vllm_fixes
 from megatron_rl.config import RunConfig, load_config, save_config
 from megatron_rl.orchestrator.run_plan import print_plan
 
@@ -91,6 +91,7 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
     `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's. Without
     `reinforce` it ends after the supervised stage.
     """
+    imports.collect_rarely()
     import psutil
     import torch
 

@@ -1,6 +1,7 @@
 """`megatron-rl generate`: the process of one generator, started by hand, a scheduler or a rank."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -9,10 +10,11 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl import liveness
-from megatron_rl.compat import upstream, vllm_fixes
+from megatron_rl.compat import imports, upstream, vllm_fixes
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.process_environment import prepare_environment
@@ -53,11 +55,16 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
     rank = int(os.environ.get("RANK", index))
 
     def prepare(config: RunConfig, model_dir: str) -> None:
+        imports.collect_rarely()
         liveness.begin(config, "generator", rank)
         check_head_size(Path(model_dir))
         prepare_environment(config, model_dir)
 
-    try:
+    def ready() -> None:
+        imports.collect_as_usual()
+        book.write(ready=True)
+
+    with _recorded(book, name):
         upstream.check(vllm_fixes.FIXES)
         generator = Generator(
             address_of(join),
@@ -67,12 +74,19 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
             f"process {pid} on {host}",
             supervised=bool(agent),
             prepare=prepare,
-            ready=lambda: book.write(ready=True),
+            ready=ready,
             show_life=book.touch,
         )
         _let_signals_ask(generator)
         asyncio.run(generator.run())
         liveness.sign("ended")
+
+
+@contextlib.contextmanager
+def _recorded(book: EngineRecord, name: str) -> Iterator[None]:
+    """Record the end of the process; one that needs another engine ends with its own status."""
+    try:
+        yield
         book.write(status=0)
     except SystemExit as e:  # by a signal
         liveness.sign("ended")

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
+from megatron_rl.compat import imports
 from megatron_rl.config import ConfigError, RunConfig
 
 CONTEXTS_GIB = 2.0
@@ -96,9 +97,8 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
 
 @cache
 def _freeze_modules() -> None:
-    # They stay: otherwise every full collection and `_release_models` walk through them (0.2 s).
-    gc.collect()
-    gc.freeze()
+    # `_release_models` would walk through them, too (0.2 s).
+    imports.collect_as_usual()
 
 
 def _leave_memory_to_the_generator(config: RunConfig, device: int) -> None:
