@@ -82,6 +82,7 @@ class Orchestrator:
         self.groups = GroupQueue(per_step, lambda group: a.refill and is_dropped(group, a))
         self.generators, self.stores = Generators(config), Stores(config)
         as_json = config.model_dump(mode="json")
+        as_json["output_dir"] = str(config.output_dir.absolute())  # theirs may be another folder
         self.membership = Membership(
             config,
             m.Welcome(config=as_json, model_dir=model_dir, trainer_node=trainer_node),
