@@ -50,10 +50,11 @@ from megatron_rl import messages as m  # noqa: E402
 from megatron_rl.config import RunConfig  # noqa: E402
 from megatron_rl.data import load_prompts, read_format  # noqa: E402
 from megatron_rl.data.prompt_format import save_tiny_tokenizer  # noqa: E402
-from megatron_rl.delivery import TICK_SECONDS, Link  # noqa: E402
+from megatron_rl.delivery import TICK_SECONDS, Link, Links  # noqa: E402
 from megatron_rl.orchestrator import child_process, main  # noqa: E402
 from megatron_rl.orchestrator.connection import Connection  # noqa: E402
 from megatron_rl.orchestrator.event_loop import Orchestrator  # noqa: E402
+from megatron_rl.orchestrator.membership import Membership  # noqa: E402
 from megatron_rl.orchestrator.steps import StepBuilder  # noqa: E402
 from megatron_rl.orchestrator.verification import Verification  # noqa: E402
 from megatron_rl.trainer.client import TrainerClient  # noqa: E402
@@ -132,6 +133,8 @@ class Timers:
         self.add(Connection, "_read", "read")
         self.add(Connection, "_take", "receive")
         self.add(Verification, "start", "verify")
+        self.add(Membership, "check", "membership")
+        self.add(Links, "tick", "ticks")
         self.add(Orchestrator, "_handle", "handle")
         for part in ("_dispatch", "_evaluate", "_move_weights", "_advance_clock"):
             self.add(Orchestrator, part, part.strip("_"))
@@ -554,6 +557,8 @@ def page(found: dict[str, Any], args: Any) -> str:
         ("dispatch", "dispatch"),
         ("evaluations", "evaluate"),
         ("weight updates", "move_weights"),
+        ("who is lost", "membership"),
+        ("what is due to the peers", "ticks"),
         ("clock", "advance_clock"),
     ]
     return "\n".join(

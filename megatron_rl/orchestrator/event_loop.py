@@ -90,6 +90,7 @@ class Orchestrator:
             evaluate_only=evaluate_only is not None,
         )  # fmt: skip
         self._weights_can_move = self._work_can_move = True
+        self._evaluation_share = 0.0
         self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
         self.requested_step: int | None = None
@@ -142,6 +143,7 @@ class Orchestrator:
                     self._work_can_move = False
                     self._dispatch()
                     self._answer_batch()
+                    self._evaluation_share = self.generators.evaluation_share
                 await self.connection.flush()
         assert self.trainer_done is not None
         return self.trainer_done
@@ -168,8 +170,7 @@ class Orchestrator:
     def _advance_clock(self) -> None:
         """Count the time since the last event, in which the work in flight was as it is now."""
         over = self.trainer_done is not None
-        share = self.generators.evaluation_share if self.evaluations.running else 0.0
-        share = 1.0 if over else share
+        share = 1.0 if over else self._evaluation_share
         ready = self.metrics.engines_ready = len(self.generators.ready)
         self.metrics.engines = max(self.generators.expected, ready)
         self.metrics.advance(share, over or self.requested_step is not None)
