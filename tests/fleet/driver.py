@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_rl.weights.store import FOLDER_PREFIX, remove_unused
 from tests.fleet.faults import EVALUATED_EVERY, Fault, can_cut
 from tests.fleet.tiny_run import COMPLETIONS, MAX_LAG, PROMPTS, TinyRun, adopt_orphans, prepare
 
 END_SECONDS = 400.0
-STEPS_PER_FAULT, STEPS_PER_START = 5, 60
+STEPS_PER_FAULT, STEPS_PER_START = 5, 200
 """Steps of a run for each of its faults; for one that is the time of another start's imports."""
 UPSTREAM = re.compile(
     rf"torchelastic_\w+|torchinductor_\w+|vllm_dist_\S+|megatron_rl_{os.getuid()}"
@@ -112,6 +113,9 @@ def disturb(
     if not run.wait(lambda: agent.poll() is not None, END_SECONDS):
         return [f"the run did not end within {END_SECONDS:g} s", *problems(run)]
     status = agent.returncode
+    if any(fault.action == "kill" and fault.role.startswith("joined") for fault in faults):
+        # What a process that no other one starts again has left is removed at the next start.
+        remove_unused(run.memory, FOLDER_PREFIX)
     return [*([f"exit status {status}"] if status else []), *problems(run), *left_behind(run)]
 
 

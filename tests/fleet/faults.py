@@ -9,7 +9,7 @@ A point is `ACTION:ROLE:MOMENT`, as `kill:core-0:updating`.
     term       SIGTERM
     int        SIGINT (of the agent: Ctrl-C)
     second     another start in the same folder; ROLE `pids`: with process numbers of its own
-    join       a generator joins by itself (ROLE `joined<n>`: its number)
+    join       so many generators (ROLE) join by themselves, as `joined0`, `joined1`, ...
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Fault:
             self._second(run)
             return
         if self.action == "join":
-            run.join()
+            for _ in range(int(self.role)):
+                run.join()
             return
         process = None if self.role == "all" else _process(run, self.role)
         self.pattern = _pattern(self.role, process.pid if process else 0)
@@ -175,7 +176,8 @@ class _Before:
             return self._goes_on
         if fault.role.startswith(TRAINERS):
             return self._trains_again if fault.seconds in (0, math.inf) else self._goes_on
-        return lambda: len(self._run.events("generator_ready")) > self.ready
+        ready = self.ready + (int(fault.role) if fault.action == "join" else 1)
+        return lambda: len(self._run.events("generator_ready")) >= ready
 
     def _goes_on(self) -> bool:
         return self._run.steps >= min(self.steps + 2, self._run.total)

@@ -53,7 +53,14 @@ RUNS: list[tuple[str, ...]] = [
         "kill:agent:decoding",
         "kill:rank1:ending",
     ),
-    ("join:joined0:now", "kill:joined0:decoding", "join:joined1:now", "term:joined1:decoding"),
+    (
+        "join:3:now",
+        "kill:joined0:decoding",
+        "cut:joined1:updating",
+        "term:joined1:decoding",
+        "kill:rank1:decoding",
+        "term:joined2:evaluation",
+    ),
     (
         "kill:rank1:starting",
         "term:agent:decoding",
@@ -86,4 +93,11 @@ RUNS: list[tuple[str, ...]] = [
         "kill:rank1:publishing",
     ),
     ("stop:generator-0:decoding",),
+    (
+        "join:joined0:now",
+        "join:joined1:now",
+        "join:joined2:now",
+        "term:joined0:decoding",
+        "term:joined1:decoding",
+    ),
 ]
