@@ -81,6 +81,7 @@ class Fault:
             self._until(
                 run, lambda: self._named(run), NOTICE_SECONDS, "nothing in the log names it"
             )
+            assert self.line, "nothing in the log names it before the run's end"
             self.noticed = time.monotonic() - start
         if self.ends_run:
             self._until(run, lambda: not run.processes(), RECOVERY_SECONDS, "processes live on")
