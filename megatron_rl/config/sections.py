@@ -330,6 +330,12 @@ class Metrics(Section):
     token_dump_steps: tuple[NonNegativeInt, ...] = ()
     """Steps whose trained tokens are written with ratio and log-probs to `tokens` in `output_dir`,
     40 bytes per token."""
+    rollouts_every_steps: NonNegativeInt = 1
+    """Steps between those whose completions are written to `rollouts` in `output_dir`; evaluations
+    are written, too, unless it is 0."""
+    rollouts_gib: PositiveFloat = 20.0
+    """Disk of the files of steps in `rollouts`: the oldest are removed; all evaluations
+    are kept."""
 
 
 class Timeouts(Section):

@@ -2,5 +2,6 @@
 
 from megatron_rl.metrics.metrics_file import MetricsError, MetricsWriter, read_metrics
 from megatron_rl.metrics.names import METRICS
+from megatron_rl.metrics.rollouts import read_rollouts
 
-__all__ = ["METRICS", "MetricsError", "MetricsWriter", "read_metrics"]
+__all__ = ["METRICS", "MetricsError", "MetricsWriter", "read_metrics", "read_rollouts"]

@@ -29,6 +29,8 @@ class BuiltBatch:
     metrics: dict[str, Any]
     probe: ScoreRequest
     """Request for the generator's log-probs of the sequences of `batch.probe`."""
+    trained: dict[tuple[int, int], tuple[float, float]]
+    """(group, index) of each completion in it -> its advantage and loss weight."""
     teaches: bool
     """False if the gradient is zero: a step would move the weights by Adam's momentum alone."""
 
@@ -65,15 +67,12 @@ def build_batch(
     bounds = np.cumsum([0, *(len(t.prompt) + t.sample.num_tokens for t in trained)])
     batch = Batch(
         step=step,
-        bounds=int_bytes(bounds),
-        prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
+        bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
         prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
         completion_indices=int_bytes([t.sample.index for t in trained]),
-        **_token_arrays(trained, bounds),
         routes=[t.sample.routes for t in trained if t.sample.routes],
-        probe=list(range(min(probe, len(trained)))),
-        **flags,
-    )
+        probe=list(range(min(probe, len(trained)))), **_token_arrays(trained, bounds), **flags,
+    )  # fmt: skip
     metrics = rollout_metrics(step, groups, kept)
     metrics["prompts_differing"] = sum(_rewards_differ(g, algorithm) for g in groups)
     if algorithm.length_penalty != "none":
@@ -88,7 +87,21 @@ def build_batch(
         t.loss_weight and (abs(t.advantage) > ZERO_ADVANTAGE or algorithm.has_other_terms)
         for t in trained
     )
-    return BuiltBatch(batch, kept, metrics, request, teaches)
+    values = {(t.sample.group, t.sample.index): (t.advantage, t.loss_weight) for t in trained}
+    return BuiltBatch(batch, kept, metrics, request, values, teaches)
+
+
+def dropped_because(group: Group, sample: Sample, built: BuiltBatch, algorithm: Algorithm) -> str:
+    """Return why a completion of the batch's groups is not trained; empty if it is."""
+    if group.failed:
+        return "group failed"
+    if (group.index, sample.index) in built.trained:
+        return "" if built.teaches else "batch had nothing to learn"
+    if group.reward(sample) is None:
+        return "no reward"
+    if algorithm.truncated != "train" and sample.finish_reason == "length":
+        return "truncated"
+    return "zero variance" if len(baseline_samples(group, algorithm)) > 1 else "no other in group"
 
 
 def _token_arrays(trained: list[_TrainedSample], bounds: np.ndarray) -> dict[str, Any]:
@@ -105,12 +118,10 @@ def _token_arrays(trained: list[_TrainedSample], bounds: np.ndarray) -> dict[str
             versions[first + span.start : first + span.end] = span.version
         weights[first:end][forced], versions[first:end][forced] = 0.0, -1
     return {
-        "token_ids": ids.tobytes(),
-        "advantages": advantages.tobytes(),
-        "generator_logprobs": logprobs.tobytes(),
-        "loss_weights": weights.tobytes(),
+        "token_ids": ids.tobytes(), "advantages": advantages.tobytes(),
+        "generator_logprobs": logprobs.tobytes(), "loss_weights": weights.tobytes(),
         "versions": versions.tobytes(),
-    }
+    }  # fmt: skip
 
 
 def _trained_samples(

@@ -83,6 +83,8 @@ class EvaluationRun:
     surprisals: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     """(prompt, index) -> sum of -log p over the sampled tokens [nats], and their number."""
     started: float | None = None
+    rows: list[Row] = field(default_factory=list)
+    """Of its rollout file."""
 
     def check_versions(self, sample: m.Sample) -> None:
         """Raise ValueError if another weight version sampled a part of a completion."""
@@ -130,16 +132,14 @@ class EvaluationRun:
         truncated = [s.finish_reason == "length" for s, _ in samples]
         nats, tokens = np.sum([self.surprisals[key] for key in keys], axis=0)
         return {
-            "pass_rate": float(table.mean(axis=1).mean()),
-            "pass_rate_stderr": sampling_stderr(table),
+            "pass_rate": float(table.mean(axis=1).mean()), "num_prompts": len(prompts),
+            "pass_rate_stderr": sampling_stderr(table), "samples_per_prompt": n,
             "pass_at_n": float(table.max(axis=1).mean()),
-            "num_prompts": len(prompts),
-            "samples_per_prompt": n,
             "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
             "eval_completion_tokens_mean": float(np.mean([s.num_tokens for s, _ in samples])),
             "eval_truncated_fraction": float(np.mean(truncated)),
             "eval_entropy": float(nats / tokens),
-        }
+        }  # fmt: skip
 
 
 def sampling_stderr(table: np.ndarray) -> float:
@@ -234,7 +234,7 @@ class Evaluations:
             holders = [g for g in generators if g.evaluating == version]
             free = [g for g in generators if g.takes_work and g.evaluating is None]
             for g in free if todo else ():
-                if g.version == version and g.updating is None and len(holders) < engines:
+                if g.reads(version) and len(holders) < engines:
                     g.evaluating = version
                     holders.append(g)
             tasks = sum(len(r.tasks) for (_, step), r in self.running.items() if step == version)
@@ -253,15 +253,11 @@ class Evaluations:
             run.started = time.monotonic()
             self._metrics.sink.note("evaluating")
         return m.Generate(
-            group=prompt_id,
-            prompt_id=prompt_id,
-            prompt=prompt.token_ids,
+            group=prompt_id, prompt_id=prompt_id, prompt=prompt.token_ids, indices=indices,
             thinking_budgets=[g.thinking_budget_tokens[1]] * len(indices),
-            indices=indices,
-            answer_budget=g.answer_budget_tokens,
+            answer_budget=g.answer_budget_tokens, evaluation=version,
             temperature=self._only.temperature if self._only else g.temperature,
-            evaluation=version,
-        )
+        )  # fmt: skip
 
     def _release(self, version: int, holders: list[GeneratorState], has_more: bool) -> None:
         """Let holders load newer versions that are not needed for this one any more."""
@@ -309,12 +305,15 @@ class Evaluations:
         if self._only:
             with open(self._only.samples_file, "ab") as file:
                 file.write(msgspec.json.encode(run.samples[sample.prompt_id, sample.index]) + b"\n")
+        recorder, prompt = self._metrics.recorder, self.prompts[sample.prompt_id]
+        recorder.evaluated(run.rows, run.name, prompt, sample, verdict)
         if run.complete:
             del self.running[run.name, run.step]
             self._due.discard((run.name, run.step))
             now = time.monotonic()
             row = run.row(now - (run.started or now))
             self._metrics.sink.write("sets" if run.name else "eval", row)
+            recorder.write("eval", run.step, run.rows)
 
     def _run_of(self, sample: m.Sample) -> EvaluationRun:
         return self.running[self._names[sample.prompt_id], sample.evaluation]

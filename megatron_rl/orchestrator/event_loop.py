@@ -97,7 +97,7 @@ class Orchestrator:
         self.trainer_done: m.TrainerDone | None = None
         self._evaluate_only = evaluate_only
         if evaluate_only is None:
-            self.steps = StepBuilder(config, prompts)
+            self.steps = StepBuilder(config, prompts, metrics.recorder)
         if state is not None:
             self._restore(state)
         self._first_step = first_step = self.groups.trained_steps
@@ -271,6 +271,7 @@ class Orchestrator:
         self.metrics.start_clock()
         version = request.evaluation
         generator.give((version, request.group), request.indices)
+        self.metrics.recorder.sent(request)
         self.connection.send(generator.name, request)
 
     def _dispatch(self) -> None:
@@ -294,6 +295,7 @@ class Orchestrator:
         if not generator.took((sample.evaluation, sample.group), sample.index):
             return
         self.membership.let_go(generator)
+        self.metrics.recorder.arrived(sender, sample)
         if sample.evaluation >= 0:
             self.evaluations.arrived(sample)
             self._weights_can_move = True
@@ -321,6 +323,7 @@ class Orchestrator:
 
     def _record_verdict(self, sample: m.Sample, verdict: Verdict) -> None:
         self._work_can_move = True
+        self.metrics.recorder.verified(sample)
         if sample.evaluation < 0:
             if (group := self.groups.get(sample.group)) is not None:
                 group.verdicts[sample.index] = verdict
@@ -362,11 +365,7 @@ class Orchestrator:
         self.steps.record(self.groups.consume(done.step))
         self.metrics.step(done, self.verification.metrics)
         request = self._score_requests.pop(done.step)
-        holders = [
-            g.name
-            for g in self.generators
-            if g.takes_work and g.version == done.step and g.updating is None
-        ]
+        holders = [g.name for g in self.generators if g.reads(done.step)]
         if request.prompts and holders:
             self.metrics.score_requested(done)
             self.connection.send(holders[0], request)
@@ -377,16 +376,12 @@ class Orchestrator:
 
     def _save_state(self, request: m.SaveState) -> None:
         state = State(
-            step=request.step,
-            fingerprint=self.prompts.fingerprint,
-            sets=self.prompts.set_fingerprints,
+            step=request.step, consumed=self.groups.consumed,
+            fingerprint=self.prompts.fingerprint, sets=self.prompts.set_fingerprints,
             prompts_per_step=self.config.schedule.prompts_per_step,
-            consumed=self.groups.consumed,
-            groups=saved_groups(self.groups.waiting),
-            curriculum=self.steps.stream.state(),
-            compute=self.metrics.compute(),
-            aborted=self.metrics.aborted,
-        )
+            groups=saved_groups(self.groups.waiting), curriculum=self.steps.stream.state(),
+            compute=self.metrics.compute(), aborted=self.metrics.aborted,
+        )  # fmt: skip
         save_state(state, Path(request.directory))
         self.connection.send(m.TRAINER, m.StateSaved(step=request.step))
 

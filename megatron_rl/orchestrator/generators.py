@@ -75,6 +75,10 @@ class GeneratorState:
         """True if it may get completions."""
         return self.standing is Standing.HEALTHY
 
+    def reads(self, version: int) -> bool:
+        """Return True if it decodes with a version, and loads no other."""
+        return self.takes_work and self.version == version and self.updating is None
+
     def give(self, key: WorkKey, indices: list[int]) -> None:
         """Note dispatched completions."""
         self.work[key].update(indices)

@@ -26,7 +26,7 @@ class Group:
     losses: int = 0
     """Generators that were lost while they had it in work."""
     failed: bool = False
-    """True if it was dropped after too many of them; it is empty then."""
+    """True if it was dropped after too many of them; it has only what was verified then."""
 
     @property
     def missing(self) -> list[int]:
@@ -63,8 +63,10 @@ class Group:
         """Share of correct completions, or None without any.
 
         A verifier time-out tells nothing about the completion and is not counted; a missing or
-        unreadable answer counts as incorrect.
+        unreadable answer counts as incorrect. A failed group has none.
         """
+        if self.failed:
+            return None
         decided = [v for v in self.verdicts.values() if v.outcome is not Outcome.TIMED_OUT]
         return sum(v.passed for v in decided) / len(decided) if decided else None
 
@@ -163,8 +165,8 @@ class GroupQueue:
         group.losses += attempts > 0
         if attempts and group.losses >= attempts:
             group.failed = True
-            for part in group.samples, group.verdicts, group.begun:
-                part.clear()
+            group.samples = {i: s for i, s in group.samples.items() if i in group.verdicts}
+            group.begun.clear()
             self._returned.pop(index, None)
             self._replaced.add(index)
             return group

@@ -27,6 +27,7 @@ from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import FINAL_STATUS, Spec
 from megatron_rl.orchestrator.event_loop import Orchestrator
+from megatron_rl.orchestrator.recording import Recorder
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, load_state
 from megatron_rl.orchestrator.verification import Verification
@@ -93,6 +94,7 @@ def run_orchestrator(spec: Spec) -> None:
     metrics = RunMetrics(sink, config.roles, read_metrics(path))
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     verification = Verification(config.verifier, prompts.verifiers, decode)
+    metrics.recorder = Recorder(config, None if only else decode, step)
 
     async def serve() -> m.TrainerDone:
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -118,6 +120,7 @@ def run_orchestrator(spec: Spec) -> None:
         done = asyncio.run(serve())
     finally:
         sink.close()
+        metrics.recorder.close()
     if only is not None:
         return
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}

@@ -15,6 +15,7 @@ from megatron_rl.metrics.names import COMPUTE, SPENT
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import GeneratorState
+from megatron_rl.orchestrator.recording import Recorder
 
 
 class RunMetrics:
@@ -52,6 +53,8 @@ class RunMetrics:
         self.updates: list[m.WeightsUpdated] = []
         """Weight updates of generators since the last row."""
         self._aborted_by: dict[str, int] = {}
+        self.recorder = Recorder()
+        """Of rollout files; this one writes none."""
         self._now = clock()
         self._last_step_end: float | None = None
         self._compute = dict.fromkeys(COMPUTE, 0.0)

@@ -58,14 +58,10 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
     """Return the groups of a checkpoint, with the completions that have arrived."""
     return [
         SavedGroup(
-            index=g.index,
-            prompt_id=g.prompt_id,
-            samples=g.ordered,
-            verdicts=g.verdicts,
+            index=g.index, prompt_id=g.prompt_id, samples=g.ordered, verdicts=g.verdicts,
             failed=g.failed,
-        )
-        for g in groups
-    ]
+        ) for g in groups
+    ]  # fmt: skip
 
 
 def restored_groups(state: State, make: Callable[[int, int], Group], routed: bool) -> list[Group]:

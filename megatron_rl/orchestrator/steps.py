@@ -13,6 +13,7 @@ from megatron_rl.metrics.alarms import diagnosis
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task, task_metrics
 from megatron_rl.orchestrator.groups import Group, GroupQueue
+from megatron_rl.orchestrator.recording import Recorder
 
 PROBE_SEQUENCES = 4
 """Sequences of a step whose log-probs are compared between trainer and generator."""
@@ -21,8 +22,11 @@ PROBE_SEQUENCES = 4
 class StepBuilder:
     """Draws prompts, and builds the batch of each step from the queue of groups."""
 
-    def __init__(self, config: RunConfig, prompts: PromptSet) -> None:
-        self._config, a = config, config.algorithm
+    def __init__(
+        self, config: RunConfig, prompts: PromptSet, recorder: Recorder | None = None
+    ) -> None:
+        self._config, self._recorder, a = config, recorder or Recorder(), config.algorithm
+        self._prompts = prompts.train
         self._prompt_ids = {p.id: p.token_ids for p in prompts.train}
         weights = {name: task.weight for name, task in config.tasks.items()}
         part = shares(weights)
@@ -54,15 +58,11 @@ class StepBuilder:
             if i in group.begun and group.begun[i].spans[0].version < oldest:
                 del group.begun[i]
         return m.Generate(
-            group=group.index,
-            prompt_id=group.prompt_id,
-            prompt=self._prompt_ids[group.prompt_id],
-            thinking_budgets=[budgets[i] for i in indices],
-            indices=indices,
-            answer_budget=g.answer_budget_tokens,
-            temperature=g.temperature,
+            group=group.index, prompt_id=group.prompt_id, indices=indices,
+            prompt=self._prompt_ids[group.prompt_id], temperature=g.temperature,
+            thinking_budgets=[budgets[i] for i in indices], answer_budget=g.answer_budget_tokens,
             begun={i: group.begun[i] for i in indices if i in group.begun},
-        )
+        )  # fmt: skip
 
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.
@@ -75,9 +75,11 @@ class StepBuilder:
         if ready is None or groups.next_groups(s.phase_steps(step)) is None:
             self._check_refill(step, groups)
             return None
+        if self._recorder.behind():
+            return None
         groups.take(step, ready)
-        failed, ready = len(ready), [g for g in ready if not g.failed]
-        failed -= len(ready)
+        everything, ready = ready, [g for g in ready if not g.failed]
+        failed = len(everything) - len(ready)
         # Generators score tokens at temperature 1 and with their own routed experts.
         comparable = c.generation.temperature == 1.0 and c.algorithm.routing_replay != "replay"
         probed = comparable and step % c.metrics.logprob_check_every_steps == 0
@@ -101,6 +103,7 @@ class StepBuilder:
             tasks = metrics["tasks"] = by_task(stream.curricula, ready, built.kept)
             for task, curriculum in stream.curricula.items():
                 tasks[task] |= {"prompts_excluded": curriculum.excluded, "epoch": curriculum.epoch}
+        self._recorder.batch(step, everything, built, self._prompts)
         return built
 
     def record(self, groups: list[Group]) -> None:

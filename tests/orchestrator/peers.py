@@ -459,6 +459,7 @@ def run(
     cut_every=None,
     rows=None,
     faults=None,
+    recorder=None,
     **trainer,
 ):
     """Run to the end and return the rows (`rows` if given) and the peers.
@@ -468,6 +469,7 @@ def run(
     A resumed run has the rows `written` in its file.
     All connections are cut every `cut_every` seconds.
     With `evaluate_only` there is no trainer, and the generators start with version 0.
+    Rollout files are written by `recorder`.
     `faults(fleet)` runs as a task, with a `Fleet`.
     `nodes` are the trainer's, and `stores` the arguments of each generator's `Store`; the last
     generators have none and are on the trainer's node.
@@ -488,11 +490,13 @@ def run(
         sets = [one for one in evaluated or () if isinstance(one, tuple)]
         made = [{"kind": "sets", "step": step, "sets": {name: {}}} for name, step in sets]
         made += [{"kind": "eval", "step": s} for s in {*(evaluated or ())} - {*sets}]
+        metrics = RunMetrics(rows, config.roles, [*written, *made], clock)
+        metrics.recorder = recorder or metrics.recorder
         orchestrator = Orchestrator(
             config,
             prompt_set(config, kind),
             verification,
-            RunMetrics(rows, config.roles, [*written, *made], clock),
+            metrics,
             socket,
             state,
             evaluate_only,

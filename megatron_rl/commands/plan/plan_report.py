@@ -11,6 +11,8 @@ from megatron_rl.commands.plan.layouts import layout_options, layout_problems, l
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, StageMemory, estimate
 from megatron_rl.commands.plan.nodes import CHANGED_SHARE, GIB, LINK, UpdateTime, update_time
 from megatron_rl.config import ConfigError, RunConfig
+from megatron_rl.metrics.rollouts import BYTES_PER_TOKEN
+from megatron_rl.orchestrator.evaluation import evaluation_steps
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
@@ -56,6 +58,7 @@ def memory_plan(
         _print_reasons("notes:", memory.notes)
     update = update_time(run, architecture, changed_share)
     _print_update(update, changed_share)
+    print("rollout files:", _rollout_disk(run) if run.metrics.rollouts_every_steps else "none")
     fits, layouts = memory is not None and not memory.misfits, []
     if roles.one_gpu and (search_layouts or not fits):
         print("roles.one_gpu allows no other layout")
@@ -151,6 +154,17 @@ def _print_update(update: UpdateTime, changed_share: float) -> None:
     )
 
 
+def _rollout_disk(run: RunConfig) -> str:
+    s, e, sequence = run.schedule, run.evaluation, run.sequence_tokens * BYTES_PER_TOKEN / 1e6
+    step = s.prompts_per_step * s.completions_per_prompt * sequence
+    steps = min(s.steps * step, run.metrics.rollouts_gib * GIB / 1e6)
+    held = sum(t.heldout_prompts for t in run.tasks.values()) * e.samples_per_prompt * sequence
+    return (
+        f"at most {step:,.1f} MB a step ({BYTES_PER_TOKEN} bytes a token), {steps:,.1f} MB of steps"
+        f" (metrics.rollouts_gib), {len(evaluation_steps(e, s.steps))} evaluations, {held:,.1f} MB"
+    )
+
+
 def _print_layouts(layouts: list[LayoutMemory]) -> None:
     for i, layout in enumerate(layouts):
         options = layout_options(layout.run)
@@ -169,10 +183,8 @@ def _print_layouts(layouts: list[LayoutMemory]) -> None:
 def _as_json(memory: LayoutMemory) -> dict[str, Any]:
     g = memory.generator
     return {
-        "layout": layout_values(memory.run),
+        "layout": layout_values(memory.run), "misfits": memory.misfits, "notes": memory.notes,
         "stages": [{**asdict(stage), "total": stage.total} for stage in memory.stages],
         "generator": {**asdict(g), "sequences": g.sequences},
         "hosts": [{**asdict(host), "total": host.total} for host in memory.hosts],
-        "misfits": memory.misfits,
-        "notes": memory.notes,
-    }
+    }  # fmt: skip

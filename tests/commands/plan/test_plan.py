@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,17 @@ def test_a_named_model_is_refused_without_its_weights(
         (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=r"has model_type 'qwen3' and .* is 'llama'"):
         start_directory(run_of(DENSE, start_checkpoint=str(tmp_path)))
+
+
+def test_a_plan_states_the_disk_of_rollout_files(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(EXAMPLES / "scalerl_8b.yaml")
+    run = load_config(path)
+    lines = []
+    for options in ([], ["--metrics.rollouts_gib", "0.5"], ["--metrics.rollouts_every_steps", "0"]):
+        exits(["plan", path, *options])
+        (line,) = re.findall(r"^rollout files: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        lines.append(line)
+    completions = run.schedule.prompts_per_step * run.schedule.completions_per_prompt
+    step = completions * run.sequence_tokens * 10 / 1e6
+    assert lines[0].startswith(f"at most {step:,.1f} MB a step (10 bytes a token), 21,474.8 MB of")
+    assert ", 536.9 MB of steps" in lines[1] and lines[2] == "none"

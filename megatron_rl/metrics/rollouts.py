@@ -1,0 +1,172 @@
+"""Rollout files: the completions of a run, one row each, as Parquet in `<output_dir>/rollouts`.
+
+    step_000123.parquet   completions of the groups in the batches of step 123, also skipped ones
+    eval_000123.parquet   evaluations of weight version 123; `set` names the evaluation set
+
+A step is written when the trainer gets its batch. A file is complete or not there.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_rl.files import left_in, naming_full_disk, sibling
+from megatron_rl.metrics.metrics_file import MetricsError, Row
+
+SCHEMA = "megatron_rl.rollouts/1"
+_TABLE = (resources.files(__package__) / "rollouts.yaml").read_text()
+COLUMNS: dict[str, list[str]] = yaml.safe_load(_TABLE)
+"""Column -> [type, meaning]."""
+BYTES_PER_TOKEN = 10
+"""Disk of a token, rounded up: docs/metrics.md has what was measured."""
+Decode = Callable[[list[int]], str]
+MAX_PENDING = 2  # files; then the next batch waits
+CLOSE_SECONDS = 600.0
+_ROWS = 64  # of a row group: between two of them the event loop goes on
+
+
+class RolloutWriter:
+    """Writes rollout files in a thread; one writer per folder (`run_lock`).
+
+    Files of another run, or from the checkpoint of `resume_step` updates on, are moved to
+    `<folder>.dropped-<n>`. When the files of steps are over `max_bytes`, the oldest are removed;
+    the newest stays. `decode` gives the text of token ids.
+    """
+
+    def __init__(
+        self, folder: Path, max_bytes: float, decode: Decode, resume_step: int | None = None
+    ) -> None:
+        self.folder, self._max_bytes, self._decode = folder, max_bytes, decode
+        for path in left_in(folder):
+            path.unlink(missing_ok=True)
+        again = {} if resume_step is None else {"step": resume_step, "eval": resume_step + 1}
+        names = (folder.with_name(f"{folder.name}.dropped-{n}") for n in itertools.count())
+        aside = next(name for name in names if not name.exists())
+        for kind, step, path in _files(folder):
+            if step >= again.get(kind, 0):
+                aside.mkdir(exist_ok=True)
+                path.rename(aside / path.name)
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._pending: list[Future[None]] = []
+
+    def write(self, kind: str, step: int, rows: list[Row]) -> None:
+        """Write a file soon; an evaluation is added to the other sets of its version.
+
+        Tokens of rows are little-endian bytes, `versions` pairs of version and number of tokens.
+        """
+        self._pending.append(self._thread.submit(self._write, kind, step, rows))
+
+    def check(self) -> bool:
+        """Return True while the disk is behind; raise the error of a file that was not written."""
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+        return len(self._pending) >= MAX_PENDING
+
+    def close(self) -> None:
+        """Wait until all files are complete; raise the error of one that was not written."""
+        wait(self._pending, CLOSE_SECONDS)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.check()
+        if self._pending:
+            raise TimeoutError(f"{self.folder}: the disk is too slow for the last files")
+
+    def _write(self, kind: str, step: int, rows: list[Row]) -> None:
+        from pyarrow import parquet
+
+        path = self.folder / f"{kind}_{step:06d}.parquet"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        work = sibling(path, "tmp")
+        # Dictionaries and statistics of tokens cost time and save nothing.
+        text = [name for name, (type_, _) in COLUMNS.items() if type_ == "string"]
+        options = {"compression": "zstd", "use_dictionary": text, "write_statistics": False}
+        try:
+            with naming_full_disk(path), work.open("wb") as file:
+                with parquet.ParquetWriter(file, arrow_schema(), **options) as writer:
+                    for batch in self._batches(path, kind, rows):
+                        writer.write_batch(batch)
+                file.flush()
+                os.fsync(file.fileno())
+            work.replace(path)
+        finally:
+            work.unlink(missing_ok=True)
+        steps = sorted((n, p) for k, n, p in _files(self.folder) if k == "step")
+        sizes = itertools.accumulate(p.stat().st_size for _, p in reversed(steps))
+        for (_, old), total in list(zip(reversed(steps), sizes, strict=True))[1:]:
+            if total > self._max_bytes:
+                old.unlink()
+
+    def _batches(self, path: Path, kind: str, rows: list[Row]) -> Iterator[Any]:
+        if kind == "eval" and path.exists():
+            table, new = read_rollouts(path), {row["set"] for row in rows}
+            keep = [name not in new for name in table["set"].to_pylist()]
+            yield from table.filter(keep).to_batches(_ROWS)
+        for some in itertools.batched(rows, _ROWS):
+            ids = (np.frombuffer(row["token_ids"], "<i4").tolist() for row in some)
+            texts = [self._decode(one) for one in ids]
+            yield record_batch([r | {"completion": t} for r, t in zip(some, texts, strict=True)])
+
+
+def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any:
+    """Return the `pyarrow.Table` of a rollout file, or of all files of a folder.
+
+    Raises:
+        MetricsError: a file has another schema.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    path, tables = Path(path), []
+    for one in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
+        with parquet.ParquetFile(one) as file:
+            name = (file.schema_arrow.metadata or {}).get(b"schema", b"none").decode()
+            if name != SCHEMA:
+                raise MetricsError(f"{one}: schema {name!r}, expected {SCHEMA!r}")
+            tables.append(file.read(columns))
+    return pyarrow.concat_tables(tables or [arrow_schema().empty_table()])
+
+
+def arrow_schema() -> Any:
+    """Return the `pyarrow.Schema` of the files."""
+    import pyarrow
+
+    fields = []
+    for name, (kind, doc) in COLUMNS.items():
+        item = pyarrow.type_for_alias(kind.removeprefix("list "))
+        type_ = pyarrow.list_(item) if kind.startswith("list ") else item
+        fields.append(pyarrow.field(name, type_, metadata={"doc": doc}))
+    return pyarrow.schema(fields, metadata={"schema": SCHEMA})
+
+
+def record_batch(rows: Sequence[Row]) -> Any:
+    """Return the `pyarrow.RecordBatch` of some rows, without a Python object per token."""
+    import pyarrow
+
+    arrays = []
+    for field in arrow_schema():
+        values: list[Any] = [row.get(field.name) for row in rows]
+        if field.name == "versions":
+            values = [np.repeat(*np.array(v, "<i4").reshape(-1, 2).T).tobytes() for v in values]
+        if pyarrow.types.is_list(field.type):
+            offsets = np.cumsum([0, *(len(v) // 4 for v in values)], dtype=np.int32)
+            buffers = [None, pyarrow.py_buffer(b"".join(values))]
+            tokens = pyarrow.Array.from_buffers(field.type.value_type, int(offsets[-1]), buffers)
+            arrays.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets), tokens))
+        else:
+            if pyarrow.types.is_string(field.type):  # half of a surrogate pair is no character
+                values = [v if v is None else v.encode("utf-8", "backslashreplace") for v in values]
+            arrays.append(pyarrow.array(values, type=field.type))
+    return pyarrow.RecordBatch.from_arrays(arrays, schema=arrow_schema())
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    for path in list(folder.glob("*.parquet")):
+        if name := re.fullmatch(r"(step|eval)_(\d+)\.parquet", path.name):
+            yield name[1], int(name[2]), path

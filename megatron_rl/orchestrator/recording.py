@@ -1,0 +1,112 @@
+"""Rows of rollout files, from the dispatch of a completion to its batch or evaluation."""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_rl.config import RunConfig
+from megatron_rl.data import Prompt
+from megatron_rl.messages import Generate, Sample, int_bytes
+from megatron_rl.metrics.metrics_file import Row
+from megatron_rl.metrics.rollouts import Decode, RolloutWriter
+from megatron_rl.orchestrator.batching import BuiltBatch, dropped_because
+from megatron_rl.orchestrator.groups import Group
+from megatron_rl.rewards import Verdict
+
+
+class Recorder:
+    """Notes times and engine of completions, and gives rows to a writer, with `decode`."""
+
+    def __init__(
+        self, config: RunConfig | None = None, decode: Decode | None = None, step: int | None = None
+    ) -> None:
+        self._config, self._writer = config or RunConfig(), None
+        if decode is not None:
+            folder, metrics = self._config.output_dir / "rollouts", self._config.metrics
+            writer = RolloutWriter(folder, metrics.rollouts_gib * 2**30, decode, step)
+            self._writer = writer if metrics.rollouts_every_steps else None
+        self._notes: dict[tuple[int, int, int], Row] = defaultdict(dict)
+        self._rows: list[Row] = []  # of skipped batches, until the step's own
+
+    def behind(self) -> bool:
+        """Return True while the disk is behind; raise the error of a file."""
+        return self._writer is not None and self._writer.check()
+
+    def sent(self, request: Generate) -> None:
+        """Note the dispatch of completions."""
+        for index in request.indices if self._writer else ():
+            self._notes[request.evaluation, request.group, index] = {"sent": time.monotonic()}
+
+    def arrived(self, engine: str, sample: Sample) -> None:
+        """Note the arrival of a completion."""
+        if self._writer is not None:
+            notes, now = self._notes[_key(sample)], time.monotonic()
+            notes |= {"engine": engine, "arrived": now, "unix_seconds": time.time()}
+            notes["seconds_to_arrive"] = now - notes["sent"]
+
+    def verified(self, sample: Sample) -> None:
+        """Note the time of the verdict on a completion."""
+        if "arrived" in (notes := self._notes.get(_key(sample), {})):
+            notes["seconds_to_verify"] = time.monotonic() - notes["arrived"]
+
+    def batch(
+        self, step: int, groups: list[Group], built: BuiltBatch, prompts: Sequence[Prompt]
+    ) -> None:
+        """Write the file of a step, or keep the rows of a batch that is skipped for it."""
+        for group in groups if self._writer else ():
+            for sample in group.ordered:
+                because = dropped_because(group, sample, built, self._config.algorithm)
+                advantage, weight = built.trained.get((group.index, sample.index), (None, None))
+                row = self._row(
+                    prompts[group.prompt_id], sample, group.verdicts[sample.index], step
+                )
+                row |= {"kind": "train", "set": "", "reward": group.reward(sample)}
+                row |= {"advantage": advantage, "loss_weight": weight}
+                self._rows.append(row | {"trained": not because, "dropped_because": because})
+            for index in range(group.size):
+                self._notes.pop((-1, group.index, index), None)
+        if built.teaches:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows and rows[0]["step"] % self._config.metrics.rollouts_every_steps == 0:
+            self.write("step", rows[0]["step"], rows)
+
+    def evaluated(
+        self, rows: list[Row], name: str, prompt: Prompt, sample: Sample, verdict: Verdict
+    ) -> None:
+        """Add a completion to the rows of an evaluation."""
+        if self._writer is not None:
+            row = self._row(prompt, sample, verdict, sample.evaluation)
+            row |= {"kind": "eval", "set": name, "trained": False, "dropped_because": ""}
+            rows.append(row | {"reward": self._config.verifier.values.of(verdict)})
+            self._notes.pop(_key(sample), None)
+
+    def write(self, kind: str, step: int, rows: list[Row]) -> None:
+        """Write a step or an evaluation."""
+        if self._writer is not None:
+            self._writer.write(kind, step, rows)
+
+    def close(self) -> None:
+        """Write what is left, and wait until all files are complete."""
+        if self._writer is not None:
+            self._flush()
+            self._writer.close()
+
+    def _row(self, prompt: Prompt, sample: Sample, verdict: Verdict, step: int) -> Row:
+        return {
+            "step": step, "task": prompt.task, "prompt_id": prompt.id, "prompt": prompt.text,
+            "prompt_token_ids": int_bytes(prompt.token_ids), "group": sample.group,
+            "index": sample.index, "token_ids": sample.token_ids, "logprobs": sample.logprobs,
+            "versions": [(span.version, span.end - span.start) for span in sample.spans],
+            "forced_start": sample.forced[0], "forced_end": sample.forced[1],
+            "finish_reason": sample.finish_reason, "verdict": verdict.outcome.value,
+            "verdict_reason": verdict.reason,
+            "lag_max": max((step - span.version for span in sample.spans), default=0),
+            **self._notes.get(_key(sample), {}),
+        }  # fmt: skip
+
+
+def _key(sample: Sample) -> tuple[int, int, int]:
+    return sample.evaluation, sample.group, sample.index
