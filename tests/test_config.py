@@ -246,7 +246,7 @@ def test_every_field_has_help_text_and_every_section_a_docstring() -> None:
 UNITS = (
     "steps step tokens prompts prompt completions ranks seconds bytes gib mib kib nats updates"
     " fraction ratio threshold weights points workers processes deaths verdicts tests retries"
-    " gpus rows minutes batches"
+    " gpus rows minutes batches restarts attempts share port"
 )
 # Numbers without a unit: sizes of a grid of ranks, Adam's constants, a seed, a count of folders.
 PURE = {

@@ -48,7 +48,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.close(file)
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def configuration(disk: Path) -> RunConfig:

@@ -348,6 +348,7 @@ class Orchestrator:
             self.metrics.batch(step, built.metrics)
             batch = built.batch
         self.requested_step = None
+        self.metrics.start_clock()  # a resumed run may have the batch already
         self.connection.send(m.TRAINER, batch)
 
     def _skip_batch(self, step: int, built: BuiltBatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +293,7 @@ def test_an_update_whose_core_ends_in_its_swap_ends_when_it_is_cancelled(served,
 
 def mapped(engine: Any, versions: Versions) -> list[int]:
     """Return how often each process of the engine, this one first, maps files of these stores."""
+    gc.collect()  # an error of an earlier test may keep what it had mapped
     maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in (psutil.Process(), *engine._processes)]
     counts = [text.count(f"{versions.root}/") for text in maps]
     counts[0] -= 5 * len(versions.stores)  # those of the writer, in this process

@@ -38,13 +38,16 @@ PACKAGES = {
 """Top-level package -> distribution."""
 
 OBJECTS = {
-    "generator/engine.py": {
-        "vllm.outputs.RequestOutput": "prompt_logprobs",
-        "vllm.outputs.CompletionOutput": "finish_reason",
+    "generator/engine.py": {"vllm.outputs.RequestOutput": "prompt_logprobs"},
+    "generator/engine_requests.py": {
+        "vllm.outputs.RequestOutput": "outputs finished",
+        "vllm.outputs.CompletionOutput": "finish_reason token_ids",
     },
     "generator/vllm_sampling.py": {
-        "vllm.outputs.RequestOutput": "outputs request_id prompt_token_ids",
-        "vllm.outputs.CompletionOutput": "token_ids logprobs weight_versions",
+        "vllm.outputs.RequestOutput": "outputs request_id prompt_token_ids finished",
+        "vllm.outputs.CompletionOutput": "token_ids logprobs weight_versions finish_reason",
+        "vllm.v1.engine.output_processor.OutputProcessor()": "external_req_ids request_states",
+        "vllm.v1.engine.output_processor.RequestState": "_weight_version_spans()",
         "vllm.outputs.WeightVersionSpan": "version start end",
         "vllm.logprobs.FlatLogprobs()": "token_ids logprobs",
     },

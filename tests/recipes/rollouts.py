@@ -68,7 +68,7 @@ class Rollouts:
                 sample = self._sample(index, i, prompt_id, ids, logprobs.pop(0), version)
                 sample = m.decode(m.encode(sample))  # as it comes off the wire
                 group.samples[i] = sample
-                group.verdicts[i] = self._verdict(prompt_id, sample.token_ids)
+                group.verdicts[i] = self._verdict(prompt_id, ids)
             found.append(group)
         return found
 
