@@ -45,7 +45,7 @@ class Membership:
         self._trainer_ranks: dict[str, float] = {}  # name -> when its silence was reported, or 0
         self._lost_at: dict[str, float] = {}
         self._last_failure = ""
-        self._alone_since = time.monotonic()
+        self._alone_since, self._parent = time.monotonic(), os.getppid()
 
     # ------------------------------------------------------------ coming
     def join(self, sender: str, join: m.Join) -> None:
@@ -177,7 +177,8 @@ class Membership:
             for generator in [g for g in self._generators if g.node == node]:
                 self._lose(generator, reason, ended=True)
         self._check_alone(now)
-        for name in self._trainer_ranks:
+        # A rank that has closed its connection has ended, or is torchrun's to restart.
+        for name in self._trainer_ranks.keys() - closed.keys():
             self._check_trainer(name, now - last_frame.get(name, now))
 
     def _check_alone(self, now: float) -> None:
@@ -204,7 +205,8 @@ class Membership:
             )
         elif silent > TRAINER_SILENCES * limit:
             # Rank 0 may wait for the silent one in a collective; torchrun restarts all.
-            os.kill(os.getppid(), signal.SIGKILL)
+            if os.getppid() == self._parent:
+                os.kill(self._parent, signal.SIGKILL)
             raise TrainerGone(
                 f"trainer rank {rank} was silent for {silent:.0f} s: rank 0 was killed, so that"
                 " torchrun restarts the trainer's ranks"

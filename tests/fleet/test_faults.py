@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,12 @@ from tests.e2e.processes import ROOT
 from tests.fleet.faults import can_cut
 from tests.fleet.tiny_run import SILENCE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+# They take 6 minutes beside another worker: `MEGATRON_RL_FAULTS=1 pytest tests/fleet`.
+asked_for = pytest.mark.skipif(
+    os.environ.get("MEGATRON_RL_FAULTS") != "1",
+    reason="6 minutes of real runs that are disturbed: MEGATRON_RL_FAULTS=1 runs them",
+)
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), asked_for]
 SECONDS = 600
 
 

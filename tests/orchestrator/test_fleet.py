@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from contextlib import nullcontext
 
 import pytest
 
 from megatron_rl import messages as m
+from megatron_rl.orchestrator import TrainerGone
 from megatron_rl.orchestrator.generators import (
     ACKNOWLEDGE_SECONDS,
     CLOSED_SECONDS,
@@ -297,3 +300,25 @@ def test_returned_completions_come_first_and_keep_their_step() -> None:
     assert failed is queue[3] and failed.complete and not failed.samples and queue.get(3) is None
     assert queue.latest_step(5) == 2, "a dropped group is in no step: group 5 is the fifth now"
     assert dispatch()[0] == 6
+
+
+@pytest.mark.parametrize(("closed", "killed"), [(False, [7]), (True, [])])
+def test_a_trainer_is_killed_for_its_silence_only_while_its_connection_is_open(
+    monkeypatch: pytest.MonkeyPatch, closed: bool, killed: list[int]
+) -> None:
+    """A rank that has ended is not silent: the parent may be another process by then."""
+    members = "megatron_rl.orchestrator.membership"
+    kills: list[int] = []
+    monkeypatch.setattr(f"{members}.os.getppid", lambda: 7)
+    monkeypatch.setattr(f"{members}.os.kill", lambda pid, _: kills.append(pid))
+    membership = run(small_config(steps=3)).orchestrator.membership
+    connection = membership._connection
+    assert m.TRAINER in membership._trainer_ranks
+    start = connection.heard[m.TRAINER] = time.monotonic()
+    connection.closed = {m.TRAINER: start} if closed else {}
+    limit = small_config().timeouts.silence_seconds
+    membership._alone_since = start + 10 * limit
+    membership.check(start + 1.5 * limit)
+    with nullcontext() if closed else pytest.raises(TrainerGone, match="rank 0 was silent"):
+        membership.check(start + 4.5 * limit)
+    assert kills == killed
