@@ -358,3 +358,8 @@ class Timeouts(Section):
     then, and after four times as long the trainer's ranks are restarted."""
     rejoin_seconds: PositiveFloat = 900.0
     """Wait of generators, with their weights and cache, for a run whose trainer is gone."""
+
+    @property
+    def hang_seconds(self) -> float:
+        """Silence after which a process is ended and started again: four `silence_seconds`."""
+        return 4 * self.silence_seconds

@@ -30,8 +30,6 @@ from megatron_rl.files import replace_file, report_failure
 WITHIN_SECONDS = 600.0
 """Time in which `fleet.generator_restarts` are counted."""
 POLL_SECONDS = 0.1
-SILENCES = 4
-"""`timeouts.silence_seconds` after which an engine's process that does not work is killed."""
 _PAUSE_SECONDS = 5.0
 _RECORD_SECONDS = 60.0
 """Wait for the first act of a process that was just started."""
@@ -288,13 +286,13 @@ class Supervisor:
         if touched != self._touched or was_paused:
             self._touched, self._alive_at = touched, now
         silent = now - self._alive_at
-        if silent < SILENCES * self._config.timeouts.silence_seconds:
+        if silent < self._config.timeouts.hang_seconds:
             return
         record = self._record()
         if record is not None and record.ready and liveness.born(record.pid) == record.born:
             print(
                 f"megatron_rl: {self._name} (process {record.pid}) shows no life for {silent:.0f} s"
-                f" ({SILENCES} x timeouts.silence_seconds): it hangs or is stopped, and is killed",
+                f" (4 x timeouts.silence_seconds): it hangs or is stopped, and is killed",
                 file=sys.stderr,
                 flush=True,
             )
@@ -304,7 +302,8 @@ class Supervisor:
     def _end_rest(self) -> None:
         """End what an engine's process that is gone has left in its session."""
         record = self._record()
-        if record is not None and liveness.born(record.pid) != record.born:
+        # A process of that number now is another one: then nothing is left of the session.
+        if record is not None and liveness.born(record.pid) < 0:
             _kill_session(record.pid)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_rl.metrics.metrics_file import Row
+from megatron_rl.metrics.metrics_file import Row, mean
 
 
 def availability(rows: list[Row]) -> dict[str, Any]:
@@ -16,6 +16,7 @@ def availability(rows: list[Row]) -> dict[str, Any]:
     steps = [row for row in rows if row["kind"] == "step"]
     events = [row for row in rows if row["kind"] == "event"]
     lost = [row for row in events if row["event"] == "generator_lost"]
+    waiting = mean(steps, "generator_wait_fraction", "step_seconds")
     names = {row["generator"] for row in lost}
     back = [
         row["recovery_seconds"]
@@ -23,9 +24,8 @@ def availability(rows: list[Row]) -> dict[str, Any]:
         if row["event"] == "generator_ready" and row["generator"] in names
     ]
     return {
-        "trainer_busy": _share(steps, "trainer_busy_fraction"),
-        "generators_busy": None if (wait := _share(steps, "generator_wait_fraction")) is None
-        else 1 - wait,
+        "trainer_busy": mean(steps, "trainer_busy_fraction", "step_seconds"),
+        "generators_busy": None if waiting is None else 1 - waiting,
         "generators_lost": len(lost),
         "generator_recoveries": back[-len(lost) :] if lost else [],
         "completions_again": sum(row["completions_again"] for row in lost),
@@ -33,14 +33,7 @@ def availability(rows: list[Row]) -> dict[str, Any]:
         "tokens_continued": sum(row["tokens_continued"] for row in lost),
         "prompts_failed": sum(row["event"] == "prompt_failed" for row in events),
         "trainer_recoveries": _trainer_recoveries(rows),
-    }  # fmt: skip
-
-
-def _share(steps: list[Row], name: str) -> float | None:
-    """Return the mean of a share of time over the time of all steps."""
-    pairs = [(row[name], row["step_seconds"]) for row in steps if row.get(name) is not None]
-    total = sum(seconds for _, seconds in pairs)
-    return sum(share * seconds for share, seconds in pairs) / total if total else None
+    }
 
 
 def _trainer_recoveries(rows: list[Row]) -> list[float]:

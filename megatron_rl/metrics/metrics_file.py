@@ -122,6 +122,13 @@ def last_rows(rows: list[Row], kind: str) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def mean(rows: list[Row], name: str, weight: str) -> float | None:
+    """Return the mean of the rows' means, weighted by their `weight` (1 if missing)."""
+    pairs = [(row[name], row.get(weight, 1)) for row in rows if row.get(name) is not None]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else None
+
+
 def _line(row: Row) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 

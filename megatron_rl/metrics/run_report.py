@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_rl.files import replace_file
 from megatron_rl.metrics.availability import availability
 from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
-from megatron_rl.metrics.metrics_file import Row, last_rows, read_metrics
+from megatron_rl.metrics.metrics_file import Row, last_rows, mean, read_metrics
 from megatron_rl.metrics.terminal import print_table
 
 SCHEMA = "megatron_rl.summary/1"
@@ -61,8 +61,8 @@ def write_report(
         "pass_rate": ends(evaluations),
         "fit": fit,
         **{k: fit_parts(rows, k, fit_compute, output_dir / f"fit_{k}.png") for k in PARTS},
-        "multi_version_fraction": _mean(steps, "multi_version_fraction", "completions"),
-        longer: _mean(steps, longer, "completions_long"),
+        "multi_version_fraction": mean(steps, "multi_version_fraction", "completions"),
+        longer: mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
         "completions_truncated": _total(batches, "completions_truncated"),
         "alarms": _alarms(sorted(batches, key=lambda row: row["step"])),
@@ -71,7 +71,7 @@ def write_report(
         "aborted_requests": max(_values(steps, "aborted_requests"), default=None),
         "logprob_error": {
             "max": max(_values(rows, "logprob_error_max"), default=None),
-            "mean": _mean(rows, "logprob_error_mean", "logprob_error_tokens"),
+            "mean": mean(rows, "logprob_error_mean", "logprob_error_tokens"),
             "tokens": _total(rows, "logprob_error_tokens"),
         },
         "wall_seconds": {**phases, "total": sum(phases.values())},
@@ -175,13 +175,6 @@ def _values(rows: list[Row], name: str) -> list[float]:
 def _total(rows: list[Row], name: str) -> float | None:
     values = _values(rows, name)
     return sum(values) if values else None
-
-
-def _mean(rows: list[Row], name: str, weight: str) -> float | None:
-    """Return the mean of the rows' means, weighted by their `weight` (1 if missing)."""
-    pairs = [(row[name], row.get(weight, 1)) for row in rows if row.get(name) is not None]
-    total = sum(w for _, w in pairs)
-    return sum(x * w for x, w in pairs) / total if total else None
 
 
 def _text(value: float | None, form: str, missing: str = "not measured") -> str:

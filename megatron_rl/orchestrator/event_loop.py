@@ -81,14 +81,6 @@ class Orchestrator:
         per_step, a = config.schedule.prompts_per_step, config.algorithm
         self.groups = GroupQueue(per_step, lambda group: a.refill and is_dropped(group, a))
         self.generators, self.stores = Generators(config), Stores(config)
-        as_json = config.model_dump(mode="json")
-        as_json["output_dir"] = str(config.output_dir.absolute())  # theirs may be another folder
-        self.membership = Membership(
-            config,
-            m.Welcome(config=as_json, model_dir=model_dir, trainer_node=trainer_node),
-            self.connection, self.generators, self.stores, self.groups, metrics,
-            evaluate_only=evaluate_only is not None,
-        )  # fmt: skip
         self._weights_can_move = self._work_can_move = True
         self._evaluation_share = 0.0
         self._oldest_read: int | None = None
@@ -102,7 +94,14 @@ class Orchestrator:
             self._restore(state)
         self._first_step = first_step = self.groups.trained_steps
         self.evaluations = Evaluations(config, prompts, metrics, first_step, evaluate_only)
-        self.membership.evaluations = self.evaluations
+        as_json = config.model_dump(mode="json")
+        as_json["output_dir"] = str(config.output_dir.absolute())  # theirs may be another folder
+        self.membership = Membership(
+            config,
+            m.Welcome(config=as_json, model_dir=model_dir, trainer_node=trainer_node),
+            self.connection, self.generators, self.stores, self.groups, self.evaluations, metrics,
+            evaluate_only=evaluate_only is not None,
+        )  # fmt: skip
 
     async def run(self) -> m.TrainerDone:
         """Serve until the trainer is done and every evaluation is complete.

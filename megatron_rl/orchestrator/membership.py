@@ -15,9 +15,6 @@ from megatron_rl.orchestrator.groups import GroupQueue
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.stores import Stores
 
-TRAINER_SILENCES = 4
-"""`timeouts.silence_seconds` after which the ranks of a silent trainer are restarted."""
-
 
 class Membership:
     """The members of a run; all lost work goes back to `groups` and `evaluations`.
@@ -34,14 +31,15 @@ class Membership:
         generators: Generators,
         stores: Stores,
         groups: GroupQueue,
+        evaluations: Evaluations,
         metrics: RunMetrics,
         *,
         evaluate_only: bool,
     ) -> None:
         self._config, self._welcome, self._connection = config, welcome, connection
         self._generators, self._stores, self._groups = generators, stores, groups
-        self._metrics, self._evaluate_only = metrics, evaluate_only
-        self.evaluations: Evaluations | None = None
+        self._evaluations, self._metrics = evaluations, metrics
+        self._evaluate_only = evaluate_only
         self._trainer_ranks: dict[str, float] = {}  # name -> when its silence was reported, or 0
         self._lost_at: dict[str, float] = {}
         self._last_failure = ""
@@ -138,8 +136,7 @@ class Membership:
         begun, again = list[int](), 0
         for (version, index), indices in generator.work.items():
             if version >= 0:
-                assert self.evaluations is not None
-                self.evaluations.lost(version, index, indices)
+                self._evaluations.lost(version, index, indices)
                 again += len(indices)
             elif (group := self._groups.get(index)) is not None:
                 begun += [group.begun[i].num_tokens for i in indices if i in group.begun]
@@ -203,7 +200,7 @@ class Membership:
                 f"trainer rank {rank} is silent for {silent:.0f} s (timeouts.silence_seconds): its"
                 " process is stopped, or its node is gone"
             )
-        elif silent > TRAINER_SILENCES * limit:
+        elif silent > self._config.timeouts.hang_seconds:
             # Rank 0 may wait for the silent one in a collective; torchrun restarts all.
             if os.getppid() == self._parent:
                 os.kill(self._parent, signal.SIGKILL)

@@ -14,8 +14,6 @@ from megatron_rl.orchestrator_connection import OrchestratorConnection
 
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
-SILENCES = 4
-"""`timeouts.silence_seconds` after which a silent orchestrator is given up."""
 
 
 class OrchestratorGone(RuntimeError):
@@ -134,7 +132,7 @@ class TrainerClient:
         text = f"the orchestrator is silent for {silent:.0f} s (timeouts.silence_seconds)"
         if silent <= limit:
             self._is_silent = False
-        elif silent > SILENCES * limit:
+        elif silent > self._timeouts.hang_seconds:
             raise OrchestratorGone(f"{text}: the trainer's ranks are to be started again")
         elif not self._is_silent:
             self._is_silent = True

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl import messages as m
 from megatron_rl.config import Timeouts
-from megatron_rl.trainer.client import SILENCES, OrchestratorGone, TrainerClient
+from megatron_rl.trainer.client import OrchestratorGone, TrainerClient
 from tests.router import Router
 
 
@@ -33,7 +33,7 @@ def test_an_orchestrator_that_is_stopped_is_named_and_then_given_up(router, capf
     client = client_of(router, limit)
     with pytest.raises(OrchestratorGone, match=r"silent for \d+ s \(timeouts.silence_seconds\)"):
         client.next_batch(0)
-    assert SILENCES * limit <= time.monotonic() - start < 30
+    assert 4 * limit <= time.monotonic() - start < 30
     assert capfd.readouterr().err.count("the orchestrator is silent") == 1
     client.close()
 
