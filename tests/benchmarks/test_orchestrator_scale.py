@@ -29,7 +29,9 @@ def test_ten_engines_send_every_completion_and_its_progress_and_the_parts_are_me
     assert figures["idle frames per second"] > 5
     parts, calls = figures["parts"], figures["calls"]
     assert calls["dispatch"] < calls["handle"]  # not after each message
-    for name in ("assemble", "encode batch", "receive", "verify", "decode text"):
+    assert figures["assembly"] > 0
+    assert figures["encoding"] > 0
+    for name in ("receive", "verify", "decode text"):
         assert parts[name] > 0, name
     assert parts["decode text"] < parts["verify"] < parts["handle"] < figures["step wall"]
     assert figures["assembly"] + figures["encoding"] < figures["step wall"]

@@ -126,7 +126,7 @@ def test_one_engine_becomes_four_and_then_two() -> None:
     left = {r["generator"] for r in outcome.rows.fleet if r["event"] == "generator_left"}
     assert left == {"generator-5", "generator-6"}
     assert {row["generators"] for row in outcome.rows.steps} >= {1, 4}
-    assert all(outcome.generators[-1].versions), "the last one worked"
+    assert outcome.generators[-1].versions, "the last one worked"
 
 
 def test_a_generator_that_gives_its_prompts_back_costs_no_attempt() -> None:
