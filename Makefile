@@ -2,9 +2,10 @@
 VENV ?= .venv
 NPROC ?= 3
 OUTPUT_DIR ?= runs/demo
-# Two workers: many tests wait for processes that they start. A file stays on one worker. Files go
+# Two workers: many tests wait for processes that they start. A file stays on one worker; without
+# restarts, a worker that crashes ends the run (xdist hangs after one that owns a group). Files go
 # in the order of their names: xdist's own order leaves the longest to the end.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 BIN := $(abspath $(VENV))/bin
 
 # Three ranks share two cores: one thread per rank is fastest.

@@ -32,6 +32,7 @@ class Node:
             timeouts={"shutdown_seconds": 2.0}, fleet={"generator_restarts": 2},
         )  # fmt: skip
         self.errors = folder / "errors.txt"
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def start(
         self, *acts: str, restart: int = 0, restarts: int = 3, shell: bool = False
@@ -49,7 +50,9 @@ class Node:
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         }
         with self.errors.open("ab") as errors:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
+            started = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors)
+        self.started.append(started)
+        return started
 
     def engines(self) -> list[int]:
         """Return the process ids of all starts so far."""
@@ -82,8 +85,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
         for process in psutil.process_iter():
             if process.is_running() and _session(process.pid) == pid:
                 process.kill()
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+    for process in node.started:
+        process.kill()
+        process.wait(20)
 
 
 def _session(pid: int) -> int:
