@@ -146,6 +146,9 @@ class Supervisor:
             signal.signal(number, self._remember)
         self._write_endpoint(store)
         if self._may_start():
+            lost = self._record()
+            if lost is not None and lost.agent == self._agent:  # while the ranks were started again
+                _say(f"{self._what(lost.status, lost)}; it is started again")
             self._start()
         was_ready, ends = False, list[float]()
         while True:
@@ -159,11 +162,7 @@ class Supervisor:
             was_ready |= record is not None and record.ready
             if status == 0:
                 return
-            how = "was killed" if status is None else f"ended with exit status {status}"
-            if status is not None and status < 0:
-                how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
-            cause = f": {record.error}" if record is not None and record.error else ""
-            what = f"{self._name} {how}{cause or '; its log has the cause'}"
+            what = self._what(status, record)
             if status is not None and status > 0 and not was_ready and self._restart == 0:
                 raise EngineStartError(f"{what}; no engine of this run has started yet")
             now, limit = time.monotonic(), self._config.fleet.generator_restarts
@@ -173,12 +172,16 @@ class Supervisor:
                     f"{what}; it was started again {limit} times within {WITHIN_SECONDS:g} s"
                     " (fleet.generator_restarts)"
                 )
-            print(
-                f"megatron_rl: {what}; it is started again ({len(ends)} of {limit})",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"{what}; it is started again ({len(ends)} of {limit})")
             self._start()
+
+    def _what(self, status: int | None, record: Record | None) -> str:
+        """Return how the engine's process ended, and why as far as it is known."""
+        how = "was killed" if status is None else f"ended with exit status {status}"
+        if status is not None and status < 0:
+            how = f"was killed by signal {-status} ({signal.Signals(-status).name})"
+        cause = f": {record.error}" if record is not None and record.error else ""
+        return f"{self._name} {how}{cause or '; its log has the cause'}"
 
     def _remember(self, number: int, _: object) -> None:
         self._signal = number
@@ -216,12 +219,7 @@ class Supervisor:
         while not self._has_lock():
             record = self._record()
             if record is not None and record.agent == self._agent:
-                print(
-                    f"megatron_rl: {self._name} (process {record.pid}) has outlived the ranks and"
-                    " goes on",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"{self._name} (process {record.pid}) has outlived the ranks and goes on")
                 return False
             if record is not None or time.monotonic() > deadline:  # of another torchrun
                 self.end_engine()
@@ -290,11 +288,9 @@ class Supervisor:
             return
         record = self._record()
         if record is not None and record.ready and liveness.born(record.pid) == record.born:
-            print(
-                f"megatron_rl: {self._name} (process {record.pid}) shows no life for {silent:.0f} s"
-                f" (4 x timeouts.silence_seconds): it hangs or is stopped, and is killed",
-                file=sys.stderr,
-                flush=True,
+            _say(
+                f"{self._name} (process {record.pid}) shows no life for {silent:.0f} s (4 x"
+                " timeouts.silence_seconds): it hangs or is stopped, and is killed"
             )
             _kill_session(record.pid)
             self._alive_at = now
@@ -305,6 +301,10 @@ class Supervisor:
         # A process of that number now is another one: then nothing is left of the session.
         if record is not None and liveness.born(record.pid) < 0:
             _kill_session(record.pid)
+
+
+def _say(text: str) -> None:
+    print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
 
 
 def _kill_session(leader: int) -> None:

@@ -305,6 +305,7 @@ def _evaluation(run: TinyRun, role: str) -> None:
 
 
 def _waiting(run: TinyRun, role: str) -> None:
+    """While the generator has no work, since the trainer does not go on."""
     from megatron_rl import liveness
 
     def waits() -> bool:
@@ -315,7 +316,12 @@ def _waiting(run: TinyRun, role: str) -> None:
         return False
 
     _next_step(run)
-    _until(run, waits)
+    trainer = _process(run, "rank1")
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        _until(run, waits)
+    finally:
+        threading.Timer(1.0, _continue, (trainer,)).start()
 
 
 def _starting(run: TinyRun, role: str) -> None:

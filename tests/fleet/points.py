@@ -94,9 +94,7 @@ RUNS: list[tuple[str, ...]] = [
     ),
     ("stop:generator-0:decoding",),
     (
-        "join:joined0:now",
-        "join:joined1:now",
-        "join:joined2:now",
+        "join:3:now",
         "term:joined0:decoding",
         "term:joined1:decoding",
     ),

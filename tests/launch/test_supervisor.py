@@ -183,6 +183,21 @@ def test_an_adopted_engine_that_is_killed_is_started_again(node: Node) -> None:
     rank.kill()
 
 
+def test_an_engine_that_is_killed_while_no_rank_watches_is_named_and_started_again(
+    node: Node,
+) -> None:
+    rank = node.start(FOREVER, FOREVER)
+    engine = node.engine(0)
+    rank.kill()
+    rank.wait(60)
+    engine.kill()
+    rank = node.start(restart=1)
+    assert node.engine(1).is_running()
+    text = node.errors.read_text()
+    assert "generator-0 was killed; its log has the cause; it is started again" in text
+    rank.kill()
+
+
 @pytest.mark.parametrize("act", ["ready forever", "stubborn ready forever"])
 def test_with_the_last_restart_the_engine_ends_with_all_of_its_session(
     node: Node, act: str
