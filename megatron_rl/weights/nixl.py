@@ -38,21 +38,22 @@ class Agent:
 
     def register(self, regions: Sequence[Bytes]) -> None:
         """Make memory readable by peers, and usable as the target of reads."""
-        spans = [(region.ctypes.data, region.size, 0, "") for region in regions if region.size]
-        self._agent.register_memory(spans, "DRAM")
+        self._agent.register_memory(self._descriptors(regions))
 
-    def metadata(self) -> bytes:
-        """Return the description that a peer passes to `connect`; of what is registered by now."""
-        return bytes(self._agent.get_agent_metadata())
+    def metadata(self, regions: Sequence[Bytes]) -> bytes:
+        """Return what a peer passes to `connect` to read these registered regions."""
+        descriptors = self._descriptors(regions)
+        # Without the buffers of reads, which change: NIXL refuses a peer whose memory has changed.
+        return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
+
+    def _descriptors(self, regions: Sequence[Bytes]) -> Any:
+        spans = [(region.ctypes.data, region.size, 0, "") for region in regions if region.size]
+        return self._agent.get_reg_descs(spans, "DRAM")
 
     def connect(self, metadata: bytes) -> str:
         """Return the name of the peer of this description."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
-
-    def forget(self, peer: str) -> None:
-        """Close the connection to a peer; reads in flight may still arrive."""
-        self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, spans: Sequence[tuple[int, Bytes]]) -> Any:
         """Start to read (address at the peer, own memory) pairs; return a handle for `done`.

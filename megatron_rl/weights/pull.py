@@ -26,6 +26,8 @@ READS = 8
 """Buckets on their way at once."""
 _MISTAKES = 2
 """Wrong checksums of one bucket before its source is reported: it may have been overwritten."""
+_ROUNDS = 30
+"""Rounds of this process, at least, in which a source is silent before it is given up."""
 _FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.03
 """Seconds between two looks at a header with nothing new in it."""
 
@@ -44,6 +46,8 @@ class Peer:
 
     source: str
     """Its name among stores."""
+    metadata: bytes
+    """NIXL's description of the process."""
     agent: str
     """Its name in NIXL."""
     region: Region
@@ -66,11 +70,15 @@ class Peer:
 
 
 class Peers:
-    """The peers that an agent is connected to; they stay so from one version to the next."""
+    """The peers that an agent is connected to; they stay so from one version to the next.
+
+    No connection is ever closed: when the peer of an endpoint that NIXL closed with work in flight
+    ends, UCX calls back into freed memory, and the process aborts. NIXL closes broken ones itself.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._known: dict[bytes, list[Peer]] = {}
+        self._known: dict[str, list[Peer]] = {}
         self._late: list[tuple[Any, Bytes]] = []
 
     def of(self, source: StoreSource, manifest: Manifest) -> list[Peer]:
@@ -80,42 +88,43 @@ class Peers:
             SourceFailedError: no connection to it.
         """
         self._late = [late for late in self._late if not self.ended(late[0])]
-        if source.agent not in self._known or any(p.lost for p in self._known[source.agent]):
-            self.forget(source.name)
-            try:
-                name = self._agent.connect(source.agent)
-            except Exception as e:  # NIXL's exceptions have no base of their own
-                raise SourceFailedError(source.name, f"no connection: {e}") from e
-            peers = []
-            for region in source.regions:
-                buckets = manifest.buckets_of(region.owner)
-                places = Places([manifest.buckets[i].num_bytes for i in buckets])
-                copy = np.zeros(places.header_bytes, dtype=np.uint8)
-                self._agent.register([copy])
-                peers.append(Peer(source.name, name, region, buckets, places, copy))
-            self._known[source.agent] = peers
-        for peer in self._known[source.agent]:
+        known = self._known.get(source.name, [])
+        if not known or any(peer.lost or peer.metadata != source.agent for peer in known):
+            for peer in known:
+                self._end_look(peer)
+            known = self._known[source.name] = self._connect(source, manifest)
+        for peer in known:
+            self._end_look(peer)  # what it says is of another version, or of another run's
             peer.header, peer.alive_at, peer.look_at = None, time.monotonic(), 0.0
-        return self._known[source.agent]
+        return known
 
-    def forget(self, source: str) -> None:
-        """Close the connection to a source."""
-        for agent, peers in list(self._known.items()):
-            if peers[0].source == source:
-                for peer in peers:
-                    if peer.looking is not None:
-                        self.give_up(peer.looking, peer.copy)
-                self._agent.forget(peers[0].agent)
-                del self._known[agent]
+    def _connect(self, source: StoreSource, manifest: Manifest) -> list[Peer]:
+        try:
+            name = self._agent.connect(source.agent)
+        except Exception as e:  # NIXL's exceptions have no base of their own
+            raise SourceFailedError(source.name, f"no connection: {e}") from e
+        peers = []
+        for region in source.regions:
+            buckets = manifest.buckets_of(region.owner)
+            places = Places([manifest.buckets[i].num_bytes for i in buckets])
+            copy = self._registered(places.header_bytes)
+            peers.append(Peer(source.name, source.agent, name, region, buckets, places, copy))
+        return peers
 
-    def forget_all(self) -> None:
-        """Close all connections."""
-        for source in {peers[0].source for peers in self._known.values()}:
-            self.forget(source)
+    def _end_look(self, peer: Peer) -> None:
+        if peer.looking is not None and not self.ended(peer.looking):
+            peer.copy = self.replaced(peer.looking, peer.copy)
+        peer.looking = None
 
-    def give_up(self, handle: Any, buffer: Bytes) -> None:
-        """Keep the memory of a read that is not waited for: a stalled peer may write it yet."""
+    def _registered(self, num_bytes: int) -> Bytes:
+        buffer = np.zeros(num_bytes, dtype=np.uint8)
+        self._agent.register([buffer])
+        return buffer
+
+    def replaced(self, handle: Any, buffer: Bytes) -> Bytes:
+        """Return a new buffer; that of a read not waited for is kept: its peer may write it yet."""
         self._late.append((handle, buffer))
+        return self._registered(buffer.size)
 
     def ended(self, handle: Any) -> bool:
         """Return True if a read does not write its memory any more."""
@@ -170,6 +179,7 @@ class Pull:
         self._reads: list[_Read] = []
         self._mistakes: Counter[tuple[str, int]] = Counter()
         self._started: float | None = None
+        self._advanced_at = time.monotonic()
         self.num_bytes: Counter[str] = Counter()
         """Bytes read from each source."""
         self.slot = store.slot_for(manifest.version)
@@ -199,6 +209,11 @@ class Pull:
         Raises:
             SourceFailedError: this source is not used any more; `use` names others.
         """
+        now = time.monotonic()
+        if (still := now - self._advanced_at - self._peer_seconds / _ROUNDS) > 0:
+            for peer in self._peers:  # a process that does not run hears no other
+                peer.alive_at = min(now, peer.alive_at + still)
+        self._advanced_at = now
         for peer in self._peers:
             with _blaming(self, peer):
                 self._look(peer)
@@ -329,13 +344,7 @@ class Pull:
             if read.peer.source == source and read.checking is None:
                 self._reads.remove(read)
                 self._wanted_N[read.bucket] = True
-                self._replace_buffer(read)
-
-    def _replace_buffer(self, read: _Read) -> None:
-        self._known.give_up(read.handle, read.buffer)
-        fresh = np.zeros_like(read.buffer)
-        self._agent.register([fresh])
-        self._buffers.append(fresh)
+                self._buffers.append(self._known.replaced(read.handle, read.buffer))
 
     def stop(self, seconds: float) -> None:
         """Leave the version as it is: wait for the reads, for so long at most, and checks."""
@@ -345,7 +354,7 @@ class Pull:
                 read.checking.result()
             while read.checking is None and not self._known.ended(read.handle):
                 if time.monotonic() > deadline:
-                    self._replace_buffer(read)
+                    self._buffers.append(self._known.replaced(read.handle, read.buffer))
                     break
                 time.sleep(_FIRST_LOOK)
             else:

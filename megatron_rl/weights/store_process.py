@@ -98,7 +98,6 @@ class StoreProcess:
             self._pull.stop(_STOP_SECONDS)
             self._pull = None
         self._lock.close()
-        self._peers.forget_all()
         spec = self._spec
         role = "trainer-store" if spec.serves_trainer else "store"
         self._send(m.Hello(role=role, rank=-1, version=-1, node=spec.node, folder=spec.folder))
@@ -176,7 +175,8 @@ class StoreProcess:
                 print(f"megatron_rl: {spec.name}: other buckets than before", file=sys.stderr)
                 sys.exit(OTHER_LAYOUT)
             self._stores[0].keep_only(manifest.root, spec.transfer_seconds)
-        source = m.StoreSource(spec.name, self._agent.metadata(), tuple(self._regions))
+        metadata = self._agent.metadata([r for store in self._stores for r in store.regions()])
+        source = m.StoreSource(spec.name, metadata, tuple(self._regions))
         self._send(m.StoreMemory(source=source))
         self._is_source = True
 

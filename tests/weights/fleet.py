@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,12 +93,17 @@ class Fleet:
         self.failed.clear()
         self._start_orchestrator()
         self.start(TRAINER)
-        living = {name for name, process in self.processes.items() if process.poll() is None}
-        self.until(lambda: {store.name for store in self._stores} == living)
+        self._join(sorted(n for n, process in self.processes.items() if process.poll() is None))
 
     def end_conversation(self, name: str) -> None:
         """End the conversation with a store, which joins again."""
         self._router.end(name)
+
+    def join_again(self, names: Sequence[str]) -> None:
+        """End the conversations with stores, which join again in this order."""
+        for name in names:
+            self.end_conversation(name)
+        self._join(names)
 
     def start(self, name: str, bytes_per_second: float = 0.0) -> None:
         """Start a store process, again if it has ended."""
@@ -124,13 +129,22 @@ class Fleet:
         """Start stores with these limits in bytes a second; they join in this order."""
         for name, rate in rates.items():
             self.start(name, rate)
-        hellos: dict[str, m.Message] = {}
-        deadline = time.monotonic() + 30 + 5 * len(rates)
-        while len(hellos) < len(rates):
-            assert time.monotonic() < deadline, f"of {list(rates)}, {list(hellos)} have started"
-            if (arrived := self._router.receive(0.1)) is not None:
-                hellos[arrived[0]] = arrived[1]
-        for name in rates:
+        self._join(list(rates))
+
+    def _join(self, names: Sequence[str]) -> None:
+        """Wait for stores that start or join again; the tree has them in this order."""
+        hellos: dict[str, m.Hello] = {}
+        deadline = time.monotonic() + 30 + 5 * len(names)
+        while len(hellos) < len(names):
+            assert time.monotonic() < deadline, f"of {names}, {list(hellos)} have joined"
+            if (arrived := self._router.receive(0.1)) is None:
+                continue
+            name, message = arrived
+            if name in names and isinstance(message, m.Hello):
+                hellos[name] = message
+            elif name not in names:
+                self._receive(name, message)
+        for name in names:
             self._handle(name, hellos[name])
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> m.Manifest:
@@ -187,15 +201,17 @@ class Fleet:
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s; {self}"
             if (arrived := self._router.receive(0.005)) is not None:
-                name, message = arrived
-                if isinstance(message, m.VersionTaken):
-                    self.taken[name, message.version] = message
-                    self.times[name, message.version] = time.monotonic() - self._announced_at
-                if name in self._withheld:
-                    self._withheld[name].append(message)
-                else:
-                    self._handle(name, message)
+                self._receive(*arrived)
             self._request()
+
+    def _receive(self, name: str, message: m.Message) -> None:
+        if isinstance(message, m.VersionTaken):
+            self.taken[name, message.version] = message
+            self.times[name, message.version] = time.monotonic() - self._announced_at
+        if name in self._withheld:
+            self._withheld[name].append(message)
+        else:
+            self._handle(name, message)
 
     def __str__(self) -> str:
         newest = {name: max(v for n, v in self.taken if n == name) for name, _ in self.taken}
@@ -261,6 +277,10 @@ class Fleet:
         slot = store.complete(self.manifest.version)
         assert slot is not None
         store.bucket(slot, bucket)[5] ^= 1
+
+    def memory(self, name: str) -> m.StoreSource | None:
+        """Return what a store has told of its memory."""
+        return next(store.memory for store in self._stores if store.name == name)
 
     def bytes_of(self, name: str) -> dict[str, int]:
         """Return what a store read for the newest version, by source."""

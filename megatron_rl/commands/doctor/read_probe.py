@@ -27,7 +27,7 @@ def serve(command: list[str]) -> int:
     """Let a command, to which a line is appended, read this process; return its exit status."""
     agent, data = Agent(f"doctor-source-{os.getpid()}"), _data()
     agent.register([data])
-    line = json.dumps([agent.metadata().hex(), data.ctypes.data])
+    line = json.dumps([agent.metadata([data]).hex(), data.ctypes.data])
     with subprocess.Popen([*command, line]) as reader:
         while reader.poll() is None:
             agent.progress()
