@@ -85,8 +85,8 @@ OBJECTS = {
         "nixl_cu13._api": "nixl_agent_config(enable_prog_thread=,backends=) nixl_agent(a,b) logger",
         "nixl_cu13._api.nixl_agent()": """
             register_memory(a) get_reg_descs(a,b) get_partial_agent_metadata(a,b,c)
-            add_remote_agent(a) initialize_xfer(a,b,c,d) get_xfer_descs(a,b) transfer(a) check_xfer_state(a)
-            get_new_notifs()
+            add_remote_agent(a) initialize_xfer(a,b,c,d) get_xfer_descs(a,b) transfer(a)
+            check_xfer_state(a) get_new_notifs()
         """,
         "nixl_cu13._api.nixl_xfer_handle()": "release()",
     },
