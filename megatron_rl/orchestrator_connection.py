@@ -56,7 +56,8 @@ class OrchestratorConnection:
         deliver: Callable[[bytes], None] | None = None,
         on_new_conversation: Callable[[], None] | None = None,
     ) -> None:
-        self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        # A SimpleQueue may wait for ever: Python 3.12 passes a negative time-out on.
+        self._waiting: queue.Queue[bytes] = queue.Queue()
         self._deliver = deliver or self._waiting.put
         self._on_new_conversation = on_new_conversation
         self._link, self._outbox = Link(), deque[tuple[bool, bytes]]()

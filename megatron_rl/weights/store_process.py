@@ -78,7 +78,7 @@ class StoreProcess:
         self,
         spec: StoreSpec,
         orchestrator: OrchestratorConnection,
-        inbox: queue.SimpleQueue[bytes | None],
+        inbox: queue.Queue[bytes | None],
     ) -> None:
         self._spec, self._orchestrator, self._inbox = spec, orchestrator, inbox
         self._agent = Agent(f"{spec.name}-{secrets.token_hex(4)}")
@@ -241,7 +241,8 @@ def main(text: str) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     hold(Path(spec.folder))
-    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    # A SimpleQueue may wait for ever: Python 3.12 passes a negative time-out on.
+    inbox: queue.Queue[bytes | None] = queue.Queue()
     endpoint = spec.endpoint if "://" in spec.endpoint else Path(spec.endpoint)
     orchestrator = OrchestratorConnection(endpoint, spec.name, inbox.put, lambda: inbox.put(None))
     delivery_seconds = 0.0

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import torch
 
+from megatron_rl import messages as m
+from megatron_rl.orchestrator_connection import OrchestratorConnection
 from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec
 from tests.weights.fleet import TRAINER, Fleet
 
@@ -270,3 +272,15 @@ def test_a_store_without_an_orchestrator_ends_after_its_time(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert f"no orchestrator at {tmp_path}/none.json for 0.5 s (timeouts.rejoin" in done.stderr
+
+
+@pytest.mark.timeout(20)  # of Python's `SimpleQueue`, some of these waits never end
+def test_every_short_wait_for_a_message_ends(tmp_path):
+    connection = OrchestratorConnection(tmp_path / "none.json", "store-alone")
+    try:
+        for _ in range(20_000):
+            connection._deliver(m.encode(m.Stop()))
+            assert connection.receive(0) == m.Stop()
+            assert connection.receive(2e-6) is None
+    finally:
+        connection.close()
