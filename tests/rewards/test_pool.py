@@ -56,9 +56,9 @@ def exact(number: int) -> tuple[str, str, str]:
     return "exact", f"</think>\\boxed{{{number}}}<eos>", f"{number}"
 
 
-async def outcomes_of(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[str]:
+async def verdicts_of(pool: VerifierPool, cases: list[dict[str, Any]]) -> list[Verdict]:
     calls = (pool.verify("math", c["completion"], c["gold"]) for c in cases)
-    return [v.outcome.value for v in await asyncio.gather(*calls)]
+    return await asyncio.gather(*calls)
 
 
 def test_workers_killed_at_random_change_no_verdict_and_lose_none(
@@ -66,7 +66,7 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none(
 ) -> None:
     cases = typical(2000, seed=1)
 
-    async def main() -> tuple[list[str], int, int]:
+    async def main() -> tuple[list[Verdict], int, int]:
         async with math_pool(workers=2) as pool:
             stop = asyncio.Event()
             kills = verdicts = verdicts_before = 0
@@ -96,13 +96,14 @@ def test_workers_killed_at_random_change_no_verdict_and_lose_none(
                     await asyncio.sleep(rng.uniform(0.05, 0.2))
 
             task = asyncio.create_task(killer())
-            got = await outcomes_of(pool, cases)
+            got = await verdicts_of(pool, cases)
             stop.set()
             await task
             return got, pool.stats.deaths, kills
 
     got, deaths, kills = run(main())
-    assert got == [c["verdict"] for c in cases]
+    differ = [(g, c) for g, c in zip(got, cases, strict=True) if g.outcome.value != c["verdict"]]
+    assert differ == []
     assert kills >= 5
     assert deaths >= 2
 
@@ -189,7 +190,7 @@ def test_bombs_change_no_good_verdict_and_end_within_their_limit() -> None:
 
     async def main() -> list[str]:
         async with math_pool(workers=2, cpu_seconds=1.0) as pool:
-            return await outcomes_of(pool, mixed)
+            return [v.outcome.value for v in await verdicts_of(pool, mixed)]
 
     started = time.monotonic()
     got = run(main())

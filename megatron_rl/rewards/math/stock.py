@@ -50,6 +50,7 @@ _WARM_UP = (
     (r"\sum_{k=1}^{n} k^2", r"\frac{n}{2}"),
     (r"\int_0^1 x^2 dx", r"\frac{1}{3}"),
     (r"\lim_{x\to 0}\frac{\sin x}{\arctan x}", "5"),
+    (r"y=c_1 e^{3t}\begin{pmatrix}2\\1\end{pmatrix}", r"y=e^t c\begin{pmatrix}1\\2\end{pmatrix}"),
 )
 _WARM_UP_PARSER = (
     r"\int_0^{\infty} \frac{\sin(x^{x^x})}{\ln(1+\sqrt{\tan x})} e^{-x^{2}} dx",
