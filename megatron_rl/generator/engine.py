@@ -32,6 +32,7 @@ from megatron_rl.generator.interruption import Completion, SampledTokens
 from megatron_rl.generator.vllm_sampling import (
     ONLY_AT_THE_END,
     check_routes,
+    request_seed,
     sampling,
     scoring,
 )
@@ -142,6 +143,7 @@ class Engine:
         temperature: float,
         begun: Partial | None = None,
         grown: Callable[[int, Partial], None] | None = None,
+        name: str = "",
     ) -> Completion:
         """Sample one completion under the interruption rule.
 
@@ -154,6 +156,7 @@ class Engine:
             grown: called about every `fleet.report_tokens` tokens of a completion that is not at
                 its end, with the number of tokens before and `Completion.since` it; never where
                 routed experts are captured.
+            name: of the completion in the run, from which its noise follows; empty: any noise.
 
         Raises:
             ValueError: prompt and budgets exceed the engine's longest sequence, or `begun` cannot
@@ -184,7 +187,10 @@ class Engine:
 
         while wanted := completion.wanted:
             inputs = prompt + completion.token_ids
-            outputs = await self._requests.run(inputs, sampling(wanted, temperature, every), take)
+            start = len(completion.token_ids)
+            seed = request_seed(self._config.seed, name, start) if name else None
+            params = sampling(wanted, temperature, every, seed)
+            outputs = await self._requests.run(inputs, params, take)
             if self.routes is not None:
                 routes_NLK = await self.routes.of(outputs[-1].request_id, outputs)
                 completion.add_routes(check_routes(outputs, routes_NLK))

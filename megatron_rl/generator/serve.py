@@ -248,7 +248,9 @@ class Generator:
 
     async def _generate(self, message: m.Generate, index: int, thinking_budget: int) -> None:
         routes = self._engine.routes
-        grown = None
+        grown, name = None, ""
+        if self._config.schedule.mode == "synchronous":  # other modes can promise nothing
+            name = f"{message.evaluation} {message.group} {index}"
         if message.evaluation < 0 and routes is None:
             grown = partial(self._grown, message.group, index)
         async with self._admission:
@@ -261,6 +263,7 @@ class Generator:
                     message.temperature,
                     message.begun.get(index),
                     grown,
+                    name,
                 )
             finally:
                 self._count_running(-1)

@@ -1,5 +1,6 @@
 """Sampling parameters for vLLM, and the tokens that its requests sample."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,22 @@ _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clo
 ONLY_AT_THE_END = 2**31 - 1
 
 
+def request_seed(seed: int, completion: str, start: int) -> int:
+    """Return the seed of the request for a completion's tokens from `start` on.
+
+    It depends on the run's `seed` and on the completion's name in the run, not on the engine, or on
+    what it samples at the same time.
+    """
+    return random.Random(f"request {seed} {completion} {start}").getrandbits(63)
+
+
 def sampling(
-    max_tokens: int, temperature: float, interval: int = ONLY_AT_THE_END
+    max_tokens: int,
+    temperature: float,
+    interval: int = ONLY_AT_THE_END,
+    seed: int | None = None,
 ) -> SamplingParams:
-    """Return the parameters of one request; without a seed, which crashes vLLM's CPU build.
+    """Return the parameters of one request; without a seed, the engine's noise is its own.
 
     Its outputs come with the first token, which shows that the request was prefilled, and then
     every `interval` tokens: each one wakes this process.
@@ -31,6 +44,7 @@ def sampling(
         logprobs=0,
         output_kind=RequestOutputKind.DELTA,
         stream_interval=interval,
+        seed=seed,
         **_COMMON,
     )
 

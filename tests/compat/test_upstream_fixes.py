@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
 ALL = (*megatron_fixes.FIXES, *vllm_fixes.FIXES)
 COMPILE, ADAM, EXPERTS, ROUTERS = megatron_fixes.FIXES
-MOE, TIED = vllm_fixes.FIXES
+MOE, TIED, SEEDED = vllm_fixes.FIXES
 MEGATRON = (
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
@@ -141,7 +141,7 @@ def test_padding_has_no_part_in_the_routers_losses(megatron):
 @pytest.fixture(scope="module")
 def vllm_statuses(tmp_path_factory):
     pytest.importorskip("vllm")
-    return reproduce(tmp_path_factory.mktemp("vllm"), ("vllm.config",), VLLM, MOE, TIED)[0]
+    return reproduce(tmp_path_factory.mktemp("vllm"), ("vllm.config",), VLLM, *vllm_fixes.FIXES)[0]
 
 
 @pytest.mark.e2e
@@ -152,6 +152,11 @@ def test_experts_are_packed_again_on_a_weight_update(vllm_statuses):
 @pytest.mark.e2e
 def test_a_tied_head_is_packed_again_on_a_weight_update(vllm_statuses):
     assert [vllm_statuses[TIED.name, fixed] for fixed in (False, True)] == [1, 0]
+
+
+@pytest.mark.e2e
+def test_a_seeded_request_may_be_prefilled_in_parts(vllm_statuses):
+    assert [vllm_statuses[SEEDED.name, fixed] for fixed in (False, True)] == [1, 0]
 
 
 def test_the_installed_code_has_each_affected_fault():

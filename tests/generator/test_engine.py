@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from megatron_rl.generator.interruption import Completion
-from megatron_rl.messages import Bucket, Manifest, VersionSpan
+from megatron_rl.messages import (
+    Bucket,
+    Manifest,
+    Partial,
+    VersionSpan,
+    float_bytes,
+    int_bytes,
+)
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.store import NONE
 from tests.generator import tiny_models
@@ -104,6 +111,29 @@ def test_requests_go_on_over_updates_and_every_token_knows_its_version(served):
     expected = served.published(newest)
     assert held.keys() == expected.keys()
     assert [n for n in expected if not torch.equal(held[n], expected[n])] == []
+
+
+def test_the_noise_of_a_named_completion_is_its_own(served):
+    engine, budget, answer = served.engine, 40, 10  # the answer is a request of its own
+
+    async def work():
+        def named(name: str, begun: Partial | None = None):
+            return engine.complete(prompt(1), budget, answer, 1.0, begun, name=name)
+
+        alone = await named("-1 7 0")
+        others = [engine.complete(prompt(i), budget, answer, 1.0) for i in range(16)]
+        other_name, *_, again = await asyncio.gather(named("-1 7 1"), *others, named("-1 7 0"))
+        count = len(alone.token_ids) // 2
+        ids, logprobs = int_bytes(alone.token_ids[:count]), float_bytes(alone.logprobs[:count])
+        half = Partial(ids, logprobs, [VersionSpan(engine.version, 0, count)], (0, 0))
+        return alone, again, other_name, [await named("-1 7 0", half) for _ in range(2)]
+
+    alone, again, other_name, continued = served.run(work)
+    assert again.token_ids == alone.token_ids != other_name.token_ids
+    assert torch.allclose(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), atol=1e-5)
+    if served.kind != "llama4":  # whose experts' products depend on the other tokens
+        assert again.logprobs == alone.logprobs
+    assert continued[0].token_ids == continued[1].token_ids
 
 
 def test_a_new_request_reads_no_prefix_blocks_of_older_weights(served):

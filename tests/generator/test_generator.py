@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl import liveness
+from megatron_rl.algorithm.schedule import Schedule
 from megatron_rl.config import RunConfig
 from megatron_rl.generator import serve
 from megatron_rl.generator.conversations import OrchestratorGoneError
@@ -63,16 +64,20 @@ class FakeEngine:
         self.forgot = 0
         self.index, self.model_dir = index, model_dir
         self.begun: list[Partial | None] = []
+        self.names: list[str] = []
         FakeEngine.made.append(self)
 
     async def prepare(self):
         pass
 
-    async def complete(self, prompt, thinking_budget, answer_budget, temperature, begun, grown):
+    async def complete(
+        self, prompt, thinking_budget, answer_budget, temperature, begun, grown, name
+    ):
         """Take an hour from a budget of 1000 on, and die after a moment with one of 1001."""
         self.running += 1
         self.most = max(self.most, self.running)
         self.begun.append(begun)
+        self.names.append(name)
         try:
             if thinking_budget >= 1000 and grown:
                 grown(
@@ -235,6 +240,23 @@ def test_what_another_generator_began_is_continued_under_its_own_index_and_budge
 
     assert play(conversation, config())[1] is None
     assert the_engine().begun == [None, begun]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "pipeline"])
+def test_in_synchronous_mode_a_completions_noise_follows_from_its_place_in_the_run(mode):
+    async def conversation(it):
+        await it.welcome()
+        for evaluation in (-1, 6):
+            await it.send(generate(3, evaluation=evaluation))
+            for _ in range(8):
+                await it.receive(Sample)
+        await it.send(Stop())
+
+    run_config = config().model_copy(update={"schedule": Schedule(mode=mode)})
+    assert play(conversation, run_config)[1] is None
+    names = the_engine().names
+    places = [f"{evaluation} 3 {index}" for evaluation in (-1, 6) for index in range(8)]
+    assert names == (places if mode == "synchronous" else [""] * 16)
 
 
 @pytest.mark.parametrize(("evaluation", "told"), [(-1, 8), (6, 0)])

@@ -1,0 +1,104 @@
+"""Same seed, same run: `schedule.mode synchronous` with one engine, bit for bit.
+
+Three runs at the same time from one start, two of them with one seed. What they load each other's
+cores with changes when completions begin and end, and so what each engine computes together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.processes import TORCHRUN, finish, hide, rows, start
+from tests.fleet.tiny_run import HELD_OUT, prepare
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS = 12
+SEEDS = {"first": 5, "second": 5, "other": 6}
+SETTINGS = f"""
+  --schedule.mode synchronous --schedule.max_lag_steps 0 --schedule.steps {STEPS}
+  --roles.trainer_ranks 1 --roles.generator_ranks 1 --task.seed 1
+  --optimizer.learning_rate 1e-3 --evaluation.every_steps 6 --checkpoint.every_steps 100
+""".split()
+TIMES = re.compile(r"seconds|_per_second|device_hours|(wait|busy)_fraction|engine$")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left behind, without times."""
+
+    metrics: list[dict[str, Any]]
+    rollouts: dict[str, list[dict[str, Any]]]
+    weights: dict[str, torch.Tensor]
+
+
+def without_times(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not TIMES.search(name)}
+
+
+def completions(path: Path) -> list[dict[str, Any]]:
+    table = pq.read_table(path).to_pylist()
+    return [without_times(r) for r in sorted(table, key=lambda r: (r["group"], r["index"]))]
+
+
+def read(output: Path) -> Finished:
+    metrics = [without_times(row) for kind in ("step", "eval") for row in rows(output, kind)]
+    rollouts = {path.name: completions(path) for path in (output / "rollouts").iterdir()}
+    return Finished(metrics, rollouts, load_file(output / "final" / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    folder = tmp_path_factory.mktemp("seeds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", hide(folder / "hidden", "wandb"))
+        config = prepare(folder / "start")
+        torchrun = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=0", "examples/scalerl_tiny.sh"]
+        command = [*torchrun, "--config", str(config), *SETTINGS]
+        started = {}
+        for name, seed in SEEDS.items():
+            own = ["--output_dir", str(folder / name), "--seed", f"{seed}"]
+            started[name] = start([*command, *own], folder / f"{name}.txt")
+        for name, process in started.items():
+            finish(process, folder / f"{name}.txt")
+    return {name: read(folder / name) for name in SEEDS}
+
+
+def test_a_run_with_the_same_seed_has_the_same_completions(runs: dict[str, Finished]) -> None:
+    first, second = runs["first"].rollouts, runs["second"].rollouts
+    assert len(first) == STEPS + 3  # evaluations at 0, 6 and 12
+    assert first.keys() == second.keys()
+    assert [name for name in sorted(first) if first[name] != second[name]] == []
+
+
+def test_a_run_with_the_same_seed_has_the_same_metrics(runs: dict[str, Finished]) -> None:
+    first, second = runs["first"].metrics, runs["second"].metrics
+    assert len(first) == STEPS + 3
+    assert first == second
+    assert {"loss", "grad_norm", "pass_rate", "logprob_error_max"} <= {k for r in first for k in r}
+
+
+def test_a_run_with_the_same_seed_has_the_same_weights(runs: dict[str, Finished]) -> None:
+    first, second = runs["first"].weights, runs["second"].weights
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_a_run_with_another_seed_is_another_run(runs: dict[str, Finished]) -> None:
+    first, other = runs["first"], runs["other"]
+    # The same weights and held-out prompts: only the noise differs.
+    before, after = (run.rollouts["eval_000000.parquet"] for run in (first, other))
+    prompts = [r["prompt"] for r in before]
+    assert prompts == [r["prompt"] for r in after] and len(set(prompts)) == HELD_OUT
+    same = sum(a["token_ids"] == b["token_ids"] for a, b in zip(before, after, strict=True))
+    assert same < len(before) / 2
+    assert first.metrics != other.metrics
+    assert not torch.equal(*(run.weights["lm_head.weight"] for run in (first, other)))
