@@ -135,6 +135,7 @@ setup(
             "recipes/*.yaml",
             "rewards/math/*.yaml",
             "commands/*/*.yaml",
+            "commands/view/*.html",
             "kernels/csrc/*",
             "models/configs/*.json",
             "scaling/*.csv",

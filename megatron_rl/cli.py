@@ -34,11 +34,13 @@ def _others() -> dict[str, Any]:
     from megatron_rl.commands.recipes import app as recipes_app
     from megatron_rl.commands.study.cli import app as study_app
     from megatron_rl.commands.verify import app as verify_app
+    from megatron_rl.commands.view.cli import app as view_app
     from megatron_rl.scaling.cli import app as scaling_app
 
     others = typer.Typer()
     for a in scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app:
         others.add_typer(a)
+    others.add_typer(view_app)
     others.add_typer(recipes_app, name="recipes")
     others.add_typer(data_app, name="data")
     return dict(typer.main.get_group(others).commands)

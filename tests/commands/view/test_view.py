@@ -1,0 +1,256 @@
+"""`megatron-rl view`: data of the page, hostile text, errors, --follow, the page in a browser."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import zlib
+from html import unescape
+
+import msgspec
+import numpy as np
+import pyarrow
+import pytest
+from tokenizers import Tokenizer, models
+
+from megatron_rl.cli import app
+from megatron_rl.commands.view import cli
+from megatron_rl.commands.view.page import LOGPROB_STEP, encode, render
+from megatron_rl.liveness import Sign, born
+from megatron_rl.metrics.rollouts import COLUMNS, RolloutWriter, arrow_schema, record_batch
+from megatron_rl.section import ConfigError
+
+HOSTILE = (
+    "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>@DATA@&lt;"
+    "\x1b]0;taken\x07\x1b[2J \u202eright to left\u202c \r\x9b1mend"
+)
+TYPES = {"float64": "<f8", "int32": "<i4", "int16": "<i2", "uint8": "u1", "uint16": "<u2",
+         "uint32": "<u4"}  # fmt: skip
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+def row(index, **values):
+    tokens = 5 + index
+    logprobs = np.linspace(-0.5, -30.0, tokens).astype("<f4")
+    return {
+        "kind": "train", "step": 3, "set": "", "task": "sums", "prompt_id": 7, "group": 3,
+        "index": index, "engine": "generator-0", "prompt": "2+3=?", "prompt_token_ids": b"",
+        "completion": f"text {index}", "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
+        "logprobs": logprobs.tobytes(), "versions": [(1, 2), (3, tokens - 2)],
+        "forced_start": 1, "forced_end": 2, "finish_reason": "stop",
+        "verdict": "wrong" if index % 2 else "correct", "verdict_reason": "", "reward": 1.0,
+        "advantage": None, "loss_weight": 0.25, "trained": True, "dropped_because": "",
+        "lag_max": 2, "seconds_to_arrive": 1.5, "seconds_to_verify": 0.5, "unix_seconds": 1.7e9,
+        **values,
+    }  # fmt: skip
+
+
+def table_of(rows):
+    return pyarrow.Table.from_batches([record_batch(rows)], arrow_schema())
+
+
+def write(run, step, rows):
+    """Write a file of a step; the completions' texts are those of the rows."""
+    texts = iter([one["completion"] for one in rows])
+    writer = RolloutWriter(run / "rollouts", 1e9, lambda ids: next(texts), step)
+    writer.write("step", step, rows)
+    writer.close()
+
+
+def read_page(page):
+    """Return head and arrays of a page, read as its documentation says."""
+    head = json.loads(re.search(r'id="json">(.*?)</script>', page)[1])
+    data = zlib.decompress(base64.b64decode(re.search(r'id="data">(.*?)</script>', page)[1]))
+    arrays, at = {}, 0
+    for name, kind, length in head["arrays"]:
+        arrays[name] = np.frombuffer(data, TYPES[kind], length, at)
+        at += -(-arrays[name].nbytes // 8) * 8
+    assert at == len(data)
+    return head, arrays
+
+
+def text_at(arrays, code):
+    ends = [0, *arrays["text_ends"].tolist()]
+    return arrays["text_bytes"][ends[code] : ends[code + 1]].tobytes().decode()
+
+
+def words():
+    """Return a tokenizer of the words a to z."""
+    return Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)}, "a"))
+
+
+def test_the_page_has_every_value_of_the_rows() -> None:
+    rows = [row(i, step=i, completion=f"answer {i} {HOSTILE}") for i in range(4)]
+    rows[1] |= {"engine": None, "reward": None, "trained": False}
+    rows[2]["logprobs"] = np.array([0, -0.0013, -70, -np.inf, np.nan, -1, -2], "<f4").tobytes()
+    table = table_of(rows)
+    head, arrays = read_page(render(*encode(table, words()), {"title": HOSTILE, "state": ""}))
+    assert (head["rows"], head["title"]) == (4, HOSTILE)
+    assert list(head["columns"]) == [n for n, (t, _) in COLUMNS.items() if t[:5] != "list "]
+    for name, (kind, _) in head["columns"].items():
+        values = arrays[f"column:{name}"].tolist()
+        if kind == "string":
+            values = [None if code < 0 else text_at(arrays, code) for code in values]
+        else:
+            values = [None if value != value else value for value in values]
+        assert values == table[name].to_pylist(), name
+    ends = arrays["token_ends"].tolist()
+    assert ends == [5, 11, 18, 26]
+    ids = arrays["vocabulary"][arrays["tokens"]]
+    assert np.array_equal(ids, np.concatenate(table["token_ids"].to_pylist()))
+    assert text_at(arrays, arrays["pieces"][arrays["tokens"][2]]) == "c"
+    assert arrays["versions"][:5].tolist() == [1, 1, 3, 3, 3]
+    steps = arrays["logprobs"].astype(float)
+    assert steps[11:16].tolist() == [0, -1, head["lowest"], head["lowest"], head["nan"]]
+    exact = np.concatenate(table["logprobs"].to_pylist())
+    kept = np.isfinite(exact) & (exact > -65)
+    assert np.abs(steps * LOGPROB_STEP - exact)[kept].max() <= LOGPROB_STEP / 2 + 1e-6
+
+
+def test_hostile_text_is_never_markup_of_the_page() -> None:
+    rows = [row(0, **{n: HOSTILE for n, (t, _) in COLUMNS.items() if t == "string"})]
+    page = render(*encode(table_of(rows)), {"title": HOSTILE, "state": HOSTILE})
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "<img" not in page
+    assert "\x1b" not in page
+
+
+def test_the_terminal_shows_controls_as_their_code(tmp_path, capsys) -> None:
+    write(tmp_path, 3, [row(0, completion=f"{HOSTILE}\n[red]{'x' * 200_000}", task=HOSTILE)])
+    app(["view", str(tmp_path), "--text"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert not cli.UNSEEN.search(shown)
+    assert "⟨U+001B⟩]0;taken⟨U+0007⟩" in shown
+    assert "⟨U+202E⟩right to left" in shown
+    assert "\n[red]" + "x" * 200_000 + "\n" in shown
+    with pytest.raises(ConfigError, match="--row 1: the rows are 0 to 0"):
+        app(["view", str(tmp_path), "--text", "--row", "1"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"rollouts: no rollout files.*metrics\.rollouts_every_steps above 0"),
+        (["--steps", "7-3"], "--steps 7-3: write the first and the last step as 3-7"),
+        (["--text", "--follow"], "leave --follow and --out out"),
+        (["--follow"], "no rollout files"),
+    ],
+)
+def test_what_cannot_be_shown_has_an_error_with_the_remedy(tmp_path, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        app(["view", str(tmp_path), *options], standalone_mode=False)
+    assert not (tmp_path / "view.html").exists()
+
+
+def test_steps_take_a_part_and_a_page_has_a_limit(tmp_path, monkeypatch) -> None:
+    for step in range(4):
+        write(tmp_path, step, [row(i, step=step) for i in range(2)])
+    out = tmp_path / "other.html"
+    app(["view", str(tmp_path), "--steps", "1-2", "--out", str(out)], standalone_mode=False)
+    _, arrays = read_page(out.read_text())
+    assert arrays["column:step"].tolist() == [1, 1, 2, 2]
+    with pytest.raises(ConfigError, match="--steps 8: .*rollouts has no file of these steps"):
+        app(["view", str(tmp_path), "--steps", "8"], standalone_mode=False)
+    monkeypatch.setattr(cli, "MOST_BYTES", 1000)
+    with pytest.raises(ConfigError, match="take a part: --steps A-B"):
+        app(["view", str(tmp_path)], standalone_mode=False)
+
+
+def sign(run, **values):
+    own = {"run": str(run), "role": "trainer", "rank": 0, "host": socket.gethostname(),
+           "pid": os.getpid(), "born": born(os.getpid()), "incarnation": 0, "state": "training",
+           "step": 4, "time": time.time(), "limit": 600.0, **values}  # fmt: skip
+    work = run / "alive.tmp"
+    work.write_bytes(msgspec.json.encode(Sign(**own)))
+    work.rename(run / "alive.json")
+
+
+def test_a_run_has_ended_by_its_sign(tmp_path) -> None:
+    assert "no run signs" in cli.run_state(tmp_path)
+    sign(tmp_path)
+    assert cli.run_state(tmp_path) == ""
+    sign(tmp_path, state="ended")
+    assert cli.run_state(tmp_path) == "the run has ended at step 4"
+    sign(tmp_path, limit=-1.0)
+    assert "has stopped at step 4" in cli.run_state(tmp_path)
+    sign(tmp_path, born=1)  # killed just now: torchrun may start it again
+    assert cli.run_state(tmp_path) == ""
+    sign(tmp_path, born=1, time=time.time() - cli.GONE_SECONDS - 1)
+    assert "has stopped at step 4" in cli.run_state(tmp_path)
+
+
+def test_follow_writes_the_page_again_until_the_run_has_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cli, "LOOK_SECONDS", 0.02)
+    sign(tmp_path)
+    page, options = tmp_path / "view.html", {"standalone_mode": False}
+    follower = threading.Thread(
+        target=app, args=(["view", str(tmp_path), "--follow"],), kwargs=options, daemon=True
+    )
+    follower.start()
+    for step in range(2):
+        write(tmp_path, step, [row(0, step=step)])
+        end = time.monotonic() + 60
+        while not page.exists() or read_page(page.read_text())[0]["rows"] != step + 1:
+            assert time.monotonic() < end, "the page does not have the new file"
+            time.sleep(0.02)
+    assert "the run goes on" in page.read_text()
+    assert follower.is_alive()
+    sign(tmp_path, state="ended", step=2)
+    follower.join(60)
+    assert not follower.is_alive()
+    assert "the run has ended at step 2" in page.read_text()
+
+
+def dom(page, fragment, profile):
+    """Return the document that a browser without a network makes of a page."""
+    done = subprocess.run(
+        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         "--proxy-server=127.0.0.1:1", "--host-resolver-rules=MAP * ~NOTFOUND",
+         "--enable-logging=stderr", f"--user-data-dir={profile}", "--virtual-time-budget=60000",
+         "--dump-dom", f"{page.as_uri()}#{fragment}"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert console == []
+    return done.stdout
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+def test_the_page_in_a_browser_without_a_network(tmp_path) -> None:
+    words().save(str(tmp_path / "tokenizer.json"))
+    steps = {2: 5, 3: 7}  # wrong in step 3: 1, 3, 5
+    for step, count in steps.items():
+        rows = [row(i, step=step, completion=f"{i} {HOSTILE}") for i in range(count)]
+        rows[1] |= {"verdict_reason": HOSTILE, "prompt": "p" * 200_000}
+        write(tmp_path, step, rows)
+    app(["view", str(tmp_path)], standalone_mode=False)
+    page = tmp_path / "view.html"
+    shown = dom(page, "step=3&verdict=wrong", tmp_path / "profile")
+    assert 'data-ready="' in shown
+    assert 'data-rows="3"' in shown
+    assert len(re.findall(r'<div class="row[ "]', shown)) == 3
+    tokens = re.findall(r'<span class="(token[^"]*)"[^>]*>([^<]*)</span>', shown)
+    assert [text for _, text in tokens] == ["a", "b", "c", "d", "e", "f"]  # of completion 1
+    assert [kind for kind, _ in tokens].count("token forced") == 1
+    assert "version 1</span>" in shown
+    assert "all 200000 characters" in shown
+    body = shown[shown.index("<body") :]
+    assert "<img" not in body
+    text = unescape(re.sub(r"<script.*?</script>|<[^>]*>", "", body, flags=re.DOTALL))
+    assert "1 " + cli.visible(HOSTILE).replace("\n", "") in text
+    assert str(tmp_path) in re.search(r"<title>(.*?)</title>", shown)[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+def test_a_page_without_rows_or_with_a_bad_filter_says_so(tmp_path) -> None:
+    write(tmp_path, 3, [row(i) for i in range(3)])
+    app(["view", str(tmp_path)], standalone_mode=False)
+    shown = dom(tmp_path / "view.html", "step=x&color=logprob", tmp_path / "profile")
+    assert 'data-rows="0"' in shown
+    assert 'aria-invalid="true"' in shown
+    assert "0 of 3 completions." in shown
