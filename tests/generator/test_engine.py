@@ -131,7 +131,7 @@ def test_the_noise_of_a_named_completion_is_its_own(served):
     alone, again, other_name, continued = served.run(work)
     assert again.token_ids == alone.token_ids != other_name.token_ids
     assert torch.allclose(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), atol=1e-5)
-    if served.kind != "llama4":  # whose experts' products depend on the other tokens
+    if served.kind != "llama4":  # whose last bits depend on the other tokens
         assert again.logprobs == alone.logprobs
     assert continued[0].token_ids == continued[1].token_ids
 
