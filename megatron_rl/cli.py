@@ -60,6 +60,8 @@ silence_notices()
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 Config = Annotated[Path | None, Option(help="YAML file of the run; omit for the defaults.")]
+REPLAY = "Folder of a run: train on its rollout files, without generators."
+STEPS = "First and last step to replay, as 3-7 [all]."
 DRY_RUN = "Print configuration, roles, paths, memory and launch lines; start nothing."
 
 
@@ -69,16 +71,29 @@ def train(
     config: Config = None,
     plan: Annotated[bool, Option("--plan", help="Print the resolved plan; start nothing.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
+    replay: Annotated[Path | None, Option(help=REPLAY)] = None,
+    steps: Annotated[str | None, Option(help=STEPS)] = None,
 ) -> None:
     """Train a policy: `megatron-rl train --config run.yaml --schedule.steps 40`.
 
     Any key of the configuration can follow as a dotted option. Without torchrun, or under a
     torchrun with one rank, the command restarts itself under torchrun with all ranks.
     """
+    if (replay is None and steps is not None) or (replay is not None and (config or dry_run)):
+        from megatron_rl.section import ConfigError
+
+        raise ConfigError(
+            "--steps belongs to --replay, which takes the configuration of its run: leave --config"
+            " and --dry-run out (--plan prints the plan); a run has --schedule.steps"
+        )
     if plan or dry_run:
         from megatron_rl.config import load_config
+        from megatron_rl.orchestrator.replay import plan_replay
 
-        settings = load_config(config, context.args)
+        given = context.args
+        settings = (
+            plan_replay(replay, steps, given).config if replay else load_config(config, given)
+        )
         if plan:
             from megatron_rl.orchestrator.run_plan import print_plan
 
@@ -90,7 +105,7 @@ def train(
         return
     from megatron_rl.train import run
 
-    run("train", config, context.args)
+    run("train", config, context.args, replay, steps)
 
 
 @app.command(context_settings=OVERRIDES)

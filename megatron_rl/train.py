@@ -7,7 +7,8 @@
 
 `train_loop` is the trainer's half of a step. The orchestrator's half is one handler per message in
 `orchestrator/event_loop.py`, the generators' half is `Generator.work` in `generator/serve.py`;
-`messages.py` has everything that they send each other.
+`messages.py` has everything that they send each other. A replay (`orchestrator/replay.py`) has the
+trainer's ranks alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl import launch, liveness, messages, run_lock
 from megatron_rl.compat import imports, megatron_fixes, upstream, vllm_fixes
-from megatron_rl.config import RunConfig, load_config, save_config
+from megatron_rl.config import ConfigError, RunConfig, load_config, save_config
+from megatron_rl.orchestrator.replay import Replay, ReplayPlan, plan_replay
 from megatron_rl.orchestrator.run_plan import print_plan
 
 if TYPE_CHECKING:
@@ -32,22 +34,32 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.publisher import Publisher
 
 
-def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str]) -> None:
+def run(
+    command: Literal["train", "sft"],
+    path: Path | None,
+    overrides: list[str],
+    replay: Path | None = None,
+    steps: str | None = None,
+) -> None:
     """Run this rank's role, or start torchrun if the ranks are not running yet.
 
     The command `sft` is the supervised stage alone. `overrides` are dotted options on top of the
-    YAML file `path` (None: the defaults).
+    YAML file `path` (None: the defaults), or of the configuration of the run whose `steps` are
+    trained again (`replay`).
 
     Raises:
         ConfigError: a configuration that cannot run, or another number of ranks than it needs.
         FolderInUse: another run writes to its folder.
         UnsupportedVersionError: an installed package may have a fault that spoils the run.
     """
-    config = load_config(path, overrides)
-    arguments = [command, *(("--config", str(path)) if path is not None else ()), *overrides]
+    plan = None if replay is None else plan_replay(replay, steps, overrides)
+    config = load_config(path, overrides) if plan is None else plan.config
+    given = {"--config": path, "--replay": replay, "--steps": steps}
+    options = [x for key, value in given.items() if value is not None for x in (key, str(value))]
+    arguments = [command, *options, *overrides]
     roles = config.roles
     needed = roles.world_size if command == "train" else roles.trainer_ranks
-    name = "the default configuration" if path is None else str(path)
+    name = str(path or replay or "the default configuration")
     torchrun = launch.torchrun_for(needed, name, roles.gpus_per_node, one_gpu=roles.one_gpu)
     if torchrun is not None:
         # Raise what every rank would raise, once.
@@ -55,7 +67,8 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
 
         directory = start_directory(config)
         upstream.check(megatron_fixes.FIXES)
-        if command == "train" and launch.generator_python(config) in (None, sys.executable):
+        alone = command == "sft" or plan is not None
+        if not alone and launch.generator_python(config) in (None, sys.executable):
             from megatron_rl.generator.cpu_attention import check_head_size
 
             upstream.check(vllm_fixes.FIXES)
@@ -68,13 +81,13 @@ def run(command: Literal["train", "sft"], path: Path | None, overrides: list[str
     if (error := run_lock.final_error(config.output_dir)) is not None:
         run_lock.end_after(error)
     try:
-        _run_role(config, rank, reinforce=command == "train")
+        _run_role(config, rank, plan, reinforce=command == "train")
     except Exception as e:
         launch.record_if_final(config.output_dir, e)
         raise
 
 
-def _run_role(config: RunConfig, rank: int, *, reinforce: bool) -> None:
+def _run_role(config: RunConfig, rank: int, plan: ReplayPlan | None, *, reinforce: bool) -> None:
     if rank == 0 and reinforce:
         print_plan(config)
         sys.stdout.flush()
@@ -82,14 +95,17 @@ def _run_role(config: RunConfig, rank: int, *, reinforce: bool) -> None:
         launch.run_generator_rank(config, rank, launch.connect_store(config))
     else:
         liveness.begin(config, "trainer", rank)
-        run_trainer_rank(config, rank, launch.connect_store(config), reinforce=reinforce)
+        store = launch.connect_store(config)
+        run_trainer_rank(config, rank, store, reinforce=reinforce, replay=plan)
 
 
-def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: bool) -> None:
+def run_trainer_rank(
+    config: RunConfig, rank: int, store: Any, *, reinforce: bool, replay: ReplayPlan | None = None
+) -> None:
     """Run a trainer rank from the process group to the end of the run.
 
     `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's. Without
-    `reinforce` it ends after the supervised stage.
+    `reinforce` it ends after the supervised stage. A `replay` has neither that nor orchestrator.
     """
     imports.collect_rarely()
     import psutil
@@ -124,7 +140,9 @@ def run_trainer_rank(config: RunConfig, rank: int, store: Any, *, reinforce: boo
             print(f"supervised stage: {result}" if finished else "supervised stage: interrupted")
     elif not reinforce and rank == 0:
         print(f"{directory} exists already, made with the same settings")
-    if reinforce:
+    if replay is not None:
+        _replay(replay, rank, directory, interrupted)
+    elif reinforce:
         _reinforce(config, rank, store, directory, phases, interrupted)
     world.destroy_world()
     liveness.sign("ended")
@@ -189,11 +207,31 @@ def _reinforce(
         dist.barrier(group=world.control_group())  # generators read every rank's store until now
 
 
+def _replay(plan: ReplayPlan, rank: int, directory: Path, interrupted: Callable[[], bool]) -> None:
+    """Load the policy as the run had it, and train on the recorded batches."""
+    from megatron_rl.trainer import checkpoint as checkpoints
+    from megatron_rl.trainer.checkpoint_folder import find_damage, resume_from
+    from megatron_rl.trainer.model import Policy
+
+    config = plan.config
+    resumed = resume_from(config, rank)
+    checkpoint = resumed or plan.checkpoint
+    if not resumed and checkpoint and (problem := find_damage(checkpoint)):
+        raise ConfigError(f"--replay: {problem}; begin at step 0, or at another checkpoint")
+    if rank == 0:
+        save_config(config)
+    policy = Policy(config, directory)
+    step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
+    client = Replay(plan, step, resumed=resumed is not None) if rank == 0 else None
+    with contextlib.closing(client) if client else contextlib.nullcontext():
+        train_loop(config, policy, client, None, step, interrupted)
+
+
 def train_loop(
     config: RunConfig,
     policy: Policy,
-    client: TrainerClient | None,
-    publisher: Publisher,
+    client: TrainerClient | Replay | None,
+    publisher: Publisher | None,
     start_step: int,
     stop_requested: Callable[[], bool],
 ) -> None:
@@ -208,8 +246,8 @@ def train_loop(
         publisher.publish               version v + 1, complete before it is announced
 
     The policy has the weights of `start_step`. Rank 0 has the client of the orchestrator, others
-    have None. `stop_requested` is called before every step, and True once this rank was
-    interrupted.
+    have None. A replay publishes nothing (`publisher` is None). `stop_requested` is called before
+    every step, and True once this rank was interrupted.
     """
     from megatron_rl.trainer.checkpoint import Saver
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
@@ -218,7 +256,8 @@ def train_loop(
 
     trainer, step = Trainer(config, policy, StartComparison(policy)), start_step
     saver = Saver(config, policy)
-    publisher.publish(step)
+    publish = (lambda _: None) if publisher is None else publisher.publish
+    publish(step)
     while True:
         started = time.perf_counter()
         batch, interrupted = next_batch(
@@ -233,9 +272,10 @@ def train_loop(
         if client is not None:
             client.step_done(done, wait_seconds)
         step += 1
-        publisher.publish(step)
+        publish(step)
     saver.wait()
-    publisher.wait()
+    if publisher is not None:
+        publisher.wait()
     if not interrupted:
         save_huggingface(policy, config.output_dir / "final", policy.directory)
     if client is not None:

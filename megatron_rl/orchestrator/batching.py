@@ -36,7 +36,9 @@ class BuiltBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainedSample:
+class TrainedSample:
+    """A completion of a batch."""
+
     prompt: list[int]
     sample: Sample
     advantage: float
@@ -63,16 +65,7 @@ def build_batch(
     """
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
-
-    bounds = np.cumsum([0, *(len(t.prompt) + t.sample.num_tokens for t in trained)])
-    batch = Batch(
-        step=step,
-        bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
-        prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
-        completion_indices=int_bytes([t.sample.index for t in trained]),
-        routes=[t.sample.routes for t in trained if t.sample.routes],
-        probe=list(range(min(probe, len(trained)))), **_token_arrays(trained, bounds), **flags,
-    )  # fmt: skip
+    batch = batch_of(step, trained, probe=list(range(min(probe, len(trained)))), **flags)
     metrics = rollout_metrics(step, groups, kept)
     metrics["prompts_differing"] = sum(_rewards_differ(g, algorithm) for g in groups)
     if algorithm.length_penalty != "none":
@@ -91,6 +84,19 @@ def build_batch(
     return BuiltBatch(batch, kept, metrics, request, values, teaches)
 
 
+def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
+    """Return the batch of these completions, in their order; `flags` are other fields of it."""
+    bounds = np.cumsum([0, *(len(t.prompt) + t.sample.num_tokens for t in trained)])
+    return Batch(
+        step=step,
+        bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
+        prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
+        completion_indices=int_bytes([t.sample.index for t in trained]),
+        routes=[t.sample.routes for t in trained if t.sample.routes],
+        **_token_arrays(trained, bounds), **flags,
+    )  # fmt: skip
+
+
 def dropped_because(group: Group, sample: Sample, built: BuiltBatch, algorithm: Algorithm) -> str:
     """Return why a completion of the batch's groups is not trained; empty if it is."""
     if group.failed:
@@ -104,7 +110,7 @@ def dropped_because(group: Group, sample: Sample, built: BuiltBatch, algorithm: 
     return "zero variance" if len(baseline_samples(group, algorithm)) > 1 else "no other in group"
 
 
-def _token_arrays(trained: list[_TrainedSample], bounds: np.ndarray) -> dict[str, Any]:
+def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str, Any]:
     """Return the fields of a batch that have a value for each token."""
     ids, versions = np.empty(bounds[-1], "<i4"), np.full(bounds[-1], -1, "<i4")
     advantages, logprobs, weights = (np.zeros(bounds[-1], "<f4") for _ in range(3))
@@ -126,7 +132,7 @@ def _token_arrays(trained: list[_TrainedSample], bounds: np.ndarray) -> dict[str
 
 def _trained_samples(
     groups: list[Group], kept: list[Group], prompts: dict[int, list[int]], algorithm: Algorithm
-) -> list[_TrainedSample]:
+) -> list[TrainedSample]:
     def rewards(group: Group) -> np.ndarray:
         samples = baseline_samples(group, algorithm)
         verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
@@ -150,7 +156,7 @@ def _trained_samples(
     counts = [np.array([_sampled_tokens(s) for s, _ in p], dtype=np.int64) for p in pairs]
     weights = token_weights(counts, algorithm.aggregation, algorithm.constant_length_tokens)
     return [
-        _TrainedSample(prompts[group.prompt_id], sample, advantage, float(weight))
+        TrainedSample(prompts[group.prompt_id], sample, advantage, float(weight))
         for group, group_pairs, group_weights in zip(kept, pairs, weights, strict=True)
         for (sample, advantage), weight in zip(group_pairs, group_weights, strict=True)
     ]
