@@ -130,6 +130,10 @@ def weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
+def trained_steps(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -158,12 +162,12 @@ def test_a_replay_ends_with_the_weights_of_the_run_and_leaves_its_folder(
 ) -> None:
     before = contents(run[0])
     assert replayed(run[0], tmp_path / "again") == weights(run[0])
-    rows = [r for r in read_metrics(tmp_path / "again/metrics.jsonl") if r["kind"] == "step"]
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    assert rows[0]["logprob_error_tokens"] > 0
+    assert [row["step"] for row in trained_steps(tmp_path / "again")] == list(range(STEPS))
+    assert trained_steps(tmp_path / "again")[0]["logprob_error_tokens"] > 0
     assert (tmp_path / "again" / "checkpoints" / f"step_{SAVED:06d}").is_dir()
     part = f"{SAVED}-{STEPS - 1}"
     assert replayed(run[0], tmp_path / "part", part) == weights(run[0])
+    assert [row["step"] for row in trained_steps(tmp_path / "part")] == [2, 3]
     assert replayed(run[0], tmp_path / "one", "0-1") != weights(run[0])
     assert replayed(run[0], tmp_path / "one", None, "--resume") == weights(run[0])
     assert contents(run[0]) == before
@@ -193,8 +197,7 @@ def test_log_probs_of_another_model_are_refused_before_the_first_update(
 ) -> None:
     with pytest.raises(ConfigError, match=r"step 0: .*differ by .* nats"):
         replayed(run[0], tmp_path / "again", None, "--metrics.max_logprob_error", "1e-3")
-    rows = read_metrics(tmp_path / "again" / "metrics.jsonl")
-    assert not [row for row in rows if row["kind"] == "step"]
+    assert not trained_steps(tmp_path / "again")
 
 
 def test_what_cannot_be_replayed_is_refused(
