@@ -114,6 +114,18 @@ class RolloutWriter:
             yield record_batch([r | {"completion": t} for r, t in zip(some, texts, strict=True)])
 
 
+def steps_of(text: str) -> tuple[int, int]:
+    """Return the first and the last step of `3-7`, or of `3` alone.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    given = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if given is None or int(given[2] or given[1]) < int(given[1]):
+        raise ValueError(f"--steps {text}: write the first and the last step as 3-7")
+    return int(given[1]), int(given[2] or given[1])
+
+
 def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any:
     """Return the `pyarrow.Table` of a rollout file, or of all files of a folder.
 

@@ -4,7 +4,6 @@
 takes the place of the client of an orchestrator. Nothing is written below RUN.
 """
 
-import re
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ import numpy as np
 from megatron_rl import messages as m
 from megatron_rl.config import CONFIG_FILE, TINY_MODELS, ConfigError, RunConfig, load_config
 from megatron_rl.metrics.metrics_file import MetricsError, MetricsWriter
-from megatron_rl.metrics.rollouts import read_rollouts
+from megatron_rl.metrics.rollouts import read_rollouts, steps_of
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.batching import TrainedSample, batch_of
 
@@ -94,10 +93,10 @@ def _range(run: Path, recorded: RunConfig, steps: str | None) -> tuple[int, int]
         there.pop()  # batches with nothing to learn, at the end of the run
     first, last = 0, there[-1] if there else 0
     if steps is not None:
-        given = re.fullmatch(r"(\d+)-(\d+)", steps)
-        first, last = (int(given[1]), int(given[2])) if given else (1, 0)
-        if last < first:
-            raise ConfigError(f"--steps {steps}: write the first and the last step as 3-7")
+        try:
+            first, last = steps_of(steps)
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
     if missing := sorted({*range(first, last + 1)} - {*there}):
         every = recorded.metrics.rollouts_every_steps
         why = "the run has not trained them, or metrics.rollouts_gib made it remove the oldest"

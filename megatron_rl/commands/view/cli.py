@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -111,16 +112,19 @@ def run_state(run: Path) -> str:
 
 def _looks(folder: Path, steps: str | None, follow: bool) -> Iterator[tuple[list[Path], str]]:
     """Yield the files and the state of the run when the files are others, until it has ended."""
-    ends = re.fullmatch(r"(\d+)(?:-(\d+))?", steps or "0-999999999")
-    if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-        raise ConfigError(f"--steps {steps}: write the first and the last step as 3-7")
+    from megatron_rl.metrics.rollouts import steps_of
+
+    try:
+        first, last = steps_of(steps) if steps else (0, sys.maxsize)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
     before: dict[Path, int] = {}
     while True:
         # First the state: files that come before the end of the run are in the last look.
         state, files = run_state(folder.parent), {}
         for path in sorted(folder.glob("*_*.parquet")):
             number = path.stem.rpartition("_")[2]
-            if number.isdecimal() and int(ends[1]) <= int(number) <= int(ends[2] or ends[1]):
+            if number.isdecimal() and first <= int(number) <= last:
                 with suppress(FileNotFoundError):  # a living run removes the oldest
                     files[path] = path.stat().st_mtime_ns
         if files != before or state or not follow:
