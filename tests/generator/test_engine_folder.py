@@ -34,9 +34,11 @@ memory.unlink()
 def start() -> tuple[subprocess.Popen[str], list[Path]]:
     """Start a stand-in of a generator; return it, and the folder and the memory that it has."""
     pipe, cwd = subprocess.PIPE, Path(__file__).parents[2]
+    # An engine of this process has set the variable, too.
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_RPC_BASE_PATH"}
     process = subprocess.Popen(
         [sys.executable, "-c", ENGINE],
-        stdin=pipe, stdout=pipe, text=True, start_new_session=True, cwd=cwd,
+        stdin=pipe, stdout=pipe, text=True, start_new_session=True, cwd=cwd, env=environment,
     )  # fmt: skip
     assert process.stdout is not None
     folder, memory, sockets = process.stdout.readline().split()

@@ -7,7 +7,9 @@ second one holds padding only).
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import re
 import socket
 from collections import defaultdict
@@ -98,9 +100,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a free port below those that the kernel gives to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def run(
