@@ -32,7 +32,7 @@ demo:
 	exit $$status
 
 test: setup
-	PATH="$(BIN):$$PATH" python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	PATH="$(BIN):$$PATH" bash scripts/run_tests.sh $(PYTEST_ARGS)
 
 # Trainer tests with another supported release: make test-other-megatron OTHER_MEGATRON=0.18.2
 test-other-megatron: setup

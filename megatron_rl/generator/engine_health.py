@@ -3,7 +3,8 @@
 The core of an engine answers between two steps. A step can take longer than any limit of silence on
 a loaded machine, so silence alone is no proof: a process that is stopped, or one that uses no
 processor time meanwhile, is taken to hang. One that is busy has `BUSY_WINDOWS` times as long, since
-a process that waits for a GPU, or spins on a lock, is busy too.
+a process that waits for a GPU, or spins on a lock, is busy too. So has one that would run, and gets
+no processor.
 """
 
 import asyncio
@@ -42,9 +43,10 @@ async def check_answer(
     answer, windows = asyncio.ensure_future(call), 0
     try:
         while True:
-            used = _cpu_seconds(processes)
+            used, waits = _cpu_seconds(processes), False
             for _ in range(_SLICES):
                 await asyncio.wait({answer}, timeout=seconds / _SLICES)
+                waits |= any(_state(p) == psutil.STATUS_RUNNING for p in processes)
                 _check_running(cores, processes)
                 if answer.done():
                     answer.result()
@@ -52,7 +54,8 @@ async def check_answer(
             windows += not excused()
             share = (_cpu_seconds(processes) - used) / seconds
             _check_states(processes, seconds)
-            if windows and (share < BUSY_SHARE or windows >= BUSY_WINDOWS):
+            at_work = waits or share >= BUSY_SHARE
+            if windows and (not at_work or windows >= BUSY_WINDOWS):
                 raise RuntimeError(
                     f"the engine's core does not answer for {windows * seconds:g} s and more, at"
                     f" {share:.0%} of a processor: it hangs; `py-spy dump --pid` shows where, of"
