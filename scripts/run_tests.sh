@@ -5,7 +5,7 @@
 # most MOST of them fail, they run once more, alone, and that decides. Both results are printed: a
 # test that passes only alone has a fault, in its time limits or in what it shares.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 MOST=3
 FAILED=.pytest_cache/v/cache/lastfailed
 
