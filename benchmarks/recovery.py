@@ -2,9 +2,10 @@
 
     python benchmarks/recovery.py [--out benchmarks/results/recovery.md]
 
-One run of two trainer ranks and two engines on CPU: an engine is killed, then trainer rank 1, then
-everything, which is started again with --resume: what a lost process costs where nothing survives
-it. All figures are of this one run.
+One run of two trainer ranks and two engines on CPU: a third engine joins and leaves, which shows
+what a start takes beside a run; an engine is killed, then trainer rank 1, then everything, which is
+started again with --resume: what a lost process costs where nothing survives it. All figures are of
+this one run.
 """
 
 from __future__ import annotations
@@ -73,18 +74,45 @@ def next_step(run: TinyRun, after: float) -> float:
     return float(wait(run, row, "the next step"))
 
 
+def until_ready(run: TinyRun, process: str, since: float, what: str) -> float:
+    """Wait until a generator's process is ready; return the seconds since a time."""
+
+    def ready() -> Any:
+        events = run.events("generator_ready")
+        return [e["unix_seconds"] for e in events if process in f"{e['process']}"]
+
+    return float(wait(run, ready, what)[0]) - since
+
+
+def joining_engine(run: TinyRun) -> float:
+    """Have an engine join the run and leave it; return the seconds of its start."""
+    process = psutil.Process(run.join().pid)
+    needle = f"process {process.pid} "
+    start = until_ready(run, needle, process.create_time(), "the engine that joins is ready")
+    process.terminate()
+    wait(run, lambda: run.status("joined0") is not None, "the engine that joined leaves")
+    assert run.status("joined0") == 0, "the engine that joined did not leave well"
+    return start
+
+
 def lost_engine(run: TinyRun) -> dict[str, float]:
     """Kill an engine's process; the others take its work."""
-    (first, *_) = run.events("generator_ready")
-    ready = len(run.events("generator_ready"))
-    killed = kill(run.roles()["generator-1"])
-    lost = wait(run, lambda: run.events("generator_lost"), "the loss is noticed")[-1]
+    first = run.roles()["generator-1"]
+    start = until_ready(run, f"process {first.pid} ", first.create_time(), "the first start")
+    beside = joining_engine(run)
+    steps = run.steps
+    wait(run, lambda: run.steps >= steps + 6, "six steps without the engine that joined")
+    ready, lost_before = len(run.events("generator_ready")), len(run.events("generator_lost"))
+    killed = kill(first)
+    wait(run, lambda: len(run.events("generator_lost")) > lost_before, "the loss is noticed")
+    lost = run.events("generator_lost")[-1]
     step = next_step(run, lost["unix_seconds"])
     wait(run, lambda: len(run.events("generator_ready")) > ready, "the engine is back")
     back = run.events("generator_ready")[-1]
     loads = [r["transfer_seconds"] for r in run.rows if r.get("transfer_seconds") is not None]
     return {
-        "start": first["recovery_seconds"],
+        "start": start,
+        "start beside the run": beside,
         "load": sum(loads) / len(loads),
         "noticed": lost["unix_seconds"] - killed,
         "next step": step - killed,
@@ -132,11 +160,13 @@ def report(engine: dict[str, float], rank: dict[str, float], full: dict[str, flo
         ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     start, whole = engine["start"] + engine["load"], full["next step"]
+    beside = engine["start beside the run"] + engine["load"]
     fixed = rank["restart"] + rank["batch and step"]
     rows = [
         ("engine: its loss is noticed", engine["noticed"], "", 0.0),
         ("engine: next step, by the other one", engine["next step"], "full restart", whole),
-        ("engine: back at work", engine["back"], "start-up + one load", start),
+        ("engine: back at work", engine["back"], "start-up beside the run + one load", beside),
+        ("engine: back at work", engine["back"], "start-up before the run + one load", start),
         ("trainer rank: its ranks start again", rank["restart"], "", 0.0),
         ("trainer rank: start and checkpoint load", rank["start and load"], "", 0.0),
         ("trainer rank: from there to a step", rank["batch and step"], "", 0.0),
@@ -160,7 +190,8 @@ def report(engine: dict[str, float], rank: dict[str, float], full: dict[str, flo
         "|---|---|---|---|",
         *table,
         "",
-        f"An engine's start-up took {engine['start']:.1f} s, one load {engine['load']:.2f} s.",
+        f"An engine's start-up took {engine['start']:.1f} s while all others started too, and"
+        f" {engine['start beside the run']:.1f} s beside the run; one load {engine['load']:.2f} s.",
         "No engine was restarted when the trainer's ranks were.",
         "",
     ])  # fmt: skip

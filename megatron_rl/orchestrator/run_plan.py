@@ -4,6 +4,8 @@ from megatron_rl.config import DataSetTask, RunConfig
 from megatron_rl.metrics.terminal import print_table
 from megatron_rl.orchestrator.evaluation import evaluation_steps
 
+_SHOWN_STEPS = 20
+
 
 def print_plan(config: RunConfig) -> None:
     """Print the plan as a table; `ConfigError` for sequences longer than the model allows."""
@@ -37,7 +39,7 @@ def print_plan(config: RunConfig) -> None:
         "tokens": f"prompt <= {g.max_prompt_tokens}, {_lengths(config)}; sequence <="
         f" {config.sequence_tokens}",
         "evaluation": f"{heldout} held-out prompts x {config.evaluation.samples_per_prompt}, at"
-        f" steps {', '.join(str(x) for x in evaluation_steps(config.evaluation, s.steps))}",
+        f" steps {_steps(evaluation_steps(config.evaluation, s.steps))}",
         **{
             f"evaluation.sets.{name}": f"{one.source} x {one.samples_per_prompt}, every"
             f" {one.every_steps} steps"
@@ -51,6 +53,13 @@ def print_plan(config: RunConfig) -> None:
 
 def _ranks(first: int, last: int) -> str:
     return f"{first}-{last}" if last > first else f"{first}"
+
+
+def _steps(steps: list[int]) -> str:
+    if len(steps) <= _SHOWN_STEPS:
+        return ", ".join(str(step) for step in steps)
+    first = ", ".join(str(step) for step in steps[:6])
+    return f"{first}, ..., {steps[-1]} ({len(steps)} evaluations)"
 
 
 def _lengths(config: RunConfig) -> str:

@@ -173,6 +173,7 @@ class TinyRun:
         self.agent: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
         self._joined: list[subprocess.Popen[bytes]] = []
+        self._verifiers: set[psutil.Process] = set()
         self._stamp: tuple[int, int, int] | None = None
         self._rows: list[dict[str, Any]] = []
 
@@ -255,8 +256,10 @@ class TinyRun:
                 elif text.startswith("VLLM::EngineCore"):
                     cores.append((p, parent))
                 elif "megatron_rl.orchestrator.main" in text:
-                    owner = owners.get(parent)
-                    by_role["verifier" if owner == "orchestrator" else "orchestrator"] = p
+                    if owners.get(parent) == "orchestrator":
+                        self._verifiers.add(p)  # it is one also when its parent is gone
+                    is_verifier = p in self._verifiers
+                    by_role["verifier" if is_verifier else "orchestrator"] = p
                     owners[p.pid] = "orchestrator"
                 elif "megatron_rl.cli generate" in text and parent not in owners:
                     name = f"joined{joined.index(p.pid)}" if p.pid in joined else ""

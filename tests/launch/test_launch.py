@@ -125,6 +125,14 @@ def test_the_plan_names_ranks_and_units():
         assert text in done.stdout
 
 
+def test_the_plan_shortens_a_long_list_of_evaluations(capsys):
+    from megatron_rl.orchestrator.run_plan import print_plan
+
+    print_plan(load_config(YAML, ["--schedule.steps=100000", "--evaluation.every_steps=5"]))
+    shown = "".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "atsteps0,5,10,15,20,25,...,100000(20001evaluations)" in shown
+
+
 def test_examples_run_by_bash_and_by_python_with_their_configuration_and_options(tmp_path):
     package = tmp_path / "megatron_rl"
     package.mkdir()
