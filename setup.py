@@ -136,6 +136,7 @@ setup(
             "rewards/math/*.yaml",
             "commands/*/*.yaml",
             "commands/view/*.html",
+            "commands/view/*.js",
             "kernels/csrc/*",
             "models/configs/*.json",
             "scaling/*.csv",

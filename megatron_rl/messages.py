@@ -306,6 +306,11 @@ class StepDone(Message):
     """Wait for the batch."""
     train_seconds: float
     """Forward, backward and optimizer step."""
+    ratios: bytes = b""
+    """float32 [completion tokens of the batch]: exp(trainer - generator) log-prob of each, if
+    rollout files have them (`metrics.rollouts_ratios`)."""
+    entropies: bytes = b""
+    """As `ratios`: entropy of the trainer's distribution at each token [nats]."""
 
 
 class Published(Message):

@@ -333,9 +333,17 @@ class Metrics(Section):
     rollouts_every_steps: NonNegativeInt = 1
     """Steps between those whose completions are written to `rollouts` in `output_dir`; evaluations
     are written, too, unless it is 0."""
+    rollouts_ratios: bool = True
+    """Write ratio and entropy of each trained token to `rollouts`, too: 3 bytes per token; rank 0
+    collects them after the update, 12 bytes per token."""
     rollouts_gib: PositiveFloat = 20.0
     """Disk of the files of steps in `rollouts`: the oldest are removed; all evaluations
     are kept."""
+
+    def records(self, step: int) -> bool:
+        """Return True if the completions of a step are written."""
+        every = self.rollouts_every_steps
+        return every > 0 and step % every == 0
 
 
 class Timeouts(Section):

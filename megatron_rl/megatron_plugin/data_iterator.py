@@ -19,7 +19,7 @@ from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.reference import old_is_current
 from megatron_rl.trainer.start_comparison import StartComparison
-from megatron_rl.trainer.step import next_batch
+from megatron_rl.trainer.step import next_batch, token_results
 from megatron_rl.trainer.step_metrics import report
 
 
@@ -126,6 +126,7 @@ class PluginSteps:
         batch = current.batch
         metrics, probe = report(batch, current.micro_batches, current.objective, self._model)
         self._comparison.check(metrics, self._step)
+        ratios, entropies = token_results(batch, current.micro_batches, self._model)
         if self._client is not None:
             done = messages.StepDone(
                 step=self._step,
@@ -133,6 +134,8 @@ class PluginSteps:
                 probe_logprobs=probe,
                 wait_seconds=current.wait_seconds,
                 train_seconds=time.perf_counter() - current.started,
+                ratios=ratios,
+                entropies=entropies,
             )
             self._client.send(done)
 

@@ -3,7 +3,8 @@
     step_000123.parquet   completions of the groups in the batches of step 123, also skipped ones
     eval_000123.parquet   evaluations of weight version 123; `set` names the evaluation set
 
-A step is written when the trainer gets its batch. A file is complete or not there.
+A step is written when it is trained, or when the run ends before that. A file is complete or not
+there.
 """
 
 import itertools
@@ -21,11 +22,12 @@ import yaml
 from megatron_rl.files import left_in, naming_full_disk, sibling
 from megatron_rl.metrics.metrics_file import MetricsError, Row
 
-SCHEMA = "megatron_rl.rollouts/1"
+SCHEMA = "megatron_rl.rollouts/2"
+_READ = (SCHEMA, "megatron_rl.rollouts/1")  # this one without ratios and entropies
 _TABLE = (resources.files(__package__) / "rollouts.yaml").read_text()
 COLUMNS: dict[str, list[str]] = yaml.safe_load(_TABLE)
 """Column -> [type, meaning]."""
-BYTES_PER_TOKEN = 10
+BYTES_PER_TOKEN = 12
 """Disk of a token, rounded up: docs/metrics.md has what was measured."""
 Decode = Callable[[list[int]], str]
 MAX_PENDING = 2  # files; then the next batch waits
@@ -61,14 +63,15 @@ class RolloutWriter:
         """Write a file soon; an evaluation is added to the other sets of its version.
 
         Tokens of rows are little-endian bytes, `versions` pairs of version and number of tokens.
+        The `completion` of a row is decoded, unless it has one.
         """
         self._pending.append(self._thread.submit(self._write, kind, step, rows))
 
-    def check(self) -> bool:
-        """Return True while the disk is behind; raise the error of a file that was not written."""
+    def check(self) -> int:
+        """Return the number of files to write; raise the error of one that was not written."""
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
-        return len(self._pending) >= MAX_PENDING
+        return len(self._pending)
 
     def close(self) -> None:
         """Wait until all files are complete; raise the error of one that was not written."""
@@ -84,9 +87,11 @@ class RolloutWriter:
         path = self.folder / f"{kind}_{step:06d}.parquet"
         self.folder.mkdir(parents=True, exist_ok=True)
         work = sibling(path, "tmp")
-        # Dictionaries and statistics of tokens cost time and save nothing.
+        # Dictionaries and statistics of tokens cost time and save nothing; split bytes save some.
         text = [name for name, (type_, _) in COLUMNS.items() if type_ == "string"]
+        split = [f"{n}.list.element" for n, (kind, _) in COLUMNS.items() if kind == "list float"]
         options = {"compression": "zstd", "use_dictionary": text, "write_statistics": False}
+        options["column_encoding"] = dict.fromkeys(split, "BYTE_STREAM_SPLIT")
         try:
             with naming_full_disk(path), work.open("wb") as file:
                 with parquet.ParquetWriter(file, arrow_schema(), **options) as writer:
@@ -109,9 +114,11 @@ class RolloutWriter:
             keep = [name not in new for name in table["set"].to_pylist()]
             yield from table.filter(keep).to_batches(_ROWS)
         for some in itertools.batched(rows, _ROWS):
-            ids = (np.frombuffer(row["token_ids"], "<i4").tolist() for row in some)
-            texts = [self._decode(one) for one in ids]
-            yield record_batch([r | {"completion": t} for r, t in zip(some, texts, strict=True)])
+            yield record_batch([r if "completion" in r else self._decoded(r) for r in some])
+
+    def _decoded(self, row: Row) -> Row:
+        ids = np.frombuffer(row["token_ids"], "<i4").tolist()
+        return row | {"completion": self._decode(ids)}
 
 
 def steps_of(text: str) -> tuple[int, int]:
@@ -129,20 +136,27 @@ def steps_of(text: str) -> tuple[int, int]:
 def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any:
     """Return the `pyarrow.Table` of a rollout file, or of all files of a folder.
 
+    Columns that an older file does not have are null.
+
     Raises:
         MetricsError: a file has another schema.
     """
     import pyarrow
     from pyarrow import parquet
 
-    path, tables = Path(path), []
+    path, tables, schema = Path(path), [], arrow_schema()
+    names = list(COLUMNS) if columns is None else columns
+    wanted = pyarrow.schema([schema.field(name) for name in names], schema.metadata)
     for one in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
         with parquet.ParquetFile(one) as file:
             name = (file.schema_arrow.metadata or {}).get(b"schema", b"none").decode()
-            if name != SCHEMA:
+            if name not in _READ:
                 raise MetricsError(f"{one}: schema {name!r}, expected {SCHEMA!r}")
-            tables.append(file.read(columns))
-    return pyarrow.concat_tables(tables or [arrow_schema().empty_table()])
+            given = file.read(columns)
+        nulls = {f.name: pyarrow.nulls(len(given), f.type) for f in wanted}
+        arrays = nulls | dict(zip(given.column_names, given.columns, strict=True))
+        tables.append(pyarrow.table([arrays[name] for name in names], schema=wanted))
+    return pyarrow.concat_tables(tables or [wanted.empty_table()])
 
 
 def arrow_schema() -> Any:
@@ -167,10 +181,13 @@ def record_batch(rows: Sequence[Row]) -> Any:
         if field.name == "versions":
             values = [np.repeat(*np.array(v, "<i4").reshape(-1, 2).T).tobytes() for v in values]
         if pyarrow.types.is_list(field.type):
+            null = np.array([v is None for v in values])
+            values = [v or b"" for v in values]
             offsets = np.cumsum([0, *(len(v) // 4 for v in values)], dtype=np.int32)
             buffers = [None, pyarrow.py_buffer(b"".join(values))]
             tokens = pyarrow.Array.from_buffers(field.type.value_type, int(offsets[-1]), buffers)
-            arrays.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets), tokens))
+            lists = pyarrow.ListArray.from_arrays(offsets, tokens, mask=pyarrow.array(null))
+            arrays.append(lists)
         else:
             if pyarrow.types.is_string(field.type):  # half of a surrogate pair is no character
                 values = [v if v is None else v.encode("utf-8", "backslashreplace") for v in values]

@@ -5,7 +5,7 @@ One step of a run, in the order of its calls:
     _dispatch           Generate -> the least busy generator, while the schedule allows it;
                         first what a lost generator had (`membership`)
     _receive_sample     Sample <- generator; `_verify` and `_record_verdict` complete its group
-    _answer_batch       Batch -> trainer, once the groups of the requested step are complete
+    _answer_trainer     Batch -> trainer, once the groups of the requested step are complete
     _record_step        StepDone <- trainer; a row of metrics.jsonl
     _publish_version    Published <- trainer
     _move_weights       TakeVersion -> stores, UpdateWeights -> generators (`stores`)
@@ -86,6 +86,7 @@ class Orchestrator:
         self._oldest_read: int | None = None
         self._score_requests: dict[int, m.ScoreRequest] = {}
         self.requested_step: int | None = None
+        self._state_saved: m.StateSaved | None = None
         self.trainer_done: m.TrainerDone | None = None
         self._evaluate_only = evaluate_only
         if evaluate_only is None:
@@ -141,7 +142,7 @@ class Orchestrator:
                 if self._work_can_move:
                     self._work_can_move = False
                     self._dispatch()
-                    self._answer_batch()
+                    self._answer_trainer()
                     self._evaluation_share = self.generators.evaluation_share
                 await self.connection.flush()
         assert self.trainer_done is not None
@@ -330,7 +331,11 @@ class Orchestrator:
         else:
             self.evaluations.verified(sample, verdict)
 
-    def _answer_batch(self) -> None:
+    def _answer_trainer(self) -> None:
+        # A resumed run writes no files of the steps before its checkpoint: they are there first.
+        if self._state_saved is not None and not self.metrics.recorder.behind(1):
+            self.connection.send(m.TRAINER, self._state_saved)
+            self._state_saved = None
         if (step := self.requested_step) is None:
             return
         if step >= self.config.schedule.steps:
@@ -383,7 +388,7 @@ class Orchestrator:
             compute=self.metrics.compute(), aborted=self.metrics.aborted,
         )  # fmt: skip
         save_state(state, Path(request.directory))
-        self.connection.send(m.TRAINER, m.StateSaved(step=request.step))
+        self._state_saved = m.StateSaved(step=request.step)
 
     def _restore(self, state: State) -> None:
         self.steps.stream.restore(state.curriculum)

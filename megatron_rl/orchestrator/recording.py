@@ -4,11 +4,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
-from megatron_rl.messages import Generate, Sample, int_bytes
+from megatron_rl.messages import Generate, Sample, StepDone, float_bytes, floats, int_bytes
 from megatron_rl.metrics.metrics_file import Row
-from megatron_rl.metrics.rollouts import Decode, RolloutWriter
+from megatron_rl.metrics.rollouts import MAX_PENDING, Decode, RolloutWriter
 from megatron_rl.orchestrator.batching import BuiltBatch, dropped_because
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict
@@ -26,11 +28,11 @@ class Recorder:
             writer = RolloutWriter(folder, metrics.rollouts_gib * 2**30, decode, step)
             self._writer = writer if metrics.rollouts_every_steps else None
         self._notes: dict[tuple[int, int, int], Row] = defaultdict(dict)
-        self._rows: list[Row] = []  # of skipped batches, until the step's own
+        self._rows: list[Row] = []  # of a step, with the batches skipped for it, until it is done
 
-    def behind(self) -> bool:
-        """Return True while the disk is behind; raise the error of a file."""
-        return self._writer is not None and self._writer.check()
+    def behind(self, files: int = MAX_PENDING) -> bool:
+        """Return True while the disk is so many files behind; raise the error of a file."""
+        return self._writer is not None and self._writer.check() >= files
 
     def sent(self, request: Generate) -> None:
         """Note the dispatch of completions."""
@@ -52,7 +54,7 @@ class Recorder:
     def batch(
         self, step: int, groups: list[Group], built: BuiltBatch, prompts: Sequence[Prompt]
     ) -> None:
-        """Write the file of a step, or keep the rows of a batch that is skipped for it."""
+        """Keep the rows of the batch of a step, or of one that is skipped for it."""
         for group in groups if self._writer else ():
             for sample in group.ordered:
                 because = dropped_because(group, sample, built, self._config.algorithm)
@@ -65,12 +67,21 @@ class Recorder:
                 self._rows.append(row | {"trained": not because, "dropped_because": because})
             for index in range(group.size):
                 self._notes.pop((-1, group.index, index), None)
-        if built.teaches:
-            self._flush()
+
+    def trained(self, done: StepDone) -> None:
+        """Write the file of a step, with the trainer's results for its tokens, if it has them."""
+        start, ratios, entropies = 0, floats(done.ratios), floats(done.entropies)
+        for row in (row for row in self._rows if row["trained"] and done.ratios):
+            own = slice(start, start := start + len(row["token_ids"]) // 4)
+            ratio = ratios[own].copy()
+            ratio[row["forced_start"] : row["forced_end"]] = np.nan
+            row |= {"ratios": float_bytes(ratio), "entropies": float_bytes(entropies[own])}
+        assert start == len(ratios), f"step {done.step}: ratios of other tokens than its file's"
+        self._flush()
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
-        if rows and rows[0]["step"] % self._config.metrics.rollouts_every_steps == 0:
+        if rows and self._config.metrics.records(rows[0]["step"]):
             self.write("step", rows[0]["step"], rows)
 
     def evaluated(

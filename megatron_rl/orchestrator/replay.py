@@ -50,6 +50,7 @@ def plan_replay(run: Path, steps: str | None, overrides: list[str]) -> ReplayPla
         ConfigError: names what is missing, or does not fit, and the remedy.
     """
     alone = ["--roles.generator_ranks", "0", "--roles.one_gpu", "false"]
+    alone += ["--metrics.rollouts_ratios", "false"]  # it writes no rollout files
     recorded = load_config(run / CONFIG_FILE)
     config = load_config(run / CONFIG_FILE, [*overrides, *alone])
     own, a = config.output_dir.resolve(), config.algorithm

@@ -207,6 +207,7 @@ class RunMetrics:
         Raises:
             RunError: trainer and generators computed different log-probs (`max_logprob_error`).
         """
+        self.recorder.trained(done)
         rollouts, trainer = self._batches.pop(done.step), dict(done.metrics)
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]

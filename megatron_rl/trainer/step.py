@@ -11,7 +11,7 @@ orchestrator has put every divisor into the loss weights. From the batch's bytes
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl import liveness, messages
@@ -36,7 +37,7 @@ from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import FixedPolicies, old_is_current
 from megatron_rl.trainer.shards import ModelShards
 from megatron_rl.trainer.start_comparison import StartComparison
-from megatron_rl.trainer.step_metrics import report
+from megatron_rl.trainer.step_metrics import joined, report
 
 PIECE_BYTES = 2**28
 """Most bytes of a batch in one message between ranks."""
@@ -100,6 +101,52 @@ def _moved(data: bytearray, move: Callable[[Tensor], Any], piece_bytes: int) -> 
     return data
 
 
+def token_results(
+    batch: messages.Batch,
+    micro_batches: Sequence[MicroBatch],
+    shards: ModelShards,
+    piece_bytes: int = PIECE_BYTES,
+) -> tuple[bytes, bytes]:
+    """Return `StepDone.ratios` and `.entropies` on rank 0, from one rank per token; collective.
+
+    12 significant bits of each are kept. Nothing is returned on other ranks, and in steps whose
+    files do not have them.
+    """
+    metrics = shards.run.metrics
+    if not (metrics.rollouts_ratios and metrics.records(batch.step)):
+        return b"", b""
+    group, rank = world.control_group(), dist.get_rank()
+    reports = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    reports[rank] = shards.reports
+    dist.all_reduce(reports, group=group)
+    own = bytearray()
+    if shards.reports:
+        names = ("source", "logprobs", "generator_logprobs", "entropy")
+        source, new, old, entropy = (joined(micro_batches, f"{name}_T") for name in names)
+        ratio = (new.double() - old.double()).exp()
+        parts = [messages.int_bytes(source), *(_rounded(x.numpy()) for x in (ratio, entropy))]
+        msgspec.msgpack.Encoder().encode_into(parts, own)
+    if rank:
+        if own:
+            _moved(own, partial(dist.send, dst=0, group=group), piece_bytes)
+        return b"", b""
+    bounds, lengths = messages.ints(batch.bounds), messages.ints(batch.prompt_lengths)
+    values_2N = np.full((2, bounds[-1]), np.nan, "<f4")
+    for other in reports.nonzero().flatten().tolist():
+        if other:
+            own = _moved(bytearray(), partial(dist.recv, src=other, group=group), piece_bytes)
+        positions, *parts = msgspec.msgpack.decode(own)
+        values_2N[:, messages.ints(positions)] = [messages.floats(part) for part in parts]
+    is_prompt = np.arange(bounds[-1]) < np.repeat(bounds[:-1] + lengths, np.diff(bounds))
+    ratios, entropies = values_2N[:, ~is_prompt]
+    return ratios.tobytes(), entropies.tobytes()
+
+
+def _rounded(values: NDArray[Any]) -> bytes:
+    bits = values.astype("<f4").view("<u4")
+    return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).tobytes()
+
+
 class Trainer:
     """Trains a policy on batches.
 
@@ -120,7 +167,7 @@ class Trainer:
         """Train on one batch, the whole or this rank's part of it, after `step` steps; collective.
 
         Returns, on every rank, metrics of the whole batch and the probe's log-probs under the
-        weights `step`. `wait_seconds` is 0.
+        weights `step`; on rank 0 also the results of tokens. `wait_seconds` is 0.
 
         Raises:
             ValueError: arrays that don't fit together, or ids beyond the vocabulary.
@@ -142,12 +189,15 @@ class Trainer:
                 f"step {step}: loss {metrics['loss']} and gradient norm {norm}: not finite; look at"
                 " ratio_max and the generator's log-probs of this batch"
             )
+        ratios, entropies = token_results(batch, micro_batches, self.policy)
         return messages.StepDone(
             step=step,
             metrics=metrics,
             probe_logprobs=probe,
             wait_seconds=0.0,
             train_seconds=time.perf_counter() - started,
+            ratios=ratios,
+            entropies=entropies,
         )
 
     def prepare(self, batch: messages.Batch, step: int) -> tuple[list[MicroBatch], Objective]:

@@ -61,7 +61,7 @@ def report(
         if len(probe):
             by_position = torch.zeros(int(messages.ints(batch.bounds)[-1]), dtype=torch.float64)
             source_T = torch.cat([micro.source_T for micro in micro_batches])
-            by_position[source_T] = _joined(micro_batches, "logprobs_T").double()
+            by_position[source_T] = joined(micro_batches, "logprobs_T").double()
             probe = by_position[torch.from_numpy(probe_positions)]
     if shards.routing is not None:
         sums[len(TOKEN_SUMS) :] = shards.routing.take_counts()
@@ -82,19 +82,20 @@ def report(
     return metrics, [part.tolist() for part in probe.split([len(p) for p in positions])]
 
 
-def _joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
+def joined(micro_batches: Sequence[MicroBatch], name: str) -> Tensor:
+    """Return an array of the tokens of all micro-batches, on the CPU."""
     return torch.cat([getattr(micro, name) for micro in micro_batches]).cpu()
 
 
 def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tuple[Tensor, Tensor]:
     """Return this rank's (sums by `TOKEN_SUMS`, maxima [ratio, -ratio, error]), fp64."""
-    logprobs_T = _joined(micro_batches, "logprobs_T")
-    trained_T = _joined(micro_batches, "loss_weights_T") > 0
-    difference_T = (logprobs_T - _joined(micro_batches, "generator_logprobs_T")).double()
+    logprobs_T = joined(micro_batches, "logprobs_T")
+    trained_T = joined(micro_batches, "loss_weights_T") > 0
+    difference_T = (logprobs_T - joined(micro_batches, "generator_logprobs_T")).double()
     log_ratio = difference_T[trained_T]
     ratio = log_ratio.exp()
     outside = (ratio < NEAR_ONE[0]) | (ratio > NEAR_ONE[1])
-    same_error = difference_T[_joined(micro_batches, "same_version_T")].abs()
+    same_error = difference_T[joined(micro_batches, "same_version_T")].abs()
     parts = [objective.sums(micro) for micro in micro_batches]
     loss, clipped, corrected, reference_kl = (
         sum(float(getattr(part, name)) for part in parts)
@@ -102,7 +103,7 @@ def _local_sums(micro_batches: Sequence[MicroBatch], objective: Objective) -> tu
     )
     # k3 of KL(gen || train): E_gen[rho - 1 - log rho], never negative.
     kl = (ratio - 1 - log_ratio).sum()
-    entropy = _joined(micro_batches, "entropy_T")[trained_T].double().sum()
+    entropy = joined(micro_batches, "entropy_T")[trained_T].double().sum()
     sums = [
         *(loss, len(ratio), ratio.sum(), ratio.square().sum(), clipped, outside.sum(), kl, entropy),
         *(same_error.sum(), len(same_error), corrected, reference_kl),
@@ -141,9 +142,9 @@ def _named(sums: Tensor, maxima: Tensor) -> dict[str, float]:
 
 def _write_tokens(folder: Path, batch: messages.Batch, micros: Sequence[MicroBatch]) -> None:
     """Write the trained ones of this rank's completion tokens: `tokens/<step>-<rank>.npy`."""
-    trained = _joined(micros, "loss_weights_T") > 0
+    trained = joined(micros, "loss_weights_T") > 0
     names = ("source", "targets", "versions", "advantages", "generator_logprobs", "logprobs")
-    source, tokens, versions, *real = (_joined(micros, f"{x}_T")[trained].numpy() for x in names)
+    source, tokens, versions, *real = (joined(micros, f"{x}_T")[trained].numpy() for x in names)
     sequence = np.searchsorted(messages.ints(batch.bounds), source, side="right") - 1
     starts = messages.ints(batch.bounds)[:-1] + messages.ints(batch.prompt_lengths)
     rows = np.empty(len(source), COLUMNS)

@@ -21,6 +21,7 @@ from megatron_rl.metrics.rollouts import (
     MAX_PENDING,
     RolloutWriter,
     arrow_schema,
+    record_batch,
 )
 from tests.source import ROOT
 
@@ -38,6 +39,7 @@ def row(index=0, tokens=4, **values):
         "index": index, "engine": "generator-0", "prompt": "2+3=?",
         "prompt_token_ids": np.arange(3, dtype="<i4").tobytes(), "token_ids": ids.tobytes(),
         "logprobs": logprobs.tobytes(), "versions": [(0, 1), (1, tokens - 1)],
+        "ratios": np.exp(logprobs).tobytes(), "entropies": (-logprobs).tobytes(),
         "forced_start": 0, "forced_end": 0, "finish_reason": "stop", "verdict": "correct",
         "verdict_reason": "", "reward": 1.0, "advantage": 0.5, "loss_weight": 0.25,
         "trained": True, "dropped_because": "", "lag_max": 1, "seconds_to_arrive": 1.5,
@@ -63,10 +65,11 @@ def names(folder):
 def test_a_file_has_the_rows_with_their_types_and_the_meaning_of_each_column(tmp_path):
     rows = [row(0), row(1, tokens=600), row(2, tokens=1, versions=[(4, 1)])]
     rows += [row(i, tokens=3) for i in range(3, 300)]  # more than a row group
+    rows[2] |= {"trained": False, "ratios": None, "entropies": None}
     write(tmp_path, ("step", 1, rows))
     table = read_rollouts(tmp_path / "step_000001.parquet")
     assert table.schema == arrow_schema() and list(COLUMNS) == table.column_names
-    assert table.schema.metadata == {b"schema": b"megatron_rl.rollouts/1"}
+    assert table.schema.metadata == {b"schema": b"megatron_rl.rollouts/2"}
     for name, (_, doc) in COLUMNS.items():
         assert table.schema.field(name).metadata == {b"doc": doc.encode()}
     assert table.schema.field("logprobs").type == pyarrow.list_(pyarrow.float32())
@@ -76,8 +79,10 @@ def test_a_file_has_the_rows_with_their_types_and_the_meaning_of_each_column(tmp
     for want, got in zip(rows, table.to_pylist(), strict=True):
         ids = np.frombuffer(want["token_ids"], "<i4").tolist()
         versions = [v for v, n in want["versions"] for _ in range(n)]
-        logprobs = np.frombuffer(want["logprobs"], "<f4").tolist()
-        arrays = {"token_ids": ids, "versions": versions, "logprobs": logprobs}
+        arrays = {"token_ids": ids, "versions": versions}
+        for name in ("logprobs", "ratios", "entropies"):
+            given = want[name]
+            arrays[name] = None if given is None else np.frombuffer(given, "<f4").tolist()
         assert got == want | arrays | {"completion": decoded(ids), "prompt_token_ids": [0, 1, 2]}
 
 
@@ -159,9 +164,10 @@ def test_a_slow_disk_is_seen_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: slow.append(time.sleep(0.5)) or sync(fd))
     one, began = writer(tmp_path), time.monotonic()
     for step in range(MAX_PENDING):
-        assert not one.check()
+        assert one.check() == step
         one.write("step", step, [row()])
-    assert one.check() and time.monotonic() - began < 0.5 * MAX_PENDING  # nothing waited
+    assert one.check() == MAX_PENDING
+    assert time.monotonic() - began < 0.5 * MAX_PENDING  # nothing waited
     one.close()
     assert not one.check() and len(slow) == MAX_PENDING == len(names(tmp_path))
 
@@ -210,9 +216,35 @@ def test_other_files_are_refused(tmp_path):
         read_rollouts(path)
 
 
+def old_file(path):
+    """Write a file of the schema before ratios and entropies."""
+    batch = record_batch([row(i, completion="old", kind="eval", set="old") for i in range(3)])
+    table = pyarrow.table(batch).drop_columns(["ratios", "entropies"])
+    metadata = {"schema": "megatron_rl.rollouts/1"}
+    parquet.write_table(table.replace_schema_metadata(metadata), path)
+
+
+def test_an_older_file_is_read_without_its_missing_columns_and_added_to(tmp_path):
+    path = tmp_path / "eval_000008.parquet"
+    old_file(path)
+    table = read_rollouts(path)
+    assert table.schema == arrow_schema() and table["index"].to_pylist() == [0, 1, 2]
+    assert table["ratios"].to_pylist() == table["entropies"].to_pylist() == [None] * 3
+    write(tmp_path, ("eval", 8, [row(4, kind="eval")]), resume_step=8)
+    table = read_rollouts(tmp_path, ["entropies", "index", "completion"])
+    assert table["index"].to_pylist() == [0, 1, 2, 4]
+    assert table["completion"].to_pylist()[:3] == ["old"] * 3
+    assert [one is None for one in table["entropies"].to_pylist()] == [True] * 3 + [False]
+
+
 def test_the_disk_of_a_token_is_what_the_plan_counts(tmp_path):
     one = RolloutWriter(tmp_path, 1e9, lambda ids: "".join(f"w{i % 5000:x} " for i in ids))
-    one.write("step", 0, [row(i, tokens=4000) for i in range(16)])  # 5.1 bytes of text a token
+    rows = [row(i, tokens=4000) for i in range(16)]  # 5.1 bytes of text a token
+    for index, values in enumerate(rows):  # of 12 bits, as the trainer sends them
+        rng = np.random.default_rng(index)
+        for name, raw in (("ratios", rng.normal(1, 0.02, 4000)), ("entropies", rng.random(4000))):
+            values[name] = (raw.astype("<f4").view("<u4") & np.uint32(0xFFFFF000)).tobytes()
+    one.write("step", 0, rows)
     one.close()
     size = (tmp_path / "step_000000.parquet").stat().st_size / 16 / 4000
     assert 0.75 * BYTES_PER_TOKEN < size < BYTES_PER_TOKEN

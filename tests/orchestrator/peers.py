@@ -32,12 +32,17 @@ class Rows:
     fleet: list[dict] = field(default_factory=list)
     """Events of generators and of prompts that failed."""
     notes: list[str] = field(default_factory=list)
+    shown: list[list[dict]] = field(default_factory=list)
+    """Samples of completions."""
 
     def write(self, kind, row):
         kinds = {"step": self.steps, "event": self.events}
         if row.get("event", "").startswith(("generator_", "prompt_")):
             kind, kinds = "fleet", {"fleet": self.fleet}
         kinds.get(kind, self.evals).append(row)
+
+    def samples(self, rows):
+        self.shown.append(rows)
 
     def note(self, text):
         self.notes.append(text)
@@ -368,12 +373,16 @@ class Trainer(Peer):
                 m.StepDone(
                     step=self.step, metrics={"loss": 0.1, "tokens_trained": 40.0},
                     probe_logprobs=probe, wait_seconds=0.001,
-                    train_seconds=0.004,
+                    train_seconds=0.004, **self.results(batch),
                 )
             )  # fmt: skip
             self.step += 1
             await self.publish()
         await self.announced
+
+    def results(self, batch):
+        """Return what `StepDone` has for tokens."""
+        return {}
 
     async def publish(self):
         if self.announced is not None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import time
 
+import msgspec
+import numpy as np
 import pytest
 
 from megatron_rl import messages as m
@@ -15,7 +18,7 @@ from megatron_rl.metrics import read_rollouts
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import build_batch, dropped_because
 from megatron_rl.orchestrator.groups import Group, GroupQueue
-from megatron_rl.orchestrator.recording import Recorder
+from megatron_rl.orchestrator.recording import Recorder, right_and_wrong
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator import peers
 from tests.orchestrator.peers import AtOnce, Generator, prompt_set, run, small_config
@@ -145,6 +148,62 @@ def test_a_resumed_run_has_each_step_once(tmp_path, batches):
         assert row["completion"] and (row["engine"] is None) == (row["unix_seconds"] is None)
 
 
+def completion_tokens(batch):
+    bounds, lengths = m.ints(batch.bounds), m.ints(batch.prompt_lengths)
+    parts = zip(bounds[:-1] + lengths, bounds[1:], strict=True)
+    return np.concatenate([m.ints(batch.token_ids)[start:end] for start, end in parts])
+
+
+def test_a_row_that_is_trained_has_the_trainers_results_for_its_tokens(tmp_path, monkeypatch):
+    class Scoring(peers.Trainer):
+        def results(self, batch):
+            tokens = completion_tokens(batch)
+            return {"ratios": m.float_bytes(tokens), "entropies": m.float_bytes(-tokens)}
+
+    class Forcing(Generator):
+        async def send(self, message):
+            if isinstance(message, m.Sample) and message.num_tokens > 2:
+                message = msgspec.structs.replace(message, forced=(1, 3))
+            await super().send(message)
+
+    monkeypatch.setattr(peers, "Trainer", Scoring)
+    monkeypatch.setattr(peers, "Generator", Forcing)
+    recorded(small_config(), tmp_path, seed=2, directory=tmp_path, save_before=5, stop_before=7)
+    recorded(small_config(), tmp_path, 5, seed=3, directory=tmp_path, resume=True)
+    folder, forced = tmp_path / "rollouts", 0
+    assert len(list(folder.glob("step*"))) == 12
+    for row in read_rollouts(folder).to_pylist():
+        if not row["trained"]:
+            assert row["ratios"] is row["entropies"] is None
+            continue
+        start, end = row["forced_start"], row["forced_end"]
+        forced += end - start
+        ratios, ids = np.array(row["ratios"]), np.array(row["token_ids"])
+        assert np.isnan(ratios[start:end]).all()
+        assert (np.delete(ratios, slice(start, end)) == np.delete(ids, slice(start, end))).all()
+        assert row["entropies"] == (-ids).tolist()
+    assert forced > 0
+
+
+def test_a_checkpoint_waits_until_the_files_before_it_are_there(tmp_path, monkeypatch):
+    sync, there = os.fsync, []
+
+    def slow(fd):
+        time.sleep(0.3)
+        sync(fd)
+
+    def noted(message):
+        if isinstance(message, m.StateSaved):
+            there.extend(path.name for path in (tmp_path / "rollouts").glob("step_000004*"))
+        return send(message)
+
+    send = m.encode
+    monkeypatch.setattr(m, "encode", noted)
+    monkeypatch.setattr(os, "fsync", slow)
+    recorded(small_config(steps=6), tmp_path, directory=tmp_path, save_before=5)
+    assert there == ["step_000004.parquet"]
+
+
 def test_a_skipped_batch_is_in_the_file_of_its_step(tmp_path, batches, monkeypatch):
     class Same(Generator):
         def ids(self, message, index, n):
@@ -245,3 +304,70 @@ def test_each_completion_that_is_not_trained_has_its_reason():
     assert (
         dropped_because(mixed, mixed.samples[0], empty, algorithm) == "batch had nothing to learn"
     )
+
+
+def test_samples_of_every_fifth_step_are_shown_and_no_text_is_decoded_twice(tmp_path):
+    config, decoded = small_config(), []
+    config.metrics.samples_every_steps, config.output_dir = 5, tmp_path
+
+    def decode(ids):
+        decoded.append(ids)
+        return " ".join(map(str, ids))
+
+    recorder = Recorder(config, decode)
+    outcome = run(config, recorder=recorder)
+    recorder.close()
+    shown = outcome.rows.shown
+    assert [[row["step"] for row in rows] for rows in shown] == [[0, 0], [5, 5], [10, 10]]
+    assert len(decoded) == read_rollouts(tmp_path / "rollouts").num_rows
+    for right, wrong in shown:
+        assert (right["verdict"], right["reward"], wrong["reward"]) == ("correct", 1.0, -1.0)
+        assert wrong["verdict"] == "wrong"
+        assert right["group"] == wrong["group"]
+        table = read_rollouts(tmp_path / "rollouts" / f"step_{right['step']:06d}.parquet")
+        texts = {(r["group"], r["index"]): r["completion"] for r in table.to_pylist()}
+        for row in (right, wrong):
+            assert row["completion"] == texts[row["group"], row["index"]]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(4, [0, 4, 8]), (0, [])])
+def test_samples_need_no_rollout_files(tmp_path, every, steps):
+    config, decoded = small_config(), []
+    config.metrics.samples_every_steps, config.metrics.rollouts_every_steps = every, 0
+    config.output_dir = tmp_path
+    recorder = Recorder(config, lambda ids: decoded.append(ids) or "text")
+    outcome = run(config, recorder=recorder)
+    recorder.close()
+    assert [rows[0]["step"] for rows in outcome.rows.shown] == steps
+    assert all(row["completion"] == "text" for rows in outcome.rows.shown for row in rows)
+    assert len(decoded) == sum(map(len, outcome.rows.shown))
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_of_a_step_one_batch_is_shown_also_if_it_is_skipped(tmp_path):
+    config = small_config()
+    recorder, prompts = recorder_of(config, tmp_path), prompt_set(config).train
+    for step, outcomes, expected in (
+        (0, [Outcome.WRONG] * 2, ["wrong"]), (0, [Outcome.CORRECT, Outcome.WRONG], []),
+        (1, [Outcome.CORRECT, Outcome.WRONG], []), (100, [Outcome.TIMED_OUT] * 2, []),
+        (200, [Outcome.WRONG, Outcome.CORRECT], ["correct", "wrong"]),
+    ):  # fmt: skip
+        group = group_of(step, *outcomes)
+        built = build_batch(step, [group], {0: [1]}, config.algorithm)
+        recorder.batch(step, [group], built, prompts)
+        assert [row["verdict"] for row in recorder.take_samples()] == expected
+        assert recorder.take_samples() == []
+    recorder.close()
+
+
+def test_a_right_and_a_wrong_completion_are_of_one_prompt_if_there_is_one():
+    def rows(*verdicts):
+        return [{"group": group, "verdict": verdict} for group, verdict in verdicts]
+
+    mixed = rows((0, "correct"), (1, "wrong"), (2, "wrong"), (2, "timed_out"), (2, "correct"))
+    assert right_and_wrong(mixed) == rows((2, "correct"), (2, "wrong"))
+    apart = rows((0, "wrong"), (0, "no_answer"), (1, "correct"))
+    assert right_and_wrong(apart) == rows((1, "correct"), (0, "wrong"))
+    assert right_and_wrong(rows((0, "timed_out"), (1, "unparsable"))) == rows((1, "unparsable"))
+    assert right_and_wrong(rows((0, "correct"), (0, "timed_out"))) == rows((0, "correct"))
+    assert right_and_wrong([]) == []

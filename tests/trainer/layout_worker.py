@@ -143,6 +143,8 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
         done = trainer.train_step(part, step)
         seen["metrics"].append(done.metrics)
         seen.setdefault("probe", []).append(done.probe_logprobs)
+        results = [messages.floats(data) for data in (done.ratios, done.entropies)]
+        seen.setdefault("results", results)  # of the first step, on rank 0
         # Buckets of a few kilobytes: fused experts must stay together all the same.
         seen["exports"].append(dict(export(policy, 2**12 if step == 1 else 2**28)))
     seen["tokens"] = dumped_tokens(config.output_dir)
@@ -231,6 +233,7 @@ def compare(
         "gradients": distances(seen["gradients"], alone["gradients"], terms),
         "weights": [apart(a, b) for a, b in exports],
         "tokens": tokens_apart(seen["tokens"], alone["tokens"]),
+        "results": max(map(results_apart, seen["results"], alone["results"])),
         "moved": apart(seen["exports"][-1], seen["exports"][0]),
         "supervised": abs(seen["supervised"][-1] - alone["supervised"][-1]),
         "probe": [
@@ -242,6 +245,12 @@ def compare(
         ],
         "resumed": seen.get("resumed"),
     }
+
+
+def results_apart(values: Any, other: Any) -> float:
+    """Return the largest relative difference; the results of tokens have 12 bits."""
+    assert len(values) == len(other) > 0
+    return float(np.abs(values / other - 1).max())
 
 
 def tokens_apart(tokens: Any, other: Any) -> float:

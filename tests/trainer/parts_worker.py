@@ -20,7 +20,7 @@ from megatron_rl.models import architecture, tiny
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch, micro_batches_of
 from megatron_rl.trainer.shards import ModelShards
-from megatron_rl.trainer.step import next_batch
+from megatron_rl.trainer.step import next_batch, token_results
 from tests.trainer.cases import batch, run_config, with_random_routes
 
 RANKS, PIECE_BYTES = 4, 50
@@ -123,6 +123,22 @@ def versions_agree(message: messages.Batch, micros: list[MicroBatch]) -> bool:
     )
 
 
+def returned(shards: ModelShards, message: messages.Batch) -> bool:
+    """Return True if rank 0 has each token's results, from one rank, and other ranks none."""
+    micros = micro_batches_of(message, shards)
+    for micro in micros if shards.reports else ():
+        micro.logprobs_T = micro.generator_logprobs_T + micro.source_T / 2**10
+        micro.entropy_T = micro.source_T.float()
+    ratios, entropies = token_results(message, micros, shards, PIECE_BYTES)
+    if dist.get_rank():
+        return ratios == entropies == b""
+    bounds, lengths = messages.ints(message.bounds), messages.ints(message.prompt_lengths)
+    spans = zip(bounds[:-1] + lengths, bounds[1:], strict=True)
+    flat = np.concatenate([np.zeros(0, int), *(np.arange(*span) for span in spans)])
+    close = np.allclose(messages.floats(ratios), np.exp(flat / 2**10), rtol=2.5e-4)
+    return close and messages.floats(entropies).tolist() == flat.tolist()
+
+
 def received(shards: ModelShards, message: messages.Batch) -> dict[str, Any]:
     """Receive a batch, and return what this rank has then."""
     source = Source(message) if dist.get_rank() == 0 else None
@@ -146,6 +162,7 @@ def received(shards: ModelShards, message: messages.Batch) -> dict[str, Any]:
         "versions": versions_agree(message, own),
         "routed": all((micro.experts_RLK is not None) == bool(message.routes) for micro in own),
         "routes": sum(map(len, part.routes)),
+        "returned": returned(shards, message),
     }
 
 

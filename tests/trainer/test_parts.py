@@ -51,6 +51,14 @@ def encoded_bytes(message: messages.Batch, tokens: int, routes: int) -> tuple[in
 
 @pytest.mark.parametrize("name", [n for n, message in BATCHES.items() if not message.stop])
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_0_gets_the_results_of_each_token_in_the_order_of_the_batch(
+    seen: list[dict[str, Any]], layout: str, name: str
+) -> None:
+    assert [rank[layout][name]["returned"] for rank in seen] == [True] * RANKS
+
+
+@pytest.mark.parametrize("name", [n for n, message in BATCHES.items() if not message.stop])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_receives_its_own_tokens_only(
     seen: list[dict[str, Any]], layout: str, name: str
 ) -> None:

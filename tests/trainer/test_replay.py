@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from pyarrow import parquet
 from safetensors.torch import load, load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl import cli, launch, train
 from megatron_rl import messages as m
@@ -81,7 +83,7 @@ class RecordedOrchestrator:
         return built.batch
 
     def step_done(self, done: m.StepDone, wait_seconds: float) -> None:
-        pass
+        self.recorder.trained(done)
 
     def save_state(self, step: int, directory: str) -> None:
         pass
@@ -155,6 +157,27 @@ def test_the_batches_are_those_of_the_run(run: tuple[Path, list[m.Batch]]) -> No
     for batch in run[1]:
         again = recorded_batch(run[0] / "rollouts", batch.step, save=batch.save)
         assert again == msgspec.structs.replace(batch, probe=[])
+
+
+def test_the_files_have_ratio_and_entropy_of_each_trained_token(
+    run: tuple[Path, list[m.Batch]],
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run[0].with_name("hf"))
+    rows = read_rollouts(run[0] / "rollouts" / "step_000000.parquet").to_pylist()
+    assert [row["ratios"] is not None for row in rows] == [row["trained"] for row in rows]
+    for row in (row for row in rows if row["trained"]):
+        ids, first = row["prompt_token_ids"] + row["token_ids"], len(row["prompt_token_ids"]) - 1
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, first:-1].double()
+        policy = torch.log_softmax(logits, -1)
+        new = policy.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0].numpy()
+        ratios = np.exp(new - np.array(row["logprobs"]))
+        ratios[row["forced_start"] : row["forced_end"]] = np.nan
+        assert row["ratios"] == pytest.approx(ratios.tolist(), rel=2.5e-4, nan_ok=True)
+        entropies = -(policy.exp() * policy).sum(-1)
+        assert row["entropies"] == pytest.approx(entropies.tolist(), rel=2.5e-4)
+    later = read_rollouts(run[0] / "rollouts" / f"step_{STEPS - 1:06d}.parquet", ["ratios"])
+    assert later["ratios"].null_count < len(later)
 
 
 def test_a_replay_ends_with_the_weights_of_the_run_and_leaves_its_folder(

@@ -138,15 +138,14 @@ def _looks(folder: Path, steps: str | None, follow: bool) -> Iterator[tuple[list
 def _read(files: list[Path]) -> Any:
     import pyarrow
 
-    from megatron_rl.metrics.rollouts import COLUMNS, arrow_schema, read_rollouts
+    from megatron_rl.metrics.rollouts import arrow_schema, read_rollouts
 
-    columns = [name for name in COLUMNS if name != "prompt_token_ids"]
-    tables, size = [arrow_schema().empty_table().select(columns)], 0
+    tables, size = [arrow_schema().empty_table()], 0
     for path in files:
         with suppress(FileNotFoundError):
             size += path.stat().st_size
             if size > MOST_BYTES:
                 raise ConfigError(f"over {MOST_BYTES >> 20} MiB of files: take a part: --steps A-B")
-            tables.append(read_rollouts(path, columns))
+            tables.append(read_rollouts(path))
     order = ("kind", "step", "set", "group", "index")
     return pyarrow.concat_tables(tables).sort_by([(name, "ascending") for name in order])

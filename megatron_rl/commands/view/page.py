@@ -1,13 +1,18 @@
 """The page of `megatron-rl view`: the columns of rollout files in one self-contained HTML file.
 
-In `page.html` the data are inert text: a JSON head (names, types and lengths of the arrays), and
-the arrays one after the other, little-endian, each padded to 8 bytes, zlib's format, base64:
+The page is `page.html` with the script `page.js`. Its data are inert text: a JSON head (names,
+types and lengths of the arrays), and the arrays one after the other, little-endian, each padded to
+8 bytes, zlib's format, base64:
 
     text_bytes, text_ends   all different texts, UTF-8 [bytes]; where each ends [texts]
     column:<name>           float64 [rows], null as NaN; or int32 [rows], index of a text or -1
     token_ends              where the tokens of each row end [rows]
     tokens, versions        index in the vocabulary, and weight version [all tokens]
     logprobs                in steps of `LOGPROB_STEP` [all tokens]
+    ratios, entropies       logarithm, and entropy, in the same steps [all tokens]; not there if no
+                            row has them
+    prompt_of, prompt_ends  index of each row's prompt [rows]; where each ends [different prompts]
+    prompt_tokens           as `tokens`, of the different prompts
     vocabulary, pieces      token id, and index of its text or -1 [different tokens]
 """
 
@@ -28,16 +33,19 @@ from tokenizers import Tokenizer
 from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS
 
-LOGPROB_STEP = 0.002  # nats: log-probs are off by half of it at most
+LOGPROB_STEP = 0.002  # nats: log-probs are off by half of it at most, ratios by 0.1%
 NOT_A_NUMBER, LOWEST = -32768, -32767  # in steps; LOWEST: that, or less
-_TEMPLATE = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
+_TEMPLATE, _CODE = (
+    (resources.files(__package__) / f"page.{kind}").read_text(encoding="utf-8")
+    for kind in ("html", "js")
+)
 
 
 def encode(table: Any, tokenizer: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the head and the arrays of the page for rows of rollout files.
 
     `table` is a `pyarrow.Table`, `tokenizer` a `tokenizers.Tokenizer` for the texts of tokens:
-    without it, the page shows ids. `MetricsError`: log-probs or versions are not one per token.
+    without it, the page shows ids. `MetricsError`: an array of tokens is not one per token.
     """
     texts, arrays = dict[str, int](), dict[str, Any]()
     for name, (kind, _) in COLUMNS.items():
@@ -47,16 +55,22 @@ def encode(table: Any, tokenizer: Any = None) -> tuple[dict[str, Any], dict[str,
             arrays[f"column:{name}"] = np.array(codes, "<i4")
         elif not kind.startswith("list "):
             arrays[f"column:{name}"] = table[name].cast("double").to_numpy().astype("<f8")
-    tokens = {name: table[name] for name in ("token_ids", "logprobs", "versions")}
-    lengths = {n: pc.list_value_length(c).fill_null(0).to_numpy() for n, c in tokens.items()}
-    flat = {n: pc.list_flatten(c).to_numpy() for n, c in tokens.items()}
-    if not all(np.array_equal(lengths["token_ids"], counts) for counts in lengths.values()):
-        raise MetricsError("a completion has not as many log-probs or versions as tokens")
-    ids, tokens_used = np.unique(flat["token_ids"], return_inverse=True)
-    arrays["token_ends"] = _packed(np.cumsum(lengths["token_ids"]))
-    arrays["tokens"], arrays["versions"] = _packed(tokens_used), _packed(flat["versions"])
-    steps = np.clip(np.round(flat["logprobs"].astype("f8") / LOGPROB_STEP), LOWEST, -LOWEST)
-    arrays["logprobs"] = np.where(np.isnan(steps), NOT_A_NUMBER, steps).astype("<i2")
+    lengths = _lengths(table["token_ids"])
+    tokens, prompts = pc.list_flatten(table["token_ids"]).to_numpy(), dict[bytes, int]()
+    ends = np.cumsum(_lengths(table["prompt_token_ids"]))
+    rows = np.split(pc.list_flatten(table["prompt_token_ids"]).to_numpy(), ends[:-1])
+    arrays["prompt_of"] = _packed([prompts.setdefault(r.tobytes(), len(prompts)) for r in rows])
+    arrays["prompt_ends"] = _packed(np.cumsum([len(one) // 4 for one in prompts]))
+    words = np.concatenate([tokens, np.frombuffer(b"".join(prompts), "<i4")])
+    ids, used = np.unique(words, return_inverse=True)
+    arrays["token_ends"] = _packed(np.cumsum(lengths))
+    arrays["tokens"], arrays["prompt_tokens"] = map(_packed, np.split(used, [len(tokens)]))
+    arrays["versions"] = _packed(_per_token(table, "versions", lengths))
+    arrays["logprobs"] = _steps(_per_token(table, "logprobs", lengths))
+    if table["ratios"].null_count < table.num_rows:
+        with np.errstate(divide="ignore"):
+            arrays["ratios"] = _steps(np.log(_per_token(table, "ratios", lengths)))
+        arrays["entropies"] = _steps(_per_token(table, "entropies", lengths))
     arrays["vocabulary"], pieces = _packed(ids), [-1] * len(ids)
     if tokenizer is not None:
         decoded = tokenizer.decode_batch(ids.reshape(-1, 1).tolist(), skip_special_tokens=False)
@@ -77,12 +91,11 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
 
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
     text = json.dumps(head | about | {"colors": COLORS}).replace("<", "\\u003c")
-    code = _TEMPLATE.split("<script>")[1].split("</script>")[0]
     # Only this script runs, and nothing is fetched, whatever a text has in it.
-    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    values = {"HEAD": text, "SCRIPT": digest}
+    digest = base64.b64encode(hashlib.sha256(_CODE.encode()).digest()).decode()
+    values = {"HEAD": text, "SCRIPT": digest, "CODE": _CODE}
     values["DATA"] = base64.b64encode(zlib.compress(raw)).decode()
-    return re.sub(r"@(HEAD|DATA|SCRIPT)@", lambda match: values[match[1]], _TEMPLATE)
+    return re.sub(r"@(HEAD|DATA|SCRIPT|CODE)@", lambda match: values[match[1]], _TEMPLATE)
 
 
 def run_tokenizer(run: Path) -> Any:
@@ -93,6 +106,29 @@ def run_tokenizer(run: Path) -> Any:
         folders += [Path(config[n]) for n in ("start_checkpoint", "model") if config.get(n)]
     files = filter(Path.is_file, (folder / "tokenizer.json" for folder in folders))
     return next((Tokenizer.from_file(str(path)) for path in files), None)
+
+
+def _lengths(column: Any) -> Any:
+    return pc.list_value_length(column).fill_null(0).to_numpy()
+
+
+def _per_token(table: Any, name: str, lengths: Any) -> Any:
+    """Return the values of a column of lists [all tokens]; NaN where a row has none."""
+    column, own = table[name], _lengths(table[name])
+    is_there = column.is_valid().to_numpy()
+    if not np.array_equal(own, np.where(is_there, lengths, 0)):
+        raise MetricsError(f"a completion has not as many {name} as tokens")
+    values = pc.list_flatten(column).to_numpy()
+    if is_there.all():
+        return values
+    every = np.full(int(lengths.sum()), np.nan)
+    every[np.repeat(is_there, lengths)] = values
+    return every
+
+
+def _steps(values: Any) -> Any:
+    steps = np.clip(np.round(values.astype("f8") / LOGPROB_STEP), LOWEST, -LOWEST)
+    return np.where(np.isnan(steps), NOT_A_NUMBER, steps).astype("<i2")
 
 
 def _packed(values: Any) -> Any:

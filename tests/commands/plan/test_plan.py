@@ -286,6 +286,6 @@ def test_a_plan_states_the_disk_of_rollout_files(capsys: pytest.CaptureFixture[s
         (line,) = re.findall(r"^rollout files: (.*)$", capsys.readouterr().out, re.MULTILINE)
         lines.append(line)
     completions = run.schedule.prompts_per_step * run.schedule.completions_per_prompt
-    step = completions * run.sequence_tokens * 10 / 1e6
-    assert lines[0].startswith(f"at most {step:,.1f} MB a step (10 bytes a token), 21,474.8 MB of")
+    step = completions * run.sequence_tokens * 12 / 1e6
+    assert lines[0].startswith(f"at most {step:,.1f} MB a step (12 bytes a token), 21,474.8 MB of")
     assert ", 536.9 MB of steps" in lines[1] and lines[2] == "none"

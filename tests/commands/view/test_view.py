@@ -18,10 +18,12 @@ import pyarrow
 import pytest
 from tokenizers import Tokenizer, models
 
+from megatron_rl import messages as m
 from megatron_rl.cli import app
 from megatron_rl.commands.view import cli
 from megatron_rl.commands.view.page import LOGPROB_STEP, encode, render
 from megatron_rl.liveness import Sign, born
+from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS, RolloutWriter, arrow_schema, record_batch
 from megatron_rl.section import ConfigError
 
@@ -34,14 +36,19 @@ TYPES = {"float64": "<f8", "int32": "<i4", "int16": "<i2", "uint8": "u1", "uint1
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
+PROMPT = np.array([25, 24, 23], "<i4").tobytes()
+
+
 def row(index, **values):
     tokens = 5 + index
     logprobs = np.linspace(-0.5, -30.0, tokens).astype("<f4")
     return {
         "kind": "train", "step": 3, "set": "", "task": "sums", "prompt_id": 7, "group": 3,
-        "index": index, "engine": "generator-0", "prompt": "2+3=?", "prompt_token_ids": b"",
+        "index": index, "engine": "generator-0", "prompt": "2+3=?", "prompt_token_ids": PROMPT,
         "completion": f"text {index}", "token_ids": np.arange(tokens, dtype="<i4").tobytes(),
         "logprobs": logprobs.tobytes(), "versions": [(1, 2), (3, tokens - 2)],
+        "ratios": np.linspace(0.5, 1.5, tokens).astype("<f4").tobytes(),
+        "entropies": np.linspace(0.0, 2.0, tokens).astype("<f4").tobytes(),
         "forced_start": 1, "forced_end": 2, "finish_reason": "stop",
         "verdict": "wrong" if index % 2 else "correct", "verdict_reason": "", "reward": 1.0,
         "advantage": None, "loss_weight": 0.25, "trained": True, "dropped_because": "",
@@ -86,7 +93,9 @@ def words():
 
 def test_the_page_has_every_value_of_the_rows() -> None:
     rows = [row(i, step=i, completion=f"answer {i} {HOSTILE}") for i in range(4)]
-    rows[1] |= {"engine": None, "reward": None, "trained": False}
+    rows[1] |= {"engine": None, "reward": None, "trained": False, "ratios": None, "entropies": None}
+    rows[2]["prompt_token_ids"] = rows[0]["token_ids"]
+    rows[3]["ratios"] = np.array([0, 1e-40, 1, np.nan, np.inf, 1, 1, 1], "<f4").tobytes()
     rows[2]["logprobs"] = np.array([0, -0.0013, -70, -np.inf, np.nan, -1, -2], "<f4").tobytes()
     table = table_of(rows)
     head, arrays = read_page(render(*encode(table, words()), {"title": HOSTILE, "state": ""}))
@@ -110,6 +119,27 @@ def test_the_page_has_every_value_of_the_rows() -> None:
     exact = np.concatenate(table["logprobs"].to_pylist())
     kept = np.isfinite(exact) & (exact > -65)
     assert np.abs(steps * LOGPROB_STEP - exact)[kept].max() <= LOGPROB_STEP / 2 + 1e-6
+    assert (arrays["ratios"][5:11] == head["nan"]).all()  # the second row has none
+    assert (arrays["entropies"][5:11] == head["nan"]).all()
+    ratios = np.exp(arrays["ratios"][:5] * LOGPROB_STEP)
+    assert ratios == pytest.approx(np.linspace(0.5, 1.5, 5), rel=1.01e-3)
+    entropies = arrays["entropies"][18:26] * LOGPROB_STEP
+    assert entropies == pytest.approx(np.linspace(0.0, 2.0, 8), abs=1.01e-3)
+    lowest = head["lowest"]
+    assert arrays["ratios"][18:23].tolist() == [lowest, lowest, 0, head["nan"], -lowest]
+    prompts = np.split(arrays["vocabulary"][arrays["prompt_tokens"]], arrays["prompt_ends"][:-1])
+    own = [prompts[i].tolist() for i in arrays["prompt_of"]]
+    assert own == table["prompt_token_ids"].to_pylist()
+    assert len(prompts) == 2
+
+
+def test_arrays_that_are_not_one_per_token_are_refused() -> None:
+    for name in ("logprobs", "ratios", "entropies"):
+        with pytest.raises(MetricsError, match=f"not as many {name} as tokens"):
+            encode(table_of([row(0), row(1, **{name: bytes(8)})]))
+    _, arrays = encode(table_of([row(0, ratios=None), row(1, ratios=None)]))
+    assert "ratios" not in arrays
+    assert "entropies" not in arrays
 
 
 def test_hostile_text_is_never_markup_of_the_page() -> None:
@@ -235,6 +265,8 @@ def test_the_page_in_a_browser_without_a_network(tmp_path) -> None:
     assert 'data-rows="3"' in shown
     assert len(re.findall(r'<div class="row[ "]', shown)) == 3
     tokens = re.findall(r'<span class="(token[^"]*)"[^>]*>([^<]*)</span>', shown)
+    assert tokens[:3] == [("token prompt", text) for text in "zyx"]
+    tokens = tokens[3:]
     assert [text for _, text in tokens] == ["a", "b", "c", "d", "e", "f"]  # of completion 1
     assert [kind for kind, _ in tokens].count("token forced") == 1
     assert "version 1</span>" in shown
@@ -254,3 +286,23 @@ def test_a_page_without_rows_or_with_a_bad_filter_says_so(tmp_path) -> None:
     assert 'data-rows="0"' in shown
     assert 'aria-invalid="true"' in shown
     assert "0 of 3 completions." in shown
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+def test_tokens_are_colored_by_ratio_or_entropy_where_the_files_have_them(tmp_path) -> None:
+    write(tmp_path, 3, [row(0, ratios=m.float_bytes([0.5, np.nan, 1.0, 1.1, 1.5])), row(1)])
+    app(["view", str(tmp_path)], standalone_mode=False)
+    colors = {}
+    for color in ("ratio", "entropy"):
+        shown = dom(tmp_path / "view.html", f"color={color}&row=0", tmp_path / color)
+        own = re.findall(r'<span class="token[^"]*" data-token="\d"( style="[^"]*")?', shown)
+        colors[color] = [len(set(own)), own.count("")]
+        assert f'<option value="{color}">' in shown
+    assert colors == {"ratio": [5, 1], "entropy": [5, 0]}  # a forced token has no ratio
+    write(tmp_path, 3, [row(0, ratios=None, entropies=None)])
+    app(["view", str(tmp_path)], standalone_mode=False)
+    shown = dom(tmp_path / "view.html", "color=ratio", tmp_path / "none")
+    assert 'data-ready="' in shown
+    assert '<option value="logprob">' in shown
+    assert '<option value="ratio">' not in shown
+    assert "version 1</span>" in shown  # the color of a link that this page does not have
