@@ -1,6 +1,5 @@
 """The fits of a run: over all held-out prompts, and for each task and evaluation set."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.metrics.metrics_file import Row
@@ -13,30 +12,31 @@ UNITS |= {f"train_{name}": f"training {unit}" for name, unit in UNITS.items()}
 UNITS["steps"] = "optimizer steps"
 
 
-def fit_parts(rows: list[Row], key: str, fit_compute: str, picture: Path) -> dict[str, Any]:
-    """Return the `tasks` or `sets` entry (`key`) of the summary: {name: {pass_rate, fit}}.
-
-    The picture has one panel for each name with a fit.
-    """
-    from megatron_rl.scaling.plot import save_panels
-
-    entries: dict[str, Any] = {}
-    curves: list[Fit] = []
+def parts_of(rows: list[Row], key: str) -> dict[str, list[Row]]:
+    """Return name -> evaluations by step, of the `tasks` or `sets` (`key`) of a run's rows."""
     by_name: dict[str, dict[int, Row]] = {}
     for row in rows:
         parts = row.get(key) if row["kind"] in ("eval", "sets") else None
         for name, part in (parts or {}).items():
             by_name.setdefault(name, {})[row["step"]] = row | part
-    for name, by_step in by_name.items():
-        evaluations = [by_step[step] for step in sorted(by_step)]
+    return {name: [rows[step] for step in sorted(rows)] for name, rows in by_name.items()}
+
+
+def fit_parts(
+    rows: list[Row], key: str, fit_compute: str
+) -> tuple[dict[str, Any], dict[str, "Fit"]]:
+    """Return the `tasks` or `sets` entry (`key`) of the summary, and the fits by name.
+
+    The entry is {name: {pass_rate, fit}}; a name without enough evaluations has no fit.
+    """
+    entries, curves = dict[str, Any](), dict[str, "Fit"]()
+    for name, evaluations in parts_of(rows, key).items():
         fitted, curve = fit_curve(evaluations, fit_compute, name=name)
         entries[name] = {"pass_rate": ends(evaluations), "fit": fitted}
         if curve is not None:
-            curves.append(curve)
-            fitted["picture"] = picture.name
-    if curves:
-        save_panels(curves, picture)
-    return entries
+            curves[name] = curve
+            fitted["picture"] = f"fit_{key}.png"
+    return entries, curves
 
 
 def fit_curve(
@@ -46,7 +46,7 @@ def fit_curve(
     from megatron_rl.scaling import fit
     from megatron_rl.scaling.report import plain
 
-    axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
+    axis = axis_of(fit_compute)
     used = [r for r in evaluations if None not in (r.get(axis), r.get("pass_rate"))]
     entry: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
     try:
@@ -61,6 +61,11 @@ def fit_curve(
     entry["well_conditioned"] = bool(curve.well_conditioned)
     entry["warnings"] = [warning.text for warning in curve.warnings]
     return entry, curve
+
+
+def axis_of(fit_compute: str) -> str:
+    """Return the name in metrics.jsonl of a value of `fit.compute`."""
+    return "step" if fit_compute == "steps" else f"compute_{fit_compute}"
 
 
 def ends(evaluations: list[Row]) -> dict[str, Any]:

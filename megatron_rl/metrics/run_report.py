@@ -5,7 +5,7 @@ For the schema of summary.json, `megatron_rl.summary/1`, see docs/metrics.md.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,6 +14,9 @@ from megatron_rl.metrics.availability import availability
 from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
 from megatron_rl.metrics.metrics_file import Row, last_rows, mean, read_metrics
 from megatron_rl.metrics.terminal import print_table
+
+if TYPE_CHECKING:
+    from megatron_rl.scaling import Fit
 
 SCHEMA = "megatron_rl.summary/1"
 PARTS = ("tasks", "sets")
@@ -32,25 +35,45 @@ def write_report(
     """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
     The pictures are fit.png, and fit_tasks.png for several tasks and fit_sets.png for evaluation
-    sets. If the fit fails or has too few evaluations, the summary says so, without an exception.
-    `phases` are wall seconds by phase, `fit_compute` is a value of `fit.compute`, `versions` are
-    those of the trainer's packages, `extra` is the entry `run`.
+    sets. The arguments are those of `summarize`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
     """
     (output_dir := Path(output_dir)).mkdir(parents=True, exist_ok=True)
-    rows = read_metrics(metrics_path)
+    about = {"fit_compute": fit_compute, "phases": phases, "versions": versions, "run": extra}
+    summary, curves = summarize(read_metrics(metrics_path), metrics_path, about)
+    if any(curves.values()):
+        from megatron_rl.scaling.plot import save_panels, save_plot
+
+        for key, fits in curves.items():
+            if fits and key == "fit":
+                save_plot(fits[""], output_dir / "fit.png")
+            elif fits:
+                save_panels([*fits.values()], output_dir / f"fit_{key}.png")
+    replace_file(output_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def summarize(
+    rows: list[Row], metrics_path: str | Path, about: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, "Fit"]]]:
+    """Return the summary of rows of metrics.jsonl, and its fits.
+
+    If the fit fails or has too few evaluations, the summary says so, without an exception. `about`
+    has `fit_compute`, a value of `fit.compute`, and of its entries what is known of `phases`, wall
+    seconds by phase, `versions` of the trainer's packages, and `run`, further values. The fits are
+    by `fit` (under the name ""), `tasks` and `sets`, and there by name.
+    """
+    phases, fit_compute = about.get("phases") or {}, about["fit_compute"]
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     batches = [*steps, *(row for row in rows if row.get("event") == "empty_batch")]
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
     longer = "multi_version_fraction_long"
     fit, curve = fit_curve(evaluations, fit_compute)
     if curve is not None:
-        from megatron_rl.scaling.plot import save_plot
-
-        save_plot(curve, output_dir / "fit.png")
         fit["picture"] = "fit.png"
+    parts = {key: fit_parts(rows, key, fit_compute) for key in PARTS}
     summary = {
         "schema": SCHEMA,
         "metrics": str(metrics_path),
@@ -60,7 +83,7 @@ def write_report(
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
         "pass_rate": ends(evaluations),
         "fit": fit,
-        **{k: fit_parts(rows, k, fit_compute, output_dir / f"fit_{k}.png") for k in PARTS},
+        **{key: entries for key, (entries, _) in parts.items()},
         "multi_version_fraction": mean(steps, "multi_version_fraction", "completions"),
         longer: mean(steps, longer, "completions_long"),
         "lag_max": max(_values(steps, "lag_max"), default=None),
@@ -75,11 +98,11 @@ def write_report(
             "tokens": _total(rows, "logprob_error_tokens"),
         },
         "wall_seconds": {**phases, "total": sum(phases.values())},
-        "versions": versions,
-        "run": extra or {},
+        "versions": about.get("versions") or {},
+        "run": about.get("run") or {},
     }
-    replace_file(output_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return summary
+    fits = {"fit": {} if curve is None else {"": curve}}
+    return summary, fits | {key: curves for key, (_, curves) in parts.items()}
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:

@@ -91,11 +91,18 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
 
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
     text = json.dumps(head | about | {"colors": COLORS}).replace("<", "\\u003c")
-    # Only this script runs, and nothing is fetched, whatever a text has in it.
-    digest = base64.b64encode(hashlib.sha256(_CODE.encode()).digest()).decode()
-    values = {"HEAD": text, "SCRIPT": digest, "CODE": _CODE}
-    values["DATA"] = base64.b64encode(zlib.compress(raw)).decode()
-    return re.sub(r"@(HEAD|DATA|SCRIPT|CODE)@", lambda match: values[match[1]], _TEMPLATE)
+    data = base64.b64encode(zlib.compress(raw)).decode()
+    return fill(_TEMPLATE, _CODE, HEAD=text, DATA=data)
+
+
+def fill(template: str, code: str, **values: str) -> str:
+    """Return a page with its values in place of their names (`@HEAD@`), and its script.
+
+    Only this script runs, and nothing is fetched, whatever a text has in it.
+    """
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    values |= {"SCRIPT": digest, "CODE": code}
+    return re.sub(f"@({'|'.join(values)})@", lambda match: values[match[1]], template)
 
 
 def run_tokenizer(run: Path) -> Any:
