@@ -29,6 +29,7 @@ def _others() -> dict[str, Any]:
     from megatron_rl.commands.convert.cli import app as convert_app
     from megatron_rl.commands.doctor.cli import app as doctor_app
     from megatron_rl.commands.evaluate.cli import app as evaluate_app
+    from megatron_rl.commands.list_runs import app as runs_app
     from megatron_rl.commands.plan.cli import app as plan_app
     from megatron_rl.commands.prepare.cli import app as data_app
     from megatron_rl.commands.recipes import app as recipes_app
@@ -41,6 +42,7 @@ def _others() -> dict[str, Any]:
     for a in scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app:
         others.add_typer(a)
     others.add_typer(view_app)
+    others.add_typer(runs_app)
     others.add_typer(recipes_app, name="recipes")
     others.add_typer(data_app, name="data")
     return dict(typer.main.get_group(others).commands)

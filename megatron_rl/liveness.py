@@ -40,6 +40,7 @@ BOUNDS: dict[str, tuple[str, ...]] = {
     "ended": (),
 }
 """State of a rank -> time-outs of the configuration within which it ends or is signed again."""
+GONE_SECONDS = 60.0  # a trainer that is gone for so long is over, unless torchrun starts it again
 _INTERVAL, _RETRY = 1.0, 60.0  # seconds between writes, and after one that failed
 
 
@@ -67,6 +68,15 @@ class Sign(msgspec.Struct, kw_only=True):
     def late(self) -> bool:
         """Return True if the next sign is overdue."""
         return self.state != "ended" and time.time() - self.time > self.limit
+
+    def gone(self) -> bool:
+        """Return True if the process was on this host and is no more."""
+        return self.host == socket.gethostname() and not self.process()
+
+    def over(self) -> bool:
+        """Return True if the rank has ended, is overdue, or is gone for `GONE_SECONDS`."""
+        lasting = time.time() - self.time > GONE_SECONDS
+        return self.state == "ended" or self.late() or (lasting and self.gone())
 
     def process(self) -> str:
         """Return the kernel's letter for the state of the process (`T`: stopped); "" if gone."""

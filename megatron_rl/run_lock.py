@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from megatron_rl.files import naming_full_disk, replace_file, report_failure
 
@@ -112,11 +112,28 @@ def final_error(folder: Path) -> str | None:
         if os.environ.get("RANK") == "0":
             path.unlink(missing_ok=True)
         return None
+    content = _content(path)
+    same = content.get("torchrun") == os.environ["TORCHELASTIC_RUN_ID"]
+    return content.get("error") if same else None
+
+
+def last_error(folder: Path) -> str | None:
+    """Return the error that ended the last start of a run for good, if one did."""
+    return _content(folder / FINAL_ERROR_FILE).get("error")
+
+
+def last_start(folder: Path) -> float | None:
+    """Return the time of the last start of a run's ranks [seconds since 1970], if it is known."""
+    unix = _content(folder / FILE).get("unix")
+    return unix if isinstance(unix, float) else None
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
-        return None
-    return content["error"] if content["torchrun"] == os.environ["TORCHELASTIC_RUN_ID"] else None
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def end_after(error: str) -> NoReturn:

@@ -52,7 +52,7 @@ LAYERS = {
         "files liveness config messages run_lock compat launch models weights orchestrator trainer"
     ),
     "commands": (
-        "files liveness config messages recipes rewards scaling compat kernels models data"
+        "files liveness run_lock config messages recipes rewards scaling compat kernels models data"
         " metrics weights orchestrator generator launch"
     ),
     "cli": "section run_lock config compat scaling orchestrator generator train commands",
@@ -63,7 +63,7 @@ HEAVY = {"torch", "megatron", "vllm", "transformers", "transformer_engine", "saf
 LIGHT = """
 files liveness section config message_parts messages algorithm recipes rewards scaling data metrics
 orchestrator launch train cli commands.alive commands.doctor commands.plan commands.recipes
-commands.study commands.verify weights.store_process generator.store_keeper
+commands.list_runs commands.study commands.verify weights.store_process generator.store_keeper
 """
 
 

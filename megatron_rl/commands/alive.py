@@ -28,13 +28,18 @@ def alive(
     if run_dir is None:
         files = signs(folder)
     else:
-        run = run_dir.resolve()
-        files = signs(folder, f"{run_prefix(run)}*.json") or signs(run, "alive.json")
+        files = signs_of(run_dir)
     status, text = int(not idle_ok), f"no run has signed in {folder} ({FOLDER} names another)"
     if files:
         status, text = judge(files)
     print(text)
     raise typer.Exit(status)
+
+
+def signs_of(run: Path) -> dict[Path, Sign | None]:
+    """Return the signs of a run's ranks on this node, else that of rank 0, by file."""
+    run = run.resolve()
+    return signs(node_folder(), f"{run_prefix(run)}*.json") or signs(run, "alive.json")
 
 
 def judge(files: Mapping[Path, Sign | None]) -> tuple[int, str]:

@@ -322,6 +322,9 @@ class Metrics(Section):
     """TensorBoard mirror."""
     terminal: Literal["plain", "off"] = "plain"
     """Progress on the terminal: a line every ten seconds, or none."""
+    samples_every_steps: NonNegativeInt = 100
+    """Steps between those of which a right and a wrong completion are shown on the terminal, in
+    wandb and in TensorBoard; 0: none are."""
     logprob_check_every_steps: PositiveInt = 10
     """Steps between comparisons of trainer and generator log-probs at the same weights."""
     max_logprob_error: PositiveFloat | None = None

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_rl.metrics.names import METRICS, SPENT
 SCHEMA = "megatron_rl.metrics/1"
 NUMBERED = ("step", "eval", "sets")
 """Kinds of rows that belong to a step."""
+_BLOCK = 1 << 18  # bytes that are read at once from the end, more than a line
 Row = dict[str, Any]
 SCHEMA_ROW: Row = {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
 """The file's first line."""
@@ -110,10 +112,37 @@ def read_metrics(path: str | Path) -> list[Row]:
             rows.append(row)
         elif number < len(lines):
             raise MetricsError(f"{path}: line {number} is not a JSON object: {line[:80]!r}")
-    if not rows or rows[0].get("schema") != SCHEMA:
-        schema = rows[0].get("schema") if rows else None
-        raise MetricsError(f"{path}: schema {schema!r} in its first line, expected {SCHEMA!r}")
+    _check_schema(path, rows[0] if rows else None)
     return rows[1:]
+
+
+def latest_rows(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Row], Row | None]:
+    """Return the last whole row of each kind that is there, and the last line; None: it is torn.
+
+    The file is read from its end, as far as they need. Raises `OSError`, and `MetricsError` for
+    another schema.
+    """
+    with path.open("rb") as file:
+        _check_schema(path, _parse(file.readline(_BLOCK)))
+        size, taken = file.seek(0, os.SEEK_END), _BLOCK
+        while True:
+            file.seek(max(size - taken, 0))
+            *lines, rest = file.read().split(b"\n")
+            rows = {}
+            for kind in kinds:
+                start = f'{{"kind": "{kind}", '.encode()
+                ours = (_parse(line) for line in reversed(lines) if line.startswith(start))
+                if (row := next(filter(None, ours), None)) is not None:
+                    rows[kind] = row
+            if len(rows) == len(kinds) or taken >= size:
+                return rows, None if rest or not lines else _parse(lines[-1])
+            taken *= 4
+
+
+def _check_schema(path: Path, first: Row | None) -> None:
+    schema = (first or {}).get("schema")
+    if schema != SCHEMA:
+        raise MetricsError(f"{path}: schema {schema!r} in its first line, expected {SCHEMA!r}")
 
 
 def last_rows(rows: list[Row], kind: str) -> list[Row]:

@@ -1,14 +1,20 @@
 """Mirrors of metrics.jsonl: TensorBoard event files, and a Weights & Biases run.
 
 A row becomes `train/<name>` (kind `step`) or `eval/<name>` (evaluations) at its step, without text,
-null and lists.
+null and lists. Samples of completions (`SAMPLE`) are text, whose length `shortened` has bounded.
 """
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 PREFIX = {"step": "train", "eval": "eval", "sets": "eval"}  # kind of a row -> prefix of its names
+SAMPLE = ("step", "task", "prompt", "completion", "verdict", "verdict_reason", "reward")
+"""Columns of rollout files that samples have."""
+TABLE_ROWS = 64
+"""Most samples of wandb's table: the newest."""
 NOT_SHOWN = frozenset({"kind", "step", "unix_seconds", "nonfinite"})
 
 
@@ -57,13 +63,14 @@ class TensorBoardMirror:
     def __init__(self, output_dir: str | Path, first_step: int = 0) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as e:
             raise MirrorError(
                 "metrics.tensorboard is on and tensorboard is not installed:"
                 " pip install 'megatron_rl[io]', or metrics.tensorboard=false"
             ) from e
-        self._events, self._summaries = event_pb2, summary_pb2
+        self._events, self._summaries, self._text = event_pb2, summary_pb2, text_pb
         self._writer = EventFileWriter(str(Path(output_dir, "tensorboard")), flush_secs=10)
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(first_step, time.time(), session_log=start)
@@ -83,6 +90,15 @@ class TensorBoardMirror:
             values.append(value(tag=f"{prefix}/{name}", histo=histo))
         when = row.get("unix_seconds") or time.time()
         self._add(row["step"], when, summary=self._summaries.Summary(value=values))
+
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Copy completions as the texts `samples/right` and `samples/wrong`."""
+        for row in rows:
+            lines = (line for name in SAMPLE for line in f"{name}: {row[name]}".splitlines())
+            # The page reads Markdown; what is indented is code, so no text is markup.
+            text = "\n".join(f"    {line}" for line in lines)
+            kind = "right" if row["verdict"] == "correct" else "wrong"
+            self._add(row["step"], time.time(), summary=self._text(f"samples/{kind}", text))
 
     def _add(self, step: int, when: float, **content: Any) -> None:
         self._writer.add_event(self._events.Event(wall_time=when, step=step, **content))
@@ -117,6 +133,7 @@ class WandbMirror:
                 " pip install 'megatron_rl[io]', or metrics.wandb=off"
             ) from e
         self._wandb, folder = wandb, Path(output_dir)
+        self._samples: deque[list[Any]] = deque(maxlen=TABLE_ROWS)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text().strip() if first_step and id_file.exists() else None
         # An offline run cannot ask the server; `wandb sync` joins runs by their id.
@@ -130,6 +147,7 @@ class WandbMirror:
         except wandb.Error as e:
             raise MirrorError(f"metrics.wandb is {mode} and wandb did not start: {e}") from e
         id_file.write_text(self._run.id)
+        wandb.Table(columns=list(SAMPLE), data=[])  # imports pandas, for a second: not in the run
         for prefix in set(PREFIX.values()):
             self._run.define_metric(f"{prefix}/step")
             self._run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
@@ -144,6 +162,12 @@ class WandbMirror:
             counts = [count for _, count in bins]
             values[f"{prefix}/{name}"] = self._wandb.Histogram(np_histogram=(counts, edges))
         self._run.log(values | {f"{prefix}/step": row["step"]})
+
+    def samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Copy completions into the table `train/samples`, which has the last `TABLE_ROWS`."""
+        self._samples.extend([row[name] for name in SAMPLE] for row in rows)
+        table = self._wandb.Table(columns=list(SAMPLE), data=list(self._samples))
+        self._run.log({"train/samples": table, "train/step": rows[-1]["step"]})
 
     def close(self) -> None:
         """End the wandb run and wandb's service; wait at most a minute for uploads.

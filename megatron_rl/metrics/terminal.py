@@ -1,12 +1,14 @@
-"""A run on the terminal: a line of progress every few seconds, and tables.
+"""A run on the terminal: a line of progress every few seconds, samples, and tables.
 
-All processes of a run write to the same terminal, so progress is appended and never redrawn.
+All processes of a run write to the same terminal, so progress is appended and never redrawn. Text
+of a model is shown, never obeyed (`visible`).
 """
 
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TextIO
 
@@ -25,6 +27,23 @@ SHOWN = {  # metric -> its text in a line of progress
     "generator_wait_fraction": "generator waits {:.0%}",
     "generator_tokens_per_second": "{:,.0f} tokens/s",
 }
+UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+SAMPLE_CHARACTERS = {"verdict_reason": 200, "prompt": 200, "completion": 600}
+
+
+def visible(text: str) -> str:
+    """Return a text with its controls and marks of direction as their code: `⟨U+001B⟩`."""
+    return UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a `visible` text; of a longer one than `most` characters, its beginning and end."""
+    if len(text) > most:
+        head = most // 3
+        text = f"{text[:head]} … {len(text) - most:,} characters … {text[head - most :]}"
+    return visible(text)
 
 
 class ProgressLog:
@@ -54,7 +73,7 @@ class ProgressLog:
         """Print an activity apart from the steps, once until the next step."""
         if text != self._note:
             self._note = text
-            print(text, file=self._stream, flush=True)
+            self._print(text)
 
     def update(self, row: Row) -> None:
         """Take a row of metrics.jsonl (a step or an evaluation) and print a line if it is due."""
@@ -77,13 +96,31 @@ class ProgressLog:
             due = True
         if due:
             self._printed = now
-            print(", ".join(self._parts()), file=self._stream, flush=True)
+            self._print(", ".join(self._parts()))
+
+    def samples(self, rows: Sequence[Row]) -> None:
+        """Print completions (rows of rollout files), two shortened lines below each verdict."""
+        lines = list[str]()
+        for row in rows:
+            texts = [shortened(row[name], most) for name, most in SAMPLE_CHARACTERS.items()]
+            value = "no reward" if row["reward"] is None else f"reward {row['reward']:+.3g}"
+            head = f"sample of step {row['step']} ({row['task']}): {row['verdict']}, {value}"
+            lines += [f"{head}: {texts[0]}", f"  prompt: {texts[1]}", f"  completion: {texts[2]}"]
+        if len(rows) == 1:
+            other = "wrong" if rows[0]["verdict"] == "correct" else "right"
+            lines.append(f"  no completion of this step is {other}")
+        self._print("\n".join(line.replace("\n", "⏎") for line in lines))
+
+    def _print(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        text = visible(text).encode(encoding, "backslashreplace").decode(encoding)
+        print(text, file=self._stream, flush=True)
 
     def _show_alarms(self, row: Row) -> None:
         for name, text in row.get("alarms", {}).items():
             if row["step"] - self._alarmed.get(name, -ALARM_STEPS) >= ALARM_STEPS:
                 self._alarmed[name] = row["step"]
-                print(f"ALARM {name}: {text}", file=self._stream, flush=True)
+                self._print(f"ALARM {name}: {text}")
 
     def _parts(self) -> list[str]:
         parts = [f"step {self._done}/{self._total}"]
@@ -116,5 +153,6 @@ def print_table(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in lines:
-        table.add_row(Text(name), Text(text))  # no markup: units and intervals contain brackets
+        # No markup: units and intervals contain brackets.
+        table.add_row(Text(visible(name)), Text(visible(text)))
     (console or Console()).print(table)

@@ -8,12 +8,12 @@ import numpy as np
 
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
-from megatron_rl.messages import Generate, Sample, StepDone, float_bytes, floats, int_bytes
+from megatron_rl.messages import Generate, Sample, StepDone, float_bytes, floats, int_bytes, ints
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.rollouts import MAX_PENDING, Decode, RolloutWriter
 from megatron_rl.orchestrator.batching import BuiltBatch, dropped_because
 from megatron_rl.orchestrator.groups import Group
-from megatron_rl.rewards import Verdict
+from megatron_rl.rewards import Outcome, Verdict
 
 
 class Recorder:
@@ -27,6 +27,7 @@ class Recorder:
             folder, metrics = self._config.output_dir / "rollouts", self._config.metrics
             writer = RolloutWriter(folder, metrics.rollouts_gib * 2**30, decode, step)
             self._writer = writer if metrics.rollouts_every_steps else None
+        self._decode, self._samples, self._sampled = decode, list[Row](), -1
         self._notes: dict[tuple[int, int, int], Row] = defaultdict(dict)
         self._rows: list[Row] = []  # of a step, with the batches skipped for it, until it is done
 
@@ -55,7 +56,9 @@ class Recorder:
         self, step: int, groups: list[Group], built: BuiltBatch, prompts: Sequence[Prompt]
     ) -> None:
         """Keep the rows of the batch of a step, or of one that is skipped for it."""
-        for group in groups if self._writer else ():
+        every, rows = self._config.metrics.samples_every_steps, list[Row]()
+        due = self._decode and every and step % every == 0 and step != self._sampled
+        for group in groups if self._writer or due else ():
             for sample in group.ordered:
                 because = dropped_because(group, sample, built, self._config.algorithm)
                 advantage, weight = built.trained.get((group.index, sample.index), (None, None))
@@ -64,9 +67,19 @@ class Recorder:
                 )
                 row |= {"kind": "train", "set": "", "reward": group.reward(sample)}
                 row |= {"advantage": advantage, "loss_weight": weight}
-                self._rows.append(row | {"trained": not because, "dropped_because": because})
+                rows.append(row | {"trained": not because, "dropped_because": because})
             for index in range(group.size):
                 self._notes.pop((-1, group.index, index), None)
+        if self._decode and due:
+            self._samples, self._sampled = right_and_wrong(rows), step
+            for row in self._samples:
+                row["completion"] = self._decode(ints(row["token_ids"]).tolist())
+        self._rows += rows if self._writer else []
+
+    def take_samples(self) -> list[Row]:
+        """Return the completions to show of the last batch, once; mostly there are none."""
+        rows, self._samples = self._samples, []
+        return rows
 
     def trained(self, done: StepDone) -> None:
         """Write the file of a step, with the trainer's results for its tokens, if it has them."""
@@ -117,6 +130,19 @@ class Recorder:
             "lag_max": max((step - span.version for span in sample.spans), default=0),
             **self._notes.get(_key(sample), {}),
         }  # fmt: skip
+
+
+def right_and_wrong(rows: Sequence[Row]) -> list[Row]:
+    """Return a right and a wrong completion, of one prompt if there is one with both.
+
+    If all are right, or all wrong, it is one; a verifier's time-out is neither.
+    """
+    firsts: tuple[dict[int, Row], dict[int, Row]] = ({}, {})  # by group: right, wrong
+    for row in rows:
+        if row["verdict"] != Outcome.TIMED_OUT:
+            firsts[row["verdict"] != Outcome.CORRECT].setdefault(row["group"], row)
+    both = next((group for group in firsts[0] if group in firsts[1]), -1)
+    return [of.get(both, next(iter(of.values()))) for of in firsts if of]
 
 
 def _key(sample: Sample) -> tuple[int, int, int]:

@@ -128,6 +128,7 @@ class RunMetrics:
         alarms = self._alarms.check(rollouts)
         row = {"step": step, "event": "empty_batch", **self.compute(), **rollouts}
         self.sink.write("event", {**row, "alarms": alarms} if alarms else row)
+        self._show_samples()
         self.sink.note(
             f"step {step}: no prompt of the batch has two rewards; it is skipped"
             f" ({self._empty_batches} in a row)"
@@ -238,8 +239,13 @@ class RunMetrics:
         alarms = self._alarms.check(row)
         row |= {"alarms": alarms} if alarms else {}
         self.sink.write("step", {**row, **verifiers, **self._generators()})
+        self._show_samples()
         if problem := mismatch(row, self.max_logprob_error):
             raise RunError(problem)
+
+    def _show_samples(self) -> None:
+        if samples := self.recorder.take_samples():
+            self.sink.samples(samples)
 
     def _logprob_error(self, trainer: dict[str, float]) -> dict[str, float]:
         """Merge the errors of single-version tokens, popped from `trainer`, and of the probes."""

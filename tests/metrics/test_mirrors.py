@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
 import sys
@@ -13,13 +14,16 @@ import pytest
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics import MetricsWriter, read_metrics
 from megatron_rl.metrics.mirrors import (
+    SAMPLE,
+    TABLE_ROWS,
     MirrorError,
     TensorBoardMirror,
     WandbMirror,
     histogram,
     scalars,
 )
-from megatron_rl.metrics.sink import RunSink
+from megatron_rl.metrics.sink import SAMPLE_CHARACTERS, RunSink
+from megatron_rl.metrics.terminal import UNSEEN
 
 ROW: dict[str, Any] = {
     "kind": "step",
@@ -31,6 +35,11 @@ ROW: dict[str, Any] = {
     "prompt_ids": [1, 2],
     "lag_histogram": {"0": 5, "2": 3},
 }
+
+
+def sample(step: int = 100, **values: Any) -> dict[str, Any]:
+    texts = {"prompt": "2+3=?", "completion": "4", "verdict_reason": "4 is not 5"}
+    return {"step": step, "task": "sums", "verdict": "wrong", "reward": None, **texts, **values}
 
 
 def test_scalars_leave_out_text_null_lists_and_bookkeeping() -> None:
@@ -90,6 +99,29 @@ def test_a_new_run_in_an_old_folder_hides_the_old_curve(tmp_path: Path) -> None:
         mirror.close()
     events = tensorboard_events(tmp_path / "tensorboard").Scalars("train/loss")
     assert [(e.step, e.value) for e in events] == [(0, 2)]
+
+
+def test_tensorboard_shows_samples_as_text_and_never_as_markup(tmp_path: Path) -> None:
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    mirror = TensorBoardMirror(tmp_path)
+    hostile = "**4**\n\n```\n[x](https://example.com)\n<img src=x>"
+    mirror.samples([sample(verdict="correct", reward=1.0), sample(completion=hostile)])
+    mirror.samples([sample(200)])
+    mirror.close()
+    events = tensorboard_events(tmp_path / "tensorboard")
+    assert [e.step for e in events.Tensors("samples/wrong")] == [100, 200]
+    (right,), (wrong, _) = (events.Tensors(f"samples/{kind}") for kind in ("right", "wrong"))
+    assert right.tensor_proto.string_val[0].decode().splitlines() == [
+        "    step: 100", "    task: sums", "    prompt: 2+3=?", "    completion: 4",
+        "    verdict: correct", "    verdict_reason: 4 is not 5", "    reward: 1.0",
+    ]  # fmt: skip
+    metadata = events.SummaryMetadata("samples/right")
+    assert metadata.plugin_data.plugin_name == "text"
+    page = markdown_to_safe_html(wrong.tensor_proto.string_val[0])
+    assert page.startswith("<pre><code>step: 100\ntask: sums")
+    assert page.count("<") == 4
+    assert "completion: **4**" in page
 
 
 # ---------------------------------------------------------------- wandb
@@ -158,6 +190,31 @@ def test_a_resumed_run_keeps_its_wandb_id_and_a_new_one_takes_another(tmp_path: 
     assert ids[0] == ids[1] != ids[2]
 
 
+def test_wandb_shows_a_bounded_table_of_samples(tmp_path: Path) -> None:
+    mirror = WandbMirror(tmp_path, mode="offline")
+    for step in range(TABLE_ROWS):
+        rewards = {"verdict": "correct", "reward": 1.0} if step else {}
+        mirror.samples([sample(step, **rewards), sample(step)])
+    mirror.close()
+    rows = [
+        {i.key or ".".join(i.nested_key): i.value_json for i in r.history.item}
+        for r in wandb_records(tmp_path)
+        if r.HasField("history")
+    ]
+    assert [json.loads(row["train/step"]) for row in rows] == [*range(TABLE_ROWS)]
+    assert rows[-1]["train/samples._type"] == '"table-file"'
+    tables = []
+    for row in rows:
+        (path,) = tmp_path.glob(
+            f"wandb/offline-run-*/files/{json.loads(row['train/samples.path'])}"
+        )
+        tables.append(json.loads(path.read_text()))
+    assert tables[0]["columns"] == list(SAMPLE)
+    assert [dict(zip(SAMPLE, row, strict=True)) for row in tables[0]["data"]] == [sample(0)] * 2
+    assert [len(table["data"]) for table in tables[-2:]] == [TABLE_ROWS] * 2
+    assert {row[0] for row in tables[-1]["data"]} == {*range(TABLE_ROWS // 2, TABLE_ROWS)}
+
+
 @pytest.mark.parametrize(
     ("blocked", "start"),
     [
@@ -211,3 +268,51 @@ def test_the_terminal_can_be_off(tmp_path: Path, capsys: Any) -> None:
     sink.write("eval", {"step": 0, "pass_rate": 0.25})
     sink.close()
     assert capsys.readouterr().out == ""
+
+
+class Recorded:
+    """A mirror that keeps what it gets, and fails at its `fails`-th call."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.calls, self.fails = list[Any](), fails
+
+    def log(self, row: Any) -> None:
+        self.calls.append(row)
+        if len(self.calls) == self.fails:
+            raise RuntimeError("no space left for the mirror")
+
+    samples = log
+
+    def close(self) -> None:
+        self.log("closed")
+
+
+def test_samples_are_shown_everywhere_short_and_visible(tmp_path: Path, capsys: Any) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    sink, mirror = RunSink(config, MetricsWriter(tmp_path / "metrics.jsonl")), Recorded()
+    sink.mirrors.append(mirror)
+    sink.samples([sample(prompt="\x1b[2J" * 10_000, completion="a\nb", prompt_token_ids=b"")])
+    ((row,),) = mirror.calls
+    assert (row["completion"], row["reward"]) == ("a\nb", None)
+    assert SAMPLE_CHARACTERS < len(row["prompt"]) < 9 * SAMPLE_CHARACTERS
+    assert not UNSEEN.search(row["prompt"])
+    assert "  completion: a⏎b\n" in capsys.readouterr().out
+    sink.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_mirror_that_fails_costs_the_run_nothing(tmp_path: Path, capsys: Any, fails: int) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path), "metrics": {"terminal": "off"}})
+    path = tmp_path / "metrics.jsonl"
+    sink, broken, whole = RunSink(config, MetricsWriter(path)), Recorded(fails), Recorded()
+    sink.mirrors += [broken, whole]
+    sink.write("step", {"step": 0, "loss": 1.0})
+    sink.samples([sample()])
+    sink.close()
+    assert len(read_metrics(path)) == 1
+    assert (len(broken.calls), len(whole.calls)) == (fails, 3)
+    assert capsys.readouterr().err == (
+        "warning: Recorded failed (RuntimeError: no space left for the mirror): it gets nothing"
+        " more; metrics.jsonl and the rollout files have all of it\n"
+    )

@@ -19,6 +19,7 @@ from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.batching import build_batch, dropped_because
 from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.recording import Recorder, right_and_wrong
+from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator import peers
 from tests.orchestrator.peers import AtOnce, Generator, prompt_set, run, small_config
@@ -347,6 +348,9 @@ def test_samples_need_no_rollout_files(tmp_path, every, steps):
 def test_of_a_step_one_batch_is_shown_also_if_it_is_skipped(tmp_path):
     config = small_config()
     recorder, prompts = recorder_of(config, tmp_path), prompt_set(config).train
+    sink = peers.Rows()
+    metrics = RunMetrics(sink, config.roles)
+    metrics.recorder = recorder
     for step, outcomes, expected in (
         (0, [Outcome.WRONG] * 2, ["wrong"]), (0, [Outcome.CORRECT, Outcome.WRONG], []),
         (1, [Outcome.CORRECT, Outcome.WRONG], []), (100, [Outcome.TIMED_OUT] * 2, []),
@@ -355,8 +359,9 @@ def test_of_a_step_one_batch_is_shown_also_if_it_is_skipped(tmp_path):
         group = group_of(step, *outcomes)
         built = build_batch(step, [group], {0: [1]}, config.algorithm)
         recorder.batch(step, [group], built, prompts)
-        assert [row["verdict"] for row in recorder.take_samples()] == expected
-        assert recorder.take_samples() == []
+        metrics.empty_batch(step, built.metrics)
+        assert [row["verdict"] for rows in sink.shown for row in rows] == expected
+        sink.shown.clear()
     recorder.close()
 
 

@@ -1,7 +1,5 @@
 """`megatron-rl view`: the completions of a run on one page, or in the terminal."""
 
-import re
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,12 +14,12 @@ from megatron_rl.config import ConfigError
 from megatron_rl.files import replace_file
 from megatron_rl.liveness import signs
 from megatron_rl.metrics.metrics_file import MetricsError
+from megatron_rl.metrics.terminal import visible
 
 app = typer.Typer()
 CLIPPED = 40  # characters of a cell
-LOOK_SECONDS, GONE_SECONDS = 5.0, 60.0  # between looks; a trainer that is gone so long is over
+LOOK_SECONDS = 5.0  # between looks
 MOST_BYTES = 400 * 2**20  # of rollout files: more is no page for a browser
-UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 SHOWN = ("step", "kind", "task", "prompt_id", "group", "index", "reward", "verdict", "tokens",
          "lag_max", "engine", "trained")  # fmt: skip
 STEPS = "First and last step, as 3-7: evaluations by their weight version [all]."
@@ -92,11 +90,6 @@ def print_rows(table: Any, row: int) -> None:
         console.out(f"{name} of row {row}\n{visible(table[name][row].as_py() or '')}\n")
 
 
-def visible(text: str) -> str:
-    """Return a text with its controls and marks of direction as their code: `⟨U+001B⟩`."""
-    return UNSEEN.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text)
-
-
 def run_state(run: Path) -> str:
     """Return the state of a run by the sign of its trainer rank 0; "" while it goes on."""
     (sign,) = signs(run, "alive.json").values() or (None,)
@@ -104,8 +97,7 @@ def run_state(run: Path) -> str:
         return "no run signs in this folder"
     if sign.state == "ended":
         return f"the run has ended at step {sign.step}"
-    gone = sign.host == socket.gethostname() and not sign.process()
-    if sign.late() or (gone and time.time() - sign.time > GONE_SECONDS):
+    if sign.over():
         return f"the run has stopped at step {sign.step}: `megatron-rl alive` says more"
     return ""
 

@@ -22,9 +22,10 @@ from megatron_rl import messages as m
 from megatron_rl.cli import app
 from megatron_rl.commands.view import cli
 from megatron_rl.commands.view.page import LOGPROB_STEP, encode, render
-from megatron_rl.liveness import Sign, born
+from megatron_rl.liveness import GONE_SECONDS, Sign, born
 from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS, RolloutWriter, arrow_schema, record_batch
+from megatron_rl.metrics.terminal import UNSEEN
 from megatron_rl.section import ConfigError
 
 HOSTILE = (
@@ -154,7 +155,7 @@ def test_the_terminal_shows_controls_as_their_code(tmp_path, capsys) -> None:
     write(tmp_path, 3, [row(0, completion=f"{HOSTILE}\n[red]{'x' * 200_000}", task=HOSTILE)])
     app(["view", str(tmp_path), "--text"], standalone_mode=False)
     shown = capsys.readouterr().out
-    assert not cli.UNSEEN.search(shown)
+    assert not UNSEEN.search(shown)
     assert "⟨U+001B⟩]0;taken⟨U+0007⟩" in shown
     assert "⟨U+202E⟩right to left" in shown
     assert "\n[red]" + "x" * 200_000 + "\n" in shown
@@ -210,7 +211,7 @@ def test_a_run_has_ended_by_its_sign(tmp_path) -> None:
     assert "has stopped at step 4" in cli.run_state(tmp_path)
     sign(tmp_path, born=1)  # killed just now: torchrun may start it again
     assert cli.run_state(tmp_path) == ""
-    sign(tmp_path, born=1, time=time.time() - cli.GONE_SECONDS - 1)
+    sign(tmp_path, born=1, time=time.time() - GONE_SECONDS - 1)
     assert "has stopped at step 4" in cli.run_state(tmp_path)
 
 
