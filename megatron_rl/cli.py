@@ -33,6 +33,7 @@ def _others() -> dict[str, Any]:
     from megatron_rl.commands.plan.cli import app as plan_app
     from megatron_rl.commands.prepare.cli import app as data_app
     from megatron_rl.commands.recipes import app as recipes_app
+    from megatron_rl.commands.report.cli import app as report_app
     from megatron_rl.commands.study.cli import app as study_app
     from megatron_rl.commands.verify import app as verify_app
     from megatron_rl.commands.view.cli import app as view_app
@@ -42,6 +43,7 @@ def _others() -> dict[str, Any]:
     for a in scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app:
         others.add_typer(a)
     others.add_typer(view_app)
+    others.add_typer(report_app)
     others.add_typer(runs_app)
     others.add_typer(recipes_app, name="recipes")
     others.add_typer(data_app, name="data")

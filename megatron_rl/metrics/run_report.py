@@ -4,6 +4,8 @@ For the schema of summary.json, `megatron_rl.summary/1`, see docs/metrics.md.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.scaling import Fit
 
 SCHEMA = "megatron_rl.summary/1"
+PAGES_SECONDS = 300.0
 PARTS = ("tasks", "sets")
 """Keys of rows whose entries have curves of their own."""
 
@@ -103,6 +106,35 @@ def summarize(
     }
     fits = {"fit": {} if curve is None else {"": curve}}
     return summary, fits | {key: curves for key, (_, curves) in parts.items()}
+
+
+def is_reported(folder: Path) -> bool:
+    """Return True if the run has written its summary, and no row after it.
+
+    A run that is resumed writes to metrics.jsonl before anything else.
+    """
+    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
+    both = summary.exists() and metrics.exists()
+    return both and summary.stat().st_mtime >= metrics.stat().st_mtime
+
+
+def write_pages(folder: Path, seconds: float = PAGES_SECONDS) -> list[str]:
+    """Have report.html and view.html written; return the lines for the terminal.
+
+    The pages are made by a process of their own, within `seconds`: whatever becomes of it, the run
+    has trained. A page that is not there has a line that begins with `no `, with the cause.
+    """
+    command = [sys.executable, "-m", "megatron_rl.cli", "report", str(folder), "--view"]
+    files = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, timeout=seconds, check=False, **files)  # type: ignore[call-overload]
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return [f"no report.html: {e}"]
+    lines: list[str] = done.stdout.splitlines()
+    if done.returncode:
+        cause = (done.stderr.split("\n")[-2:] or [""])[0] or f"exit status {done.returncode}"
+        lines.append(f"no report.html: {cause}")
+    return lines
 
 
 def print_report(summary: dict[str, Any], console: Console | None = None) -> None:

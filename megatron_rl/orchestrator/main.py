@@ -22,7 +22,7 @@ from megatron_rl.data import PromptSet, load_prompts, read_format
 from megatron_rl.data.question import DataError
 from megatron_rl.files import naming_full_disk, replace_file, report_failure
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
-from megatron_rl.metrics.run_report import print_report, write_report
+from megatron_rl.metrics.run_report import PAGES_SECONDS, print_report, write_pages, write_report
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import FINAL_STATUS, Spec
@@ -129,8 +129,16 @@ def run_orchestrator(spec: Spec) -> None:
     parts: dict[str, Any] = {"phases": phases, "fit_compute": fit, "extra": extra}
     with naming_full_disk(config.output_dir):
         summary = write_report(config.output_dir, path, versions=spec.versions, **parts)
-    if config.metrics.terminal != "off":
+    shown = config.metrics.terminal != "off"
+    if shown:
         print_report(summary)
+    # The trainer waits for this process for so long.
+    lines = write_pages(
+        config.output_dir, min(PAGES_SECONDS, config.timeouts.evaluation_seconds / 4)
+    )
+    for line in lines:
+        if shown or line.startswith("no "):
+            print(line, flush=True)
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser")))
 NO_BROWSER = "no Chromium is here"
 
 
-def dom(page, fragment, profile, width=1200):
-    """Return the document that the browser makes of a page, in a window of `width` pixels.
+def dom(page, fragment, profile):
+    """Return the document that the browser makes of a page.
 
     An error on the console fails the test; so does anything that the page fetches.
     """
@@ -16,7 +16,7 @@ def dom(page, fragment, profile, width=1200):
         [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
          "--proxy-server=127.0.0.1:1", "--host-resolver-rules=MAP * ~NOTFOUND",
          "--enable-logging=stderr", f"--user-data-dir={profile}", "--virtual-time-budget=60000",
-         f"--window-size={width},900", "--dump-dom", f"{page.as_uri()}#{fragment}"],
+         "--window-size=1200,900", "--dump-dom", f"{page.as_uri()}#{fragment}"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -14,6 +14,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.files import replace_file
 from megatron_rl.liveness import signs
 from megatron_rl.metrics.metrics_file import MetricsError
+from megatron_rl.metrics.run_report import is_reported
 from megatron_rl.metrics.terminal import visible
 
 app = typer.Typer()
@@ -95,7 +96,9 @@ def run_state(run: Path) -> str:
     (sign,) = signs(run, "alive.json").values() or (None,)
     if sign is None:
         return "no run signs in this folder"
-    if sign.state == "ended":
+    # One that starts again has not written a row yet.
+    begins = sign.state in ("starting", "loading")
+    if sign.state == "ended" or (is_reported(run) and not begins):
         return f"the run has ended at step {sign.step}"
     if sign.over():
         return f"the run has stopped at step {sign.step}: `megatron-rl alive` says more"

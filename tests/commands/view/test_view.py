@@ -4,9 +4,7 @@ import base64
 import json
 import os
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import time
 import zlib
@@ -27,6 +25,7 @@ from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS, RolloutWriter, arrow_schema, record_batch
 from megatron_rl.metrics.terminal import UNSEEN
 from megatron_rl.section import ConfigError
+from tests.commands.browser import BROWSER, NO_BROWSER, dom
 
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>@DATA@&lt;"
@@ -34,7 +33,6 @@ HOSTILE = (
 )
 TYPES = {"float64": "<f8", "int32": "<i4", "int16": "<i2", "uint8": "u1", "uint16": "<u2",
          "uint32": "<u4"}  # fmt: skip
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
 PROMPT = np.array([25, 24, 23], "<i4").tobytes()
@@ -237,21 +235,7 @@ def test_follow_writes_the_page_again_until_the_run_has_ended(tmp_path, monkeypa
     assert "the run has ended at step 2" in page.read_text()
 
 
-def dom(page, fragment, profile):
-    """Return the document that a browser without a network makes of a page."""
-    done = subprocess.run(
-        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         "--proxy-server=127.0.0.1:1", "--host-resolver-rules=MAP * ~NOTFOUND",
-         "--enable-logging=stderr", f"--user-data-dir={profile}", "--virtual-time-budget=60000",
-         "--dump-dom", f"{page.as_uri()}#{fragment}"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert console == []
-    return done.stdout
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 def test_the_page_in_a_browser_without_a_network(tmp_path) -> None:
     words().save(str(tmp_path / "tokenizer.json"))
     steps = {2: 5, 3: 7}  # wrong in step 3: 1, 3, 5
@@ -279,7 +263,7 @@ def test_the_page_in_a_browser_without_a_network(tmp_path) -> None:
     assert str(tmp_path) in re.search(r"<title>(.*?)</title>", shown)[1]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 def test_a_page_without_rows_or_with_a_bad_filter_says_so(tmp_path) -> None:
     write(tmp_path, 3, [row(i) for i in range(3)])
     app(["view", str(tmp_path)], standalone_mode=False)
@@ -289,7 +273,7 @@ def test_a_page_without_rows_or_with_a_bad_filter_says_so(tmp_path) -> None:
     assert "0 of 3 completions." in shown
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 def test_tokens_are_colored_by_ratio_or_entropy_where_the_files_have_them(tmp_path) -> None:
     write(tmp_path, 3, [row(0, ratios=m.float_bytes([0.5, np.nan, 1.0, 1.1, 1.5])), row(1)])
     app(["view", str(tmp_path)], standalone_mode=False)

@@ -1,0 +1,1 @@
+"""`megatron-rl report`: one page about a run, or about several side by side."""
