@@ -180,6 +180,9 @@ def test_the_run_ends_with_evaluations_a_summary_a_fit_and_a_model(run):
         assert task["fit"]["points"] == len(evaluated)
     assert (output / "final" / "model.safetensors").stat().st_size > 0
     assert (output / "final" / "tokenizer.json").exists()
+    report = (output / "report.html").read_text()
+    assert f"the run has ended after {STEPS} steps" in report
+    assert (output / "view.html").stat().st_size > 0
 
 
 def test_an_evaluation_set_has_a_curve_of_its_own(run):
