@@ -134,7 +134,10 @@ def _figures(runs: list[RunFacts]) -> str:
     lines = [report_lines(run.summary) for run in runs]
     if len(runs) == 1:
         return _section("Figures", _table(["", runs[0].name], [list(line) for line in lines[0]]))
-    joined = [dict(reversed(each)) for each in lines]
+    joined = [dict[str, str]() for _ in runs]
+    for texts, each in zip(joined, lines, strict=True):
+        for name, text in each:  # several notes have one name
+            texts[name] = f"{texts[name]}; {text}" if name in texts else text
     names = dict.fromkeys(name for each in lines for name, _ in each)
     rows = [[name, *(each.get(name, "") for each in joined)] for name in names]
     return _section("Figures", _table(["", *(run.name for run in runs)], rows))
@@ -169,6 +172,7 @@ def _completions(run: RunFacts) -> str:
         head = ["task", "prompt_id", "seconds, mean", "seconds, most", "completions", "reward",
                 "prompt"]  # fmt: skip
         names = ("task", "prompt_id", "seconds_mean", "seconds_max", "seconds_count", "reward_mean")
+        slow = [row | {"prompt_id": str(row["prompt_id"])} for row in slow]
         rows = [
             [*(r[n] for n in names), shortened(r["prompt_min"], PROMPT_CHARACTERS)] for r in slow
         ]
