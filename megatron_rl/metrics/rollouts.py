@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ BYTES_PER_TOKEN = 12
 Decode = Callable[[list[int]], str]
 MAX_PENDING = 2  # files; then the next batch waits
 CLOSE_SECONDS = 600.0
-_ROWS = 64  # of a row group: between two of them the event loop goes on
+_ROWS, _TOKENS = 256, 2**20  # most of a row group: between two of them the event loop goes on
 
 
 class RolloutWriter:
@@ -56,6 +57,8 @@ class RolloutWriter:
             if step >= again.get(kind, 0):
                 aside.mkdir(exist_ok=True)
                 path.rename(aside / path.name)
+        steps = sorted((n, path) for kind, n, path in _files(folder) if kind == "step")
+        self._sizes = {path: path.stat().st_size for _, path in steps}  # the oldest first
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._pending: list[Future[None]] = []
 
@@ -102,18 +105,21 @@ class RolloutWriter:
             work.replace(path)
         finally:
             work.unlink(missing_ok=True)
-        steps = sorted((n, p) for k, n, p in _files(self.folder) if k == "step")
-        sizes = itertools.accumulate(p.stat().st_size for _, p in reversed(steps))
-        for (_, old), total in list(zip(reversed(steps), sizes, strict=True))[1:]:
-            if total > self._max_bytes:
-                old.unlink()
+        if kind == "step":
+            self._sizes[path] = path.stat().st_size
+        while sum(self._sizes.values()) > self._max_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            del self._sizes[oldest]
 
     def _batches(self, path: Path, kind: str, rows: list[Row]) -> Iterator[Any]:
+        longest = max((len(row["token_ids"]) // 4 for row in rows), default=0)
+        size = min(_ROWS, max(1, _TOKENS // max(1, longest)))
         if kind == "eval" and path.exists():
             table, new = read_rollouts(path), {row["set"] for row in rows}
             keep = [name not in new for name in table["set"].to_pylist()]
-            yield from table.filter(keep).to_batches(_ROWS)
-        for some in itertools.batched(rows, _ROWS):
+            yield from table.filter(keep).to_batches(size)
+        for some in itertools.batched(rows, size):
             yield record_batch([r if "completion" in r else self._decoded(r) for r in some])
 
     def _decoded(self, row: Row) -> Row:
@@ -159,6 +165,7 @@ def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any
     return pyarrow.concat_tables(tables or [wanted.empty_table()])
 
 
+@cache
 def arrow_schema() -> Any:
     """Return the `pyarrow.Schema` of the files."""
     import pyarrow
@@ -175,8 +182,8 @@ def record_batch(rows: Sequence[Row]) -> Any:
     """Return the `pyarrow.RecordBatch` of some rows, without a Python object per token."""
     import pyarrow
 
-    arrays = []
-    for field in arrow_schema():
+    arrays, schema = [], arrow_schema()
+    for field in schema:
         values: list[Any] = [row.get(field.name) for row in rows]
         if field.name == "versions":
             values = [np.repeat(*np.array(v, "<i4").reshape(-1, 2).T).tobytes() for v in values]
@@ -192,7 +199,7 @@ def record_batch(rows: Sequence[Row]) -> Any:
             if pyarrow.types.is_string(field.type):  # half of a surrogate pair is no character
                 values = [v if v is None else v.encode("utf-8", "backslashreplace") for v in values]
             arrays.append(pyarrow.array(values, type=field.type))
-    return pyarrow.RecordBatch.from_arrays(arrays, schema=arrow_schema())
+    return pyarrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, Path]]:
