@@ -122,21 +122,23 @@ def latest_rows(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Row], Row |
     The file is read from its end, as far as they need. Raises `OSError`, and `MetricsError` for
     another schema.
     """
+    rows = {}
     with path.open("rb") as file:
         _check_schema(path, _parse(file.readline(_BLOCK)))
-        size, taken = file.seek(0, os.SEEK_END), _BLOCK
-        while True:
-            file.seek(max(size - taken, 0))
-            *lines, rest = file.read().split(b"\n")
-            rows = {}
-            for kind in kinds:
-                start = f'{{"kind": "{kind}", '.encode()
-                ours = (_parse(line) for line in reversed(lines) if line.startswith(start))
-                if (row := next(filter(None, ours), None)) is not None:
+        size = file.seek(0, os.SEEK_END)
+        for kind in kinds:
+            start, end = f'\n{{"kind": "{kind}", '.encode(), size
+            while kind not in rows and end > 0:
+                begin = max(end - _BLOCK, 0)
+                file.seek(begin)
+                at = file.read(end - begin + len(start) - 1).rfind(start)
+                end = begin + max(at, 0)
+                file.seek(end + 1)
+                if at >= 0 and (row := _parse(file.readline())) is not None:
                     rows[kind] = row
-            if len(rows) == len(kinds) or taken >= size:
-                return rows, None if rest or not lines else _parse(lines[-1])
-            taken *= 4
+        file.seek(max(size - _BLOCK, 0))
+        before, _, rest = file.read().rpartition(b"\n")
+    return rows, None if rest else _parse(before.rpartition(b"\n")[2])
 
 
 def _check_schema(path: Path, first: Row | None) -> None:
