@@ -68,7 +68,9 @@ function axes(svg, chart, s, width, height) {
   }
   for (const x of ticks(s.x0, s.x1, Math.max(2, Math.floor(width / 90)), chart.log)) {
     draw("line", svg, { x1: s.x(x), x2: s.x(x), y1: bottom, y2: bottom + 4, stroke: "var(--gray)" });
-    draw("text", svg, { x: s.x(x), y: bottom + 15, "text-anchor": "middle" }, number(x));
+    const atEnd = s.x(x) > width - MARGIN.right - 30;
+    draw("text", svg, { x: atEnd ? width - MARGIN.right : s.x(x), y: bottom + 15,
+                        "text-anchor": atEnd ? "end" : "middle" }, number(x));
   }
   draw("line", svg, { x1: MARGIN.left, x2: width - MARGIN.right, y1: bottom, y2: bottom,
                       stroke: "var(--gray)" });
