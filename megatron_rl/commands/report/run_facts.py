@@ -123,6 +123,8 @@ def defaults(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
             out[key] = next((c for c in choices if c[1].startswith(kind)), choices[0])
             if out[key][0] == "the name":
                 out[key] = repr(parent.rpartition(".")[2]), out[key][1]
+        elif any(name.startswith(f"{key}.<name>.") for name in described):
+            out[key] = "{}", "Entries by name."
     return out
 
 
