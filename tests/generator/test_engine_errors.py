@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +21,7 @@ from megatron_rl.files import report_failure
 from megatron_rl.generator import cpu_attention, engine_errors
 from tests.generator import tiny_models
 from tests.generator.conftest import run_config, running_engine
+from tests.generator.failing_process import fails
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,20 +30,6 @@ ROOT = Path(__file__).parents[2]
 def errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(engine_errors.FILE, "")
     engine_errors.open_file()
-
-
-def fails(number: int, *, kills: bool = False) -> None:
-    """Fail as a process of vLLM's does: the error is logged, and does not leave the process."""
-    engine_errors.write_errors()
-    engine_errors.write_errors()
-    if kills:
-        os.kill(os.getpid(), signal.SIGKILL)
-    logger = logging.getLogger(engine_errors.LOGGERS[number])
-    try:
-        raise MemoryError("40 GiB\nwanted" + 2000 * "." if number else "engine")
-    except MemoryError:
-        logger.warning("nothing")
-        logger.exception("WorkerProc hit an exception.")
 
 
 def test_the_first_error_of_forked_and_spawned_processes_is_kept_in_bounds(errors: None) -> None:
