@@ -204,8 +204,7 @@ class Release:
             assert isinstance(cls.node, ast.ClassDef)
             own = [
                 Declaration(cls.module, node, cls.node, function)
-                for node, function in _own_members(cls.node)
-                if _member_name(node) == name
+                for node, function in _own_members(cls.node).get(name, ())
             ]
             if own:
                 for member in own:
@@ -339,14 +338,17 @@ def _is_property(node: ast.AST) -> bool:
     return "property" in _decorators(node)
 
 
-def _own_members(node: ast.ClassDef) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    """Yield the members of a class, and assignments to `self.x` with the function around them."""
+@cache
+def _own_members(node: ast.ClassDef) -> dict[str, list[tuple[ast.AST, ast.AST | None]]]:
+    """Return the members of a class, and assignments to `self.x` with the function around them."""
+    members: dict[str, list[tuple[ast.AST, ast.AST | None]]] = {}
     for statement in _statements(node.body):
-        yield statement, None
+        members.setdefault(_member_name(statement), []).append((statement, None))
         if isinstance(statement, _FUNCTIONS):
             for inner in ast.walk(statement):
                 if any(_is_of_self(t) for t in _targets(inner)):
-                    yield inner, statement
+                    members.setdefault(_member_name(inner), []).append((inner, statement))
+    return members
 
 
 def _is_of_self(target: ast.AST) -> bool:

@@ -33,6 +33,7 @@ def uses_of(files: Iterable[Path], packages: set[str]) -> list[Use]:
     return [
         use
         for file in files
+        if any(name in file.read_text() for name in packages)
         for use in _File(file, packages).uses()
         if use.path.partition(".")[0] != "torch" or _is_private(use.path)
     ]
