@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,7 @@ from megatron_rl.kernels import library
 from megatron_rl.kernels.fused import linear_loss
 from megatron_rl.kernels.ops import fp32_linear
 from tests.kernels.cases import CAP, largest, linear_case, relative
-
-ROOT = Path(__file__).parents[2]
+from tests.workers import run_script
 
 
 def arguments() -> dict[str, tuple[Any, ...]]:
@@ -137,38 +133,36 @@ build.INSTALLED = Path("nowhere")
 """
 
 
-def start(code: str, **change: str) -> subprocess.Popen[str]:
-    chosen = ("MEGATRON_RL_KERNELS", "MEGATRON_RL_CPU_KERNEL")
-    own = {name: value for name, value in os.environ.items() if name not in chosen}
-    env = {**own, "PYTHONPATH": str(ROOT), **change}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
+def test_the_fallback_is_named_once_and_a_wrong_choice_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(code: str, **change: str) -> tuple[int, str]:
+        """Return (exit code, output) of a program in a fork that has imported torch alone."""
+        with monkeypatch.context() as patch:
+            for name in ("MEGATRON_RL_KERNELS", "MEGATRON_RL_CPU_KERNEL"):
+                patch.delenv(name, raising=False)
+            for name, value in change.items():
+                patch.setenv(name, value)
+            return run_script(code, tmp_path, ("torch",), 250)
 
-
-def test_the_fallback_is_named_once_and_a_wrong_choice_is_an_error(tmp_path: Path) -> None:
     cache = {"MEGATRON_RL_CACHE": str(tmp_path)}
-    load = "from megatron_rl.kernels.library import load; load()"
-    refused = {
-        "no.so": start(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so")),
-        "MEGATRON_RL_CPU_KERNEL is 'sse': the kinds are generic, avx512_bf16, amx": start(
-            load, MEGATRON_RL_CPU_KERNEL="sse"
-        ),
-    }
-    fallbacks = {
-        "no-such-compiler is not on PATH": start(
+    for named, (status, output) in {
+        "no-such-compiler is not on PATH": run(
             NOT_INSTALLED + FALLBACK, CXX="no-such-compiler", **cache
         ),
-        "MEGATRON_RL_KERNELS=reference": start(FALLBACK + OPCHECK, MEGATRON_RL_KERNELS="reference"),
-    }
-    for named, process in fallbacks.items():
-        out, err = process.communicate(timeout=250)
-        assert process.returncode == 0, err
-        assert out.strip() == "SAME"
-        lines = [line for line in err.splitlines() if line.startswith("LOG kernels run as")]
+        "MEGATRON_RL_KERNELS=reference": run(FALLBACK + OPCHECK, MEGATRON_RL_KERNELS="reference"),
+    }.items():
+        assert status == 0, output
+        assert "SAME" in output.splitlines()
+        lines = [line for line in output.splitlines() if line.startswith("LOG kernels run as")]
         assert len(lines) == 1
         assert named in lines[0]
-    for named, process in refused.items():
-        _, err = process.communicate(timeout=250)
-        assert process.returncode != 0
-        assert named in err
+    load = "from megatron_rl.kernels.library import load; load()"
+    for named, (status, output) in {
+        "no.so": run(load, MEGATRON_RL_KERNELS=str(tmp_path / "no.so")),
+        "MEGATRON_RL_CPU_KERNEL is 'sse': the kinds are generic, avx512_bf16, amx": run(
+            load, MEGATRON_RL_CPU_KERNEL="sse"
+        ),
+    }.items():
+        assert status != 0
+        assert named in output
