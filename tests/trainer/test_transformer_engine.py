@@ -6,7 +6,6 @@ parallelism are not exercised.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from os import environ
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests import te_stand_in
 from tests.sums import sum_error
 from tests.trainer.cases import write_model
 from tests.trainer.te_worker import MODELS
-from tests.workers import TORCH, run_ranks
+from tests.workers import TORCH, run_ranks, run_script
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +147,11 @@ try:
 except RuntimeError as error:
     print("megatron" in sys.modules, error)
 """
-    environment = {**environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("False Transformer Engine is installed and does not load (Import")
+    status, output = run_script(code, tmp_path, TORCH)
+    assert status == 0, output
+    lines = output.splitlines()
+    stopped = "False Transformer Engine is installed and does not load (Import"
+    assert any(line.startswith(stopped) for line in lines), output
 
 
 def test_one_before_2_10_is_refused_by_its_signature(on_gpu: pytest.MonkeyPatch) -> None:
