@@ -131,7 +131,7 @@ def test_source_packages_are_built_with_the_locked_tools_alone(tmp_path):
     home = context(tmp_path / "context")
     sources = [b for b in lock_blocks("trainer") if b.startswith(("cellpylib", "pycosat", "zss"))]
     (home / "docker/trainer.lock").write_text("\n".join(sources) + "\n")
-    run("python", "-m", "venv", tmp_path / "venv")
+    run("uv", "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
     log = run(
         "bash", home / "docker/steps.sh", "tools", "trainer",
         PYTHON=str(tmp_path / "venv/bin/python"), UV_HOME=str(tmp_path / "uv"), RUST_LOG="uv=debug",
