@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_the_steps_run_in_a_plain_environment(tmp_path):
     # NVIDIA's. `nccl` and `imports` have tests of their own.
     home = context(tmp_path / "context")
     python, generator = tmp_path / "image/bin/python", tmp_path / "generator"
-    run("python", "-m", "venv", python.parents[1])
+    run("uv", "venv", "--seed", "--python", sys.executable, python.parents[1])
     base = put_torch(tmp_path / "base")
     site = python.parents[1] / "lib/python3.12/site-packages"
     (site / "base.pth").write_text(f"{base}\n")
