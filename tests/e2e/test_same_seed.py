@@ -35,6 +35,8 @@ SETTINGS = [
     *("--optimizer.learning_rate", "1e-3", "--evaluation.every_steps", "6"),
     *("--checkpoint.every_steps", "100"),
 ]
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""For the supervised stage before the runs, which then starts no torchrun."""
 TIMES = re.compile(r"seconds|_per_second|device_hours|(wait|busy)_fraction|engine$")
 
 
@@ -67,7 +69,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     folder = tmp_path_factory.mktemp("seeds")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", hide(folder / "hidden", "wandb"))
-        config = prepare(folder / "start")
+        with patch.context() as alone:
+            for variable, value in ONE_RANK.items():
+                alone.setenv(variable, value)
+            config = prepare(folder / "start")
         torchrun = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=0", "examples/scalerl_tiny.sh"]
         options = {
             name: [
