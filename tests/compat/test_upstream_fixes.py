@@ -6,8 +6,10 @@ the range `affected` of the fix there. `patches/` has the reproductions and diff
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -56,12 +58,18 @@ def reproduce(
     variables = {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "", "PYTHONPATH": os.pathsep.join(paths)}
     log = folder / "log.txt"
     with log.open("wb") as output:  # not a pipe, which helper processes would hold open
-        status = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.compat.run_scripts", ",".join(once), ",".join(twice),
              str(folder), *scripts],
-            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=280, check=False,
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | variables,
-        ).returncode  # fmt: skip
+        )  # fmt: skip
+        try:
+            status = process.wait(280)
+        finally:  # the helper processes outlive the scripts that started them
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
     text = log.read_text()
     assert status == 0, text[-4000:]
     rows = [line.split()[1:] for line in text.splitlines() if line.startswith("STATUS ")]
