@@ -121,8 +121,14 @@ def run_orchestrator(spec: Spec) -> None:
     finally:
         sink.close()
         metrics.recorder.close()
-    if only is not None:
-        return
+    if only is None:
+        _report(spec, config, path, metrics, done)
+
+
+def _report(
+    spec: Spec, config: RunConfig, path: Path, metrics: RunMetrics, done: m.TrainerDone
+) -> None:
+    """Write summary.json and the pages of a run that has ended, and print their names."""
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
     extra = {**run, "aborted_requests": metrics.aborted}
     phases, fit = {**spec.phases, **metrics.phases()}, config.fit.compute
@@ -132,11 +138,9 @@ def run_orchestrator(spec: Spec) -> None:
     shown = config.metrics.terminal != "off"
     if shown:
         print_report(summary)
-    # The trainer waits for this process for so long.
-    lines = write_pages(
-        config.output_dir, min(PAGES_SECONDS, config.timeouts.evaluation_seconds / 4)
-    )
-    for line in lines:
+    # The trainer waits for this process, for `evaluation_seconds` in all.
+    limit = min(PAGES_SECONDS, config.timeouts.evaluation_seconds / 4)
+    for line in write_pages(config.output_dir, limit):
         if shown or line.startswith("no "):
             print(line, flush=True)
 

@@ -204,4 +204,5 @@ def fit_words(fit: Any) -> list[str]:
     else:
         verdict = f"The {fit.n} evaluations do not determine the curve: it describes what was"
         verdict += " measured, and does not tell where the run would end."
-    return [curve, ahead, verdict, *(warning.text for warning in fit.warnings)]
+    notes = (f"{w.text[:1].upper()}{w.text[1:]}." for w in fit.warnings)
+    return [curve, ahead, verdict, *notes]
