@@ -14,6 +14,8 @@ import pytest
 from megatron_rl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Variables with which the supervised stage starts no torchrun."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 

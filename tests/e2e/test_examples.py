@@ -28,7 +28,7 @@ from tests.trainer.sft_cases import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-STEPS, KILL_AT, INTERRUPT_AT = 24, 9, 14
+STEPS, KILL_AT, INTERRUPT_AT = 30, 9, 14
 SAVED_EVERY, SET_EVERY = 6, 20
 DROPPED = "metrics.dropped-0.jsonl"
 """Rows of steps that are repeated after a restart from an older checkpoint."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.processes import TORCHRUN, finish, hide, rows, start
+from tests.e2e.processes import ONE_RANK, TORCHRUN, finish, hide, rows, start
 from tests.fleet.tiny_run import HELD_OUT, prepare
 from tests.workers import run_ranks
 
@@ -35,8 +35,6 @@ SETTINGS = [
     *("--optimizer.learning_rate", "1e-3", "--evaluation.every_steps", "6"),
     *("--checkpoint.every_steps", "100"),
 ]
-ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""For the supervised stage before the runs, which then starts no torchrun."""
 TIMES = re.compile(r"seconds|_per_second|device_hours|(wait|busy)_fraction|engine$")
 
 

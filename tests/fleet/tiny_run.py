@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import yaml
 
-from tests.e2e.processes import ROOT, TORCHRUN, hide
+from tests.e2e.processes import ONE_RANK, ROOT, TORCHRUN, hide
 from tests.trainer.sft_cases import write_rows
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -117,8 +117,8 @@ def prepare(folder: Path) -> Path:
     command = [sys.executable, "-m", "megatron_rl.cli", "sft", "--config", str(first)]
     with (folder / "sft.log").open("wb") as log:
         subprocess.run(
-            command, cwd=ROOT, env=_environment(folder), stdout=log, stderr=log, timeout=300,
-            check=True,
+            command, cwd=ROOT, env={**_environment(folder), **ONE_RANK}, stdout=log, stderr=log,
+            timeout=300, check=True,
         )  # fmt: skip
     start = output / "start" / "tiny_dense"
     config["start_checkpoint"] = str(start)
