@@ -23,14 +23,17 @@ from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, hold, remove
 
 FOLDER = "MEGATRON_RL_ENGINE_FOLDER"
 """Environment variable: the folder, for the engine's processes."""
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 _EXECUTORS = ("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor")
 
 
 def make() -> None:
     """Make the folder of this process's engine, after those of killed ones are removed."""
     folder = _folder()
+    # A value that an engine of the parent process has set is not for this one.
+    if os.environ.get(_SOCKETS) in (None, os.environ.get(FOLDER)):
+        os.environ[_SOCKETS] = str(folder)
     os.environ[FOLDER] = str(folder)
-    os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
 
 
 @cache

@@ -29,20 +29,24 @@ sys.stdin.read()
 memory.close()
 memory.unlink()
 """
+OF_PARENT = "/dev/shm/of_the_parent"
 
 
-def start() -> tuple[subprocess.Popen[str], list[Path]]:
-    """Start a stand-in of a generator; return it, and the folder and the memory that it has."""
+def start(place: str = OF_PARENT) -> tuple[subprocess.Popen[str], list[Path]]:
+    """Start a stand-in of a generator; return it, and the folder and the memory that it has.
+
+    Its parent process has an engine, too; `place` is where that one's sockets are.
+    """
     pipe, cwd = subprocess.PIPE, Path(__file__).parents[2]
-    # An engine of this process has set the variable, too.
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_RPC_BASE_PATH"}
+    inherited = {"MEGATRON_RL_ENGINE_FOLDER": OF_PARENT, "VLLM_RPC_BASE_PATH": place}
+    environment = {**os.environ, **inherited}
     process = subprocess.Popen(
         [sys.executable, "-c", ENGINE],
         stdin=pipe, stdout=pipe, text=True, start_new_session=True, cwd=cwd, env=environment,
     )  # fmt: skip
     assert process.stdout is not None
     folder, memory, sockets = process.stdout.readline().split()
-    assert sockets == folder
+    assert sockets == (folder if place == OF_PARENT else place)
     assert Path("/dev/shm", memory).name.startswith(f"{Path(folder).name}.")
     return process, [Path(folder), Path("/dev/shm", memory)]
 
@@ -72,6 +76,10 @@ def test_what_a_killed_engine_left_is_removed_and_what_others_have_is_not() -> N
         for process in (killed[0], living[0]):
             process.kill()
             process.communicate()
+
+
+def test_a_place_of_sockets_that_the_user_chose_is_kept() -> None:
+    end(start("/chosen")[0])
 
 
 def test_an_engines_process_that_is_forked_keeps_the_folder(tmp_path: Path) -> None:
