@@ -2,9 +2,10 @@
 
     python benchmarks/view.py [--completions 10000] [--tokens 300] [--looks 5]
 
-Tokens are random ids of a vocabulary of 152,064 with log-probs without a pattern, and texts are
-random words: what compression takes off a real run's page comes on top. The ready time is what the
-page itself notes, from the start of its loading to its first frame with table and token strip.
+Tokens are random ids of a vocabulary of 152,064; log-probs, ratios and entropies have no pattern,
+and texts are random words: what compression takes off a real run's page comes on top. The ready
+time is what the page itself notes, from the start of its loading to its first frame with table and
+token strip.
 """
 
 import argparse
@@ -56,6 +57,8 @@ def rows(completions, tokens, words):
             "prompt": f"Question {n // 16 % 200}: how many?", "prompt_token_ids": b"",
             "completion": " ".join(words.words[i] for i in ids), "token_ids": ids.tobytes(),
             "logprobs": logprobs.tobytes(),
+            "ratios": np.exp(rng.normal(0, 0.05, tokens)).astype("<f4").tobytes(),
+            "entropies": rng.exponential(0.5, tokens).astype("<f4").tobytes(),
             "versions": [(step, change), (step + 1, tokens - change)],
             "forced_start": 0, "forced_end": 0, "finish_reason": "stop",
             "verdict": "correct" if right else "wrong", "verdict_reason": f"{n} is the answer",
