@@ -3,9 +3,9 @@
     python benchmarks/elastic.py [--out benchmarks/results/elastic.md]
 
 Two runs of one tiny model and one seed on CPU, one after the other: two trainer ranks and one
-engine; in the second run three engines join by themselves and two of them leave. Both must train
-the same prompts in the same order, each once, within the bound of the lag; sampling differs, so the
-pass rates may differ by their standard errors.
+engine; in the second run three engines join by themselves from step 30 on, and two of them leave.
+Both must train the same prompts in the same order, each once, within the bound of the lag; sampling
+differs, so the pass rates may differ by their standard errors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.fleet.driver import disturb
+from tests.fleet.driver import END_SECONDS, disturb
 from tests.fleet.faults import Fault
 from tests.fleet.tiny_run import HELD_OUT, TinyRun, adopt_orphans, prepare
 
@@ -31,15 +32,29 @@ LIMIT = 4.0
 """Standard errors by which the two runs may differ at one evaluation."""
 
 
+@dataclass
+class LaterChange(Fault):
+    """A change of the fleet at a step, or as soon as the one before it is done."""
+
+    step: int = 0
+
+    def run(self, run: TinyRun) -> None:
+        """Wait for the step, and change the fleet."""
+        agent = run.agent
+        assert agent is not None
+        run.wait(lambda: run.steps >= self.step or agent.poll() is not None, END_SECONDS)
+        super().run(run)
+
+
 def curve(
-    config: Path, points: Sequence[str], steps: int, rate: float
+    config: Path, points: Mapping[str, int], steps: int, rate: float
 ) -> dict[int, dict[str, Any]]:
     """Train with these changes of the fleet; return the evaluations by step, with the engines."""
     settings = [f"--optimizer.learning_rate={rate}", f"--evaluation.samples_per_prompt={SAMPLES}"]
     run = TinyRun(config, steps, settings)
     try:
-        faults = [Fault(point) for point in points]
-        if wrong := disturb(run, faults, 2, 1, lambda row: print(row, flush=True)):
+        changes = [LaterChange(point, step=step) for point, step in points.items()]
+        if wrong := disturb(run, changes, 2, 1, lambda row: print(row, flush=True)):
             raise SystemExit(f"{'; '.join(wrong)}\n{run.text()[-3000:]}")
         rows = run.rows
         engines = {row["step"]: row["generators"] for row in rows if row["kind"] == "step"}
@@ -68,8 +83,8 @@ def main() -> None:
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
         config = prepare(Path(folder))
-        fixed = curve(config, (), options.steps, options.rate)
-        changes = ("join:3:now", "term:joined0:decoding", "term:joined1:decoding")
+        fixed = curve(config, {}, options.steps, options.rate)
+        changes = {"join:3:now": 30, "term:joined0:decoding": 150, "term:joined1:decoding": 190}
         elastic = curve(config, changes, options.steps, options.rate)
     shown = [step for step in sorted(fixed) if step in elastic]
     off = {s: errors(elastic[s]["pass_rate"], fixed[s]["pass_rate"]) for s in shown}
