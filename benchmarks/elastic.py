@@ -77,7 +77,7 @@ def main() -> None:
     """Run both, print the table, and fail if the curves differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--rate", type=float, default=1.2e-5, help="learning rate")
+    parser.add_argument("--rate", type=float, default=8e-6, help="learning rate")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     adopt_orphans()
