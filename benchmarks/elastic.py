@@ -3,7 +3,7 @@
     python benchmarks/elastic.py [--out benchmarks/results/elastic.md]
 
 Two runs of one tiny model and one seed on CPU, one after the other: two trainer ranks and one
-engine; in the second run three engines join by themselves from step 30 on, and two of them leave.
+engine; in the second run three engines join by themselves at step 30, and two of them leave later.
 Both must train the same prompts in the same order, each once, within the bound of the lag; sampling
 differs, so the pass rates may differ by their standard errors.
 """
@@ -34,15 +34,15 @@ LIMIT = 4.0
 
 @dataclass
 class LaterChange(Fault):
-    """A change of the fleet at a step, or as soon as the one before it is done."""
+    """A change of the fleet, so many steps after the one before it is done."""
 
-    step: int = 0
+    steps: int = 0
 
     def run(self, run: TinyRun) -> None:
-        """Wait for the step, and change the fleet."""
-        agent = run.agent
+        """Wait for the steps, and change the fleet."""
+        agent, end = run.agent, run.steps + self.steps
         assert agent is not None
-        run.wait(lambda: run.steps >= self.step or agent.poll() is not None, END_SECONDS)
+        run.wait(lambda: run.steps >= end or agent.poll() is not None, END_SECONDS)
         super().run(run)
 
 
@@ -53,7 +53,7 @@ def curve(
     settings = [f"--optimizer.learning_rate={rate}", f"--evaluation.samples_per_prompt={SAMPLES}"]
     run = TinyRun(config, steps, settings)
     try:
-        changes = [LaterChange(point, step=step) for point, step in points.items()]
+        changes = [LaterChange(point, steps=after) for point, after in points.items()]
         if wrong := disturb(run, changes, 2, 1, lambda row: print(row, flush=True)):
             raise SystemExit(f"{'; '.join(wrong)}\n{run.text()[-3000:]}")
         rows = run.rows
@@ -84,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
         config = prepare(Path(folder))
         fixed = curve(config, {}, options.steps, options.rate)
-        changes = {"join:3:now": 30, "term:joined0:decoding": 130, "term:joined1:decoding": 160}
+        changes = {"join:3:now": 30, "term:joined0:decoding": 30, "term:joined1:decoding": 15}
         elastic = curve(config, changes, options.steps, options.rate)
     shown = [step for step in sorted(fixed) if step in elastic]
     off = {s: errors(elastic[s]["pass_rate"], fixed[s]["pass_rate"]) for s in shown}
