@@ -3,7 +3,7 @@
     python benchmarks/elastic.py [--out benchmarks/results/elastic.md]
 
 Two runs of one tiny model and one seed on CPU, one after the other: two trainer ranks and one
-engine; in the second run three engines join by themselves at step 30, and two of them leave later.
+engine; in the second run three engines join by themselves at step 10, and two of them leave later.
 Both must train the same prompts in the same order, each once, within the bound of the lag; sampling
 differs, so the pass rates may differ by their standard errors.
 """
@@ -84,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="elastic_") as folder:
         config = prepare(Path(folder))
         fixed = curve(config, {}, options.steps, options.rate)
-        changes = {"join:3:now": 30, "term:joined0:decoding": 30, "term:joined1:decoding": 15}
+        changes = {"join:3:now": 10, "term:joined0:decoding": 20, "term:joined1:decoding": 10}
         elastic = curve(config, changes, options.steps, options.rate)
     shown = [step for step in sorted(fixed) if step in elastic]
     off = {s: errors(elastic[s]["pass_rate"], fixed[s]["pass_rate"]) for s in shown}
