@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import commit, processor
 from tests.fleet.driver import END_SECONDS, disturb
 from tests.fleet.faults import Fault
 from tests.fleet.tiny_run import HELD_OUT, TinyRun, adopt_orphans, prepare
@@ -89,17 +88,12 @@ def main() -> None:
     shown = [step for step in sorted(fixed) if step in elastic]
     off = {s: errors(elastic[s]["pass_rate"], fixed[s]["pass_rate"]) for s in shown}
     mean = sum(off.values()) / len(off)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     each = max(len(shown) // 12, 1)
     text = "\n".join([
         "# The curve of an elastic fleet",
         "",
-        f"`python benchmarks/elastic.py`, commit {commit}, {time.strftime('%Y-%m-%d')},",
-        f"{processor}, {os.cpu_count()} cores.",
+        f"`python benchmarks/elastic.py`, commit {commit()}, {time.strftime('%Y-%m-%d')},",
+        f"{processor()}.",
         f"{options.steps} steps each; both trained the same prompts in the same order, each once.",
         f"{len(shown)} evaluations of {HELD_OUT} prompts, {SAMPLES} completions each; the largest",
         f"difference is {max(off.values(), key=abs):.1f} standard errors, the mean {mean:.2f}.",

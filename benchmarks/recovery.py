@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import commit, processor
 from tests.fleet.tiny_run import TinyRun, adopt_orphans, prepare
 
 LIMIT = 300.0
@@ -153,12 +153,7 @@ def full_restart(run: TinyRun) -> dict[str, float]:
 
 def report(engine: dict[str, float], rank: dict[str, float], full: dict[str, float]) -> str:
     """Return the result as Markdown."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
     load = os.getloadavg()[2]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     start, whole = engine["start"] + engine["load"], full["next step"]
     beside = engine["start beside the run"] + engine["load"]
     fixed = rank["restart"] + rank["batch and step"]
@@ -182,8 +177,8 @@ def report(engine: dict[str, float], rank: dict[str, float], full: dict[str, flo
     return "\n".join([
         "# Recovery of a tiny run",
         "",
-        f"`python benchmarks/recovery.py`, commit {commit}, {time.strftime('%Y-%m-%d')},",
-        f"{processor}, {os.cpu_count()} cores, load {load:.0f} in the last quarter of an hour.",
+        f"`python benchmarks/recovery.py`, commit {commit()}, {time.strftime('%Y-%m-%d')},",
+        f"{processor()}, load {load:.0f} in the last quarter of an hour.",
         "Two trainer ranks and two engines, one run.",
         "",
         "| lost | seconds | against [s] | ratio |",

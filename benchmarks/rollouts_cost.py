@@ -14,6 +14,7 @@ import datetime
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,6 +32,9 @@ from megatron_rl.metrics import read_metrics, read_rollouts
 from megatron_rl.metrics.rollouts import RolloutWriter
 from megatron_rl.trainer import world
 from megatron_rl.trainer.step import token_results
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import processor
 
 ARRAYS = {"prompt_token_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "ratios": "<f4",
           "entropies": "<f4"}  # fmt: skip
@@ -110,12 +114,9 @@ def main():
             mp.spawn(handed_over, given, nprocs=options.ranks)
             handing = max(results.values())
     writing, step = (statistics.median(one) for one in zip(*shares, strict=True))
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.split(":")[1].strip() for line in cpuinfo
-                 if line.startswith("model name"))  # fmt: skip
     share = (writing + handing) / step
     print(
-        f"{datetime.date.today()}, {model}, {os.cpu_count()} cores, {platform.system()}\n\n"
+        f"{datetime.date.today()}, {processor()}, {platform.system()}\n\n"
         f"| median of {len(shares)} steps | |\n|---|---|\n"
         f"| step of the run | {step:.3f} s |\n"
         f"| completion tokens of a step | {statistics.median(tokens):,.0f}, {trained:,} trained |\n"

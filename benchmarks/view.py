@@ -11,7 +11,6 @@ token strip.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,8 +23,9 @@ import numpy as np
 from megatron_rl.commands.view.page import encode, render
 from megatron_rl.metrics.rollouts import arrow_schema, record_batch
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-OFFLINE = ("--proxy-server=127.0.0.1:1", "--host-resolver-rules=MAP * ~NOTFOUND")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.commands.browser import BROWSER, FLAGS, NO_BROWSER
+
 LOAD_SECONDS = 60.0
 
 
@@ -75,12 +75,11 @@ class Browser:
     def __init__(self, program: str, profile: str) -> None:
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         # The pipe's ends are 3 and 4 in the browser; the shell moves them there.
         moved = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", moved, "bash", program, "--remote-debugging-pipe",
-             f"--user-data-dir={profile}", *flags, *OFFLINE, "about:blank"],
+             f"--user-data-dir={profile}", *FLAGS, "about:blank"],
             pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_browser)
@@ -137,13 +136,12 @@ def main() -> None:
     begin = time.perf_counter()
     page = render(*encode(table, words), {"title": "benchmark", "state": ""})
     print(f"written in {time.perf_counter() - begin:.1f} s, {len(page.encode()) / 1e6:.1f} MB")
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        sys.exit(f"no browser is here ({', '.join(BROWSERS)}): no ready time")
+    if BROWSER is None:
+        sys.exit(f"{NO_BROWSER}: no ready time")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder, "view.html")
         file.write_text(page)
-        browser = Browser(program, f"{folder}/profile")
+        browser = Browser(BROWSER, f"{folder}/profile")
         try:
             times = [browser.ready_seconds(file.as_uri()) for _ in range(options.looks)]
         finally:

@@ -6,7 +6,6 @@ cut below its height and has 256 colors.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,9 @@ from PIL import Image
 
 from megatron_rl.metrics import read_rollouts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.commands.browser import BROWSER, FLAGS
+
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH, SCALE = 1100, 1.5  # CSS pixels, and pixels of the picture per CSS pixel
 VIEW_HEIGHT, REPORT_HEIGHT = 1130, 800
@@ -26,15 +28,12 @@ LOAD_MILLISECONDS, SECONDS = 30_000, 180
 
 def picture(page: Path, fragment: str, into: Path, height: int) -> None:
     """Write a PNG of a page; SystemExit if the browser is missing, or the file is too large."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
+    if BROWSER is None:
         sys.exit("take_pictures: no Chromium is on PATH (Debian: apt install chromium)")
     with tempfile.TemporaryDirectory() as work:
         raw = Path(work) / "raw.png"
         command = [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--hide-scrollbars", "--proxy-server=127.0.0.1:1",
-            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={work}/profile",
+            BROWSER, *FLAGS, "--hide-scrollbars", f"--user-data-dir={work}/profile",
             f"--window-size={WIDTH},{height}", f"--force-device-scale-factor={SCALE}",
             f"--virtual-time-budget={LOAD_MILLISECONDS}", f"--screenshot={raw}",
             f"{page.resolve().as_uri()}#{fragment}",

@@ -9,10 +9,3 @@ def publish(lines: list[str], path: Path | None) -> None:
     print(text)
     if path is not None:
         path.write_text(text)
-
-
-def processor() -> str:
-    """Return the name of this machine's processor and the number of its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}"

@@ -18,7 +18,8 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.rewards import processor, publish
+from benchmarks.machine import processor
+from benchmarks.rewards import publish
 from megatron_rl.rewards.math import math_verdict
 from tests.rewards.hacks import hacks
 from tests.rewards.test_math_hacks import KINDS

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rewards import processor
+from benchmarks.machine import processor
 from benchmarks.rewards.golden_vs_stock import stock
 from megatron_rl.data.golds import gold_text
 from megatron_rl.data.question import DataError

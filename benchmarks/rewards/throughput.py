@@ -28,7 +28,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.rewards import processor, publish
+from benchmarks.machine import processor
+from benchmarks.rewards import publish
 from benchmarks.rewards.bombs import BOMBS, bomb, typical
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings

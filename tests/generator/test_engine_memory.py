@@ -14,7 +14,7 @@ from tests.generator.test_engine import prompt
 pytestmark = [pytest.mark.e2e, needs_vllm]
 AT_ONCE, WARM, ROUNDS = 32, 6, 18
 MEBIBYTES = 30.0
-"""Limit of the growth; without a limit of oneDNN's cache it is 100 and goes on."""
+"""Limit of the growth; without a limit of oneDNN's cache it is 80 and goes on."""
 
 
 def test_memory_stays_once_the_cache_of_keys_and_values_was_used(tmp_path):

@@ -50,7 +50,7 @@ function value(name, row) {
   return isText(name) ? textAt(x) : Number.isNaN(x) ? null : x;
 }
 // Controls, and marks that turn the direction of what follows, are shown as their code.
-const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const UNSEEN = new RegExp(head.unseen, "gu");
 const visible = text => String(text ?? "").replace(UNSEEN, c =>
   "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
 const number = x => x === null ? "" : String(Number.isInteger(x) ? x : Number(x.toPrecision(6)));

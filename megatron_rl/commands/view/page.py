@@ -32,9 +32,18 @@ from tokenizers import Tokenizer
 
 from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS
+from megatron_rl.metrics.terminal import UNSEEN
 
 LOGPROB_STEP = 0.002  # nats: log-probs are off by half of it at most, ratios by 0.1%
 NOT_A_NUMBER, LOWEST = -32768, -32767  # in steps; LOWEST: that, or less
+_START = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-@SCRIPT@'">
+"""
 _TEMPLATE, _CODE = (
     (resources.files(__package__) / f"page.{kind}").read_text(encoding="utf-8")
     for kind in ("html", "js")
@@ -90,7 +99,8 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
     from megatron_rl.scaling.plot import COLORS
 
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
-    text = json.dumps(head | about | {"colors": COLORS}).replace("<", "\\u003c")
+    shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern}
+    text = json.dumps(shown).replace("<", "\\u003c")
     data = base64.b64encode(zlib.compress(raw)).decode()
     return fill(_TEMPLATE, _CODE, HEAD=text, DATA=data)
 
@@ -98,11 +108,12 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
 def fill(template: str, code: str, **values: str) -> str:
     """Return a page with its values in place of their names (`@HEAD@`), and its script.
 
-    Only this script runs, and nothing is fetched, whatever a text has in it.
+    The template begins with the title. Only this script runs, and nothing is fetched, whatever a
+    text has in it.
     """
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     values |= {"SCRIPT": digest, "CODE": code}
-    return re.sub(f"@({'|'.join(values)})@", lambda match: values[match[1]], template)
+    return re.sub(f"@({'|'.join(values)})@", lambda match: values[match[1]], _START + template)
 
 
 def run_tokenizer(run: Path) -> Any:
