@@ -103,10 +103,11 @@ class CausalAttention(torch.nn.Module):
         rank, size = (self.group.rank(), self.group.size()) if self.group else (0, 1)
         rows = packed_seq_params or Rows.of_bounds((0, s * size), rank, size, query_sbnd.device)
         query_sbnd = _scaled(query_sbnd, rows, self.temperature)
-        cut = pieces(rows.bounds, self.chunk, rank, size)
+        cut = pieces(rows.bounds, self.chunk, rank, size, rows.continues)
         if cut.slots is not None:
             both = torch.cat([key_sbgd, value_sbgd], dim=-1)
-            both = gather_from_sequence_parallel_region(both, group=self.group)
+            if self.group is not None:
+                both = gather_from_sequence_parallel_region(both, group=self.group)
             both = both.index_select(0, rows.slots(self.chunk, cut))
             key_sbgd, value_sbgd = both.chunk(2, dim=-1)
         lengths = (cut.queries, cut.keys, cut.keys)

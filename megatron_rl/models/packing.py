@@ -89,8 +89,23 @@ class Pieces:
 
 
 @functools.lru_cache(maxsize=256)
-def pieces(bounds: Bounds, chunk: int | None, rank: int, size: int) -> Pieces:
-    """Return the pieces of a context-parallel rank: attention within sequence and chunk."""
+def pieces(
+    bounds: Bounds, chunk: int | None, rank: int, size: int, continues: Bounds = ()
+) -> Pieces:
+    """Return the pieces of a context-parallel rank: attention within sequence and chunk.
+
+    Raises:
+        ValueError: sequences that continue others, with chunks or context parallelism.
+    """
+    if continues:
+        if chunk is not None or size > 1:
+            raise ValueError("shared prompts need attention without chunks on one rank")
+        runs = [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
+        seen = [
+            run if c < 0 else np.concatenate([runs[c], run])
+            for c, run in zip(continues, runs, strict=True)
+        ]
+        return Pieces(tuple(map(len, runs)), tuple(map(len, seen)), np.concatenate(seen))
     fine = refined(bounds, chunk)
     if size == 1:
         lengths = tuple(b - a for a, b in itertools.pairwise(fine))
@@ -128,14 +143,21 @@ class Rows(PackedSeqParams):
     """Of a whole row, over all context-parallel ranks."""
     positions_s: Tensor = field(default_factory=torch.Tensor)
     """int64: position of each of this rank's tokens within its sequence."""
+    continues: Bounds = ()
+    """Number of the sequence that each one continues (its prompt), or -1; empty: none does."""
     _thd: dict[tuple[int | None, int], PackedSeqParams] = field(default_factory=dict)
     _slots: dict[int | None, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of_bounds(cls, bounds: Bounds, rank: int, size: int, device: torch.device) -> Rows:
+    def of_bounds(
+        cls, bounds: Bounds, rank: int, size: int, device: torch.device, continues: Bounds = ()
+    ) -> Rows:
         """Return rows of these bounds on context-parallel rank `rank` of `size`."""
         own = within_sequence(bounds, own_positions(bounds, rank, size))
-        return cls(bounds=bounds, positions_s=_copied(own, device))
+        if continues:
+            lengths = np.diff(bounds)
+            own += np.repeat([0 if c < 0 else lengths[c] for c in continues], lengths)
+        return cls(bounds=bounds, positions_s=_copied(own, device), continues=continues)
 
     @functools.cached_property
     def longest(self) -> int:
@@ -183,6 +205,8 @@ class RowLayout:
     """Context-parallel size."""
     count_multiple: int = 1
     """Pad the number of micro-batches to a multiple of this with empty ones."""
+    shared_prompts: bool = False
+    """Completions of one prompt in a packed row share its positions; rows get shorter by that."""
 
     def sequence(self, length: int) -> int:
         """Return the positions that a sequence takes in a packed row."""

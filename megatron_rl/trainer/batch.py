@@ -28,6 +28,7 @@ from megatron_rl.models.base import Architecture
 from megatron_rl.models.packing import Bounds, RowLayout, own_rows, plan_rows
 from megatron_rl.trainer import world
 from megatron_rl.trainer.shards import ModelShards
+from megatron_rl.trainer.shared_prompts import share
 
 TOKEN_ARRAYS = ("token_ids", "advantages", "generator_logprobs", "loss_weights", "versions")
 """Fields of a batch with four bytes for each token; `routes` has more."""
@@ -46,6 +47,8 @@ class MicroBatch:
     """int64; padding is 0. Under context parallelism, this rank's positions of the rows."""
     bounds: Bounds
     """Boundaries of the sequences in a row over all context-parallel ranks; one for all rows."""
+    continues: Bounds = ()
+    """Number of the sequence that each one continues, or -1 (`shared_prompts`); empty: none."""
     origin_BS: Tensor
     """int64, on the CPU: flat position of each token in the step's arrays; -1 for padding."""
     rows_T: Tensor
@@ -108,6 +111,7 @@ def layout_of(shards: ModelShards) -> RowLayout:
         multiple=p.tensor if p.sequence_parallel else 1,
         context=p.context,
         count_multiple=shards.micro_batch_multiple,
+        shared_prompts=schedule.packing and shards.shares_prompts,
     )
 
 
@@ -190,8 +194,7 @@ def divide(
         "same_version_T": same_n,
     }
     out = []
-    for row_bounds, origin_BS in rows:
-        place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
+    for row_bounds, continues, origin_BS, place_BS in _placed(rows, layout, ids, predicts, used_n):
         # Hidden states are position-major.
         origin_R, place_R = origin_BS.T.reshape(-1), place_BS.T.reshape(-1)
         rows_T = np.flatnonzero(predicts[origin_R])
@@ -203,6 +206,7 @@ def divide(
             MicroBatch(
                 **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()},
                 bounds=row_bounds,
+                continues=continues,
                 origin_BS=torch.from_numpy(origin_BS),
                 source_T=torch.from_numpy(origin_R[rows_T] + 1),
                 versions_T=torch.from_numpy(versions_n[place_T]),
@@ -211,6 +215,23 @@ def divide(
             )
         )
     return out
+
+
+def _placed(
+    rows: list[tuple[Bounds, NDArray[np.int64]]],
+    layout: RowLayout,
+    ids: NDArray[np.int64],
+    predicts: NDArray[np.bool_],
+    used_n: NDArray[np.int64],
+) -> Iterator[tuple[Bounds, Bounds, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield (bounds, `continues`, positions in the step, in the part) of each micro-batch."""
+    for bounds, origin_BS in rows:
+        place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
+        if not layout.shared_prompts:
+            yield bounds, (), origin_BS, place_BS
+            continue
+        ends, continues, kept_S = share(bounds, ids[place_BS[0]], predicts[origin_BS[0]])
+        yield ends, continues, origin_BS[:, kept_S], place_BS[:, kept_S]
 
 
 def same_version(

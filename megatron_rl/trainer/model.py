@@ -49,6 +49,9 @@ class Policy(ModelShards):
             raise ValueError(errors[0])
         use_te = megatron_build.transformer_engine()
         self.config = megatron_build.transformer_config(run, self.architecture, use_te)
+        # The dispatcher of experts needs the same shapes on all ranks.
+        whole = run.parallel.context == 1 and not run.parallel.sequence_parallel
+        self.shares_prompts = whole and not use_te and not self.architecture.experts
         # Builds or loads the kernels, which fails now rather than in the first pass.
         device, precision = world.device().type, run.precision
         heads.select(precision.logits, precision.logit_grads, self.config.params_dtype, device)
@@ -164,7 +167,7 @@ def forward(
     micro = context.micro
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
-    rows = Rows.of_bounds(micro.bounds, rank, size, world.device())
+    rows = Rows.of_bounds(micro.bounds, rank, size, world.device(), micro.continues)
     packing: Any = rows
     if stock_attention:
         packing = rows.thd(None, len(micro.tokens_BS)) if len(micro.bounds) > 2 else None

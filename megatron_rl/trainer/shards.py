@@ -29,6 +29,8 @@ class ModelShards:
     """This rank's parameters by `Weight.megatron`."""
     routing: Routing | None = None
     """This rank's routers; None with `algorithm.routing_replay` none."""
+    shares_prompts = False
+    """The model's attention lets the completions of a prompt share it (`shared_prompts`)."""
 
     def __init__(self, run: RunConfig, architecture: Architecture) -> None:
         self.run, self.architecture = run, architecture

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FARTHEST = 2**16
 _COUNT_BYTES = 8
+_PIECE = 2**20
+"""Words that are compared before their number decides whether the rest is."""
 
 
 def encode(old: Tensor, new: Tensor, most_bytes: int) -> Tensor | None:
@@ -37,10 +39,14 @@ def encode(old: Tensor, new: Tensor, most_bytes: int) -> Tensor | None:
     """
     import torch
 
-    words = new.view(torch.int16)
-    changed = old.view(torch.int16) != words
-    if _COUNT_BYTES + 4 * int(changed.sum()) > most_bytes:  # before their positions take memory
-        return None
+    words, count = new.view(torch.int16), 0
+    parts = []
+    for pair in zip(old.view(torch.int16).split(_PIECE), words.split(_PIECE), strict=True):
+        parts.append(torch.ne(*pair))
+        count += int(torch.count_nonzero(parts[-1]))
+        if _COUNT_BYTES + 4 * count > most_bytes:  # fp32: after the first pieces
+            return None
+    changed = torch.cat(parts) if parts else words.bool()
     positions = _bridged(torch.nonzero(changed).view(-1))
     count = positions.numel()
     if _COUNT_BYTES + 4 * count > most_bytes:

@@ -87,6 +87,27 @@ def test_nothing_changed_is_an_empty_difference_and_too_much_is_none():
     assert difference.encode(far.view(torch.uint8), last.view(torch.uint8), 8 + 4 * 6) is None
 
 
+def test_a_bucket_that_changed_all_over_is_compared_at_its_start_alone(monkeypatch):
+    compared: list[int] = []
+
+    def counted(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        compared.append(old.numel())
+        return old.ne(new)
+
+    monkeypatch.setattr(difference, "_PIECE", 1000)
+    monkeypatch.setattr(torch, "ne", counted)
+    old = torch.zeros(WORDS, dtype=torch.int16).view(torch.uint8)
+    new = torch.ones(WORDS, dtype=torch.int16).view(torch.uint8)
+    assert difference.encode(old, new, 4 * 1500) is None
+    assert compared == [1000, 1000]
+    few = torch.zeros(WORDS, dtype=torch.int16)
+    few[[0, 999, 1000, WORDS - 1]] = 7
+    compared.clear()
+    bucket, _ = changed(old, few.view(torch.uint8))
+    assert np.array_equal(bucket, few.view(torch.uint8).numpy())
+    assert sum(compared) == WORDS
+
+
 def test_what_is_no_difference_of_this_bucket_is_refused():
     old = torch.zeros(1024, dtype=torch.int16)
     new = old.clone()
