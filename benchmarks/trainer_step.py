@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.machine import processor
 from megatron_rl.messages import Batch
 from megatron_rl.trainer import world
 from megatron_rl.trainer.export import export
@@ -143,7 +145,13 @@ def main() -> int:
         print(f"{case:40} {digest} {verdict}")
     if options.write:
         environment = {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
-        content = {"environment": environment, "digests": digests}
+        content = {
+            "command": f"python benchmarks/trainer_step.py --write {options.write}",
+            "processor": processor(),
+            "date": str(date.today()),
+            "environment": environment,
+            "digests": digests,
+        }
         options.write.write_text(json.dumps(content, indent=1) + "\n")
     return int(bool(options.against) and before != digests)
 

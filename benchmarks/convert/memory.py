@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import processor  # noqa: E402
 from megatron_rl.models import architecture, named_config  # noqa: E402
 from megatron_rl.models.safetensors_directory import INDEX  # noqa: E402
 
@@ -139,8 +141,9 @@ def main() -> None:
     head = (
         "# Memory of a conversion\n\n"
         "`python benchmarks/convert/memory.py --real-scout`: bf16 checkpoints of random bytes, one"
-        " worker, files of 1 GB.\nPeak resident memory of the whole process (`VmHWM`), and"
-        " the part of it beyond the imports. The result was compared byte by byte.\n\n"
+        f" worker, files of 1 GB. {date.today()}, {processor()}.\n"
+        "Peak resident memory of the whole process (`VmHWM`), and the part of it beyond the"
+        " imports. The result was compared byte by byte.\n\n"
         "| model | size | direction | peak | beyond imports | time | rate |\n"
         "|---|---|---|---|---|---|---|\n"
     )

@@ -14,9 +14,11 @@ import json
 import logging
 import time
 from collections import Counter
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.machine import processor
 from benchmarks.rewards import publish
 from megatron_rl.rewards.math.verdict import math_verdict
 
@@ -59,7 +61,8 @@ def main() -> None:
     lines = [
         "# Errors on the golden table",
         "",
-        f"`python -m benchmarks.rewards.golden_vs_stock`: {len(cases)} cases,"
+        f"`python -m benchmarks.rewards.golden_vs_stock`, {date.today()}, {processor()}:"
+        f" {len(cases)} cases,"
         f" {sum(c['verdict'] == 'correct' for c in cases)} of them right. The table was written for"
         " this verifier, so its own count is no measure of its errors on unseen answers.",
         "",

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.machine import processor  # noqa: E402
 from megatron_rl.scaling import Series, log_sigmoid  # noqa: E402
 from megatron_rl.scaling.noise import covariance  # noqa: E402
 from megatron_rl.scaling.paper_points import published_series  # noqa: E402
 
-DATE = "2026-11-29"
+MADE = f"`python benchmarks/scaling/{Path(sys.argv[0]).name}`, {date.today()}, {processor()}."
+"""Command, date and processor, below the title of a result."""
 SIGMA = 0.0045
 """Noise of the published evaluations (median of their fits)."""
 

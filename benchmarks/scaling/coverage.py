@@ -6,7 +6,7 @@ python benchmarks/scaling/coverage.py > benchmarks/results/scaling_coverage.md
 import sys
 
 import numpy as np
-from common import DATE, SIGMA, synthetic, table
+from common import MADE, SIGMA, synthetic, table
 
 from megatron_rl.scaling import fit
 from megatron_rl.scaling.options import FitOptions
@@ -21,7 +21,7 @@ MODELS = {"default": DEFAULT, "independent only": 0.0, "correlated only": 1.0}
 
 
 def main(draws: int) -> None:
-    print(f"# Coverage of the 95% intervals ({DATE})\n")
+    print(f"# Coverage of the 95% intervals\n\n{MADE}\n")
     print(
         f"{draws} synthetic runs per noise: 20-30 evaluations, A .45-.75, B 1-5, R0 .1-.4, "
         f"ending at 2-4 Cmid, noise {SIGMA}; the last one is held out. "

@@ -6,7 +6,7 @@ python benchmarks/scaling/defaults.py > benchmarks/results/scaling_defaults.md
 import sys
 
 import numpy as np
-from common import DATE, SIGMA, published, synthetic, table
+from common import MADE, SIGMA, published, synthetic, table
 
 from megatron_rl.scaling import fit
 
@@ -14,7 +14,7 @@ NOISES = {"independent": 0.0, "half of it drifts": 0.5, "as published (0.9 drift
 
 
 def main(draws: int) -> None:
-    print(f"# The default fit of runs that begin after compute 0 ({DATE})\n")
+    print(f"# The default fit of runs that begin after compute 0\n\n{MADE}\n")
     print(
         f"{draws} synthetic runs per noise: 20-30 evaluations from 0.3 to 2-4 Cmid, A .45-.75, "
         f"B 1-5, R0 .1-.4, noise {SIGMA}. `fit(compute, reward)` without options; the truth must "

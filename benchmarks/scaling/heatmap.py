@@ -3,7 +3,7 @@
 python benchmarks/scaling/heatmap.py > benchmarks/results/scaling_heatmap.md
 """
 
-from common import DATE, table
+from common import MADE, table
 
 from megatron_rl.scaling import Series, compare, fit
 
@@ -18,7 +18,7 @@ METHODS = {
 
 
 def main() -> None:
-    print(f"# Seven-point table of five methods ({DATE})\n")
+    print(f"# Seven-point table of five methods\n\n{MADE}\n")
     print("Ranked by A; where A agrees within 0.02, by B at the shared A.\n")
     for r0 in (0.0, 0.1, "fit"):
         fits = [

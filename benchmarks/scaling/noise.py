@@ -6,7 +6,7 @@ Only points of the fit windows are used, none of the extrapolation markers.
 """
 
 import numpy as np
-from common import DATE, published, table
+from common import MADE, published, table
 
 from megatron_rl.scaling.noise import covariance, whitener
 from megatron_rl.scaling.options import FitOptions
@@ -27,7 +27,7 @@ def restricted(white: np.ndarray, j: np.ndarray, r: np.ndarray) -> float:
 
 
 def main() -> None:
-    print(f"# Noise of the published evaluations ({DATE})\n")
+    print(f"# Noise of the published evaluations\n\n{MADE}\n")
     options = FitOptions(r0=0.395, skip=1400.0)
     totals = np.zeros((len(SHARES), len(LENGTHS)))
     sigmas, lag = [], []

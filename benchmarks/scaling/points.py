@@ -3,7 +3,7 @@
 python benchmarks/scaling/points.py > benchmarks/results/scaling_points.md
 """
 
-from common import DATE, published, table
+from common import MADE, published, table
 
 from megatron_rl.scaling import Fit, fit
 
@@ -22,7 +22,7 @@ def row(label: str, f: Fit, published_values: str) -> list[str]:
 
 def main() -> None:
     data = published()
-    print(f"# Published points ({DATE})\n")
+    print(f"# Published points\n\n{MADE}\n")
     print(f"R0 {R0}, points up to {SKIP:g} GPU-hours skipped, intervals 95%, unless stated.\n")
     head = ["series", "n", "A", "B", "Cmid", "verdict", "paper's procedure on these points"]
     seen = {

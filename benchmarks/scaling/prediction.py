@@ -6,14 +6,14 @@ python benchmarks/scaling/prediction.py > benchmarks/results/scaling_prediction.
 import sys
 
 import numpy as np
-from common import DATE, SIGMA, table
+from common import MADE, SIGMA, table
 
 from megatron_rl.scaling import fit, log_sigmoid
 from megatron_rl.scaling.noise import covariance
 
 
 def main(draws: int) -> None:
-    print(f"# Forecasts beyond the data ({DATE})\n")
+    print(f"# Forecasts beyond the data\n\n{MADE}\n")
     print(
         f"{draws} synthetic runs of 22 evaluations per row (A .45-.75, B 1-5, R0 .1-.4, noise "
         f"{SIGMA}, correlated as published); root mean square error of the noiseless curve at 1.5, "

@@ -6,7 +6,7 @@ python benchmarks/scaling/speed.py > benchmarks/results/scaling_speed.md
 import time
 from collections.abc import Callable
 
-from common import DATE, published, table
+from common import MADE, published, table
 
 from megatron_rl.scaling import Series, fit
 from megatron_rl.scaling.options import FitOptions
@@ -42,7 +42,7 @@ def measure(s: Series) -> list[str]:
 
 
 def main() -> None:
-    print(f"# Speed ({DATE})\n")
+    print(f"# Speed\n\n{MADE}\n")
     print(f"CPU seconds, one thread; R0 {R0}, points up to {SKIP:g} GPU-hours skipped.\n")
     head = [
         "series", "n", "paper's grid", "default fit", "times faster", "with intervals",
