@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from megatron_rl.models.packing import Bounds
 
+LEAST_SAVING = 0.2
+"""Of the positions of a row: with less, attention to two runs costs tiny models more."""
+
 
 def share(
     bounds: Bounds, ids_S: NDArray[np.int64], predicts_S: NDArray[np.bool_]
@@ -27,15 +30,13 @@ def share(
         ids_S: tokens.
         predicts_S: True where the next token is of the completion; nowhere in padding.
 
-    The second value is empty where no prompt of two or more tokens is there twice.
+    The second value is empty where that would save less than `LEAST_SAVING`.
     """
     groups: dict[bytes, list[tuple[int, int, int]]] = {}
     for start, stop in itertools.pairwise(bounds):
         last = start + int(predicts_S[start:stop].argmax())  # of the prompt
         key = ids_S[start : last + 1].tobytes() if last > start else f"{start}".encode()
         groups.setdefault(key, []).append((start, last, stop))
-    if all(len(group) == 1 for group in groups.values()):
-        return bounds, (), slice(None)
     runs, continues = list[NDArray[np.int64]](), list[int]()
     for group in groups.values():
         if len(group) == 1:
@@ -45,4 +46,7 @@ def share(
         continues += [-1] + [len(runs)] * len(group)
         runs.append(np.arange(group[0][0], group[0][1]))
         runs += [np.arange(last, stop - 1) for _, last, stop in group]
-    return (0, *itertools.accumulate(map(len, runs))), tuple(continues), np.concatenate(runs)
+    ends = (0, *itertools.accumulate(map(len, runs)))
+    if ends[-1] > (1 - LEAST_SAVING) * bounds[-1]:
+        return bounds, (), slice(None)
+    return ends, tuple(continues), np.concatenate(runs)

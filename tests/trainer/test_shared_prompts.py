@@ -107,6 +107,15 @@ def test_a_step_equals_that_of_whole_sequences(directory: Path, loss: str) -> No
     assert max(distances(found, want).values()) < 1e-5
 
 
+@pytest.mark.parametrize(("completion", "shared"), [(14, True), (16, False)])
+def test_a_row_is_shared_if_a_fifth_of_it_goes_away(completion: int, shared: bool) -> None:
+    # Of 2 * (8 + c) positions, 7 and the last token of each completion go away: 9.
+    batch = batch_of_examples([([3] * 8, [4] * completion)] * 2)
+    (micro,) = divide(batch, ARCHITECTURE, SHARED)
+    assert (micro.continues == (-1, 0, 0)) == shared
+    assert micro.tokens_BS.numel() == 2 * (8 + completion) - (9 if shared else 0)
+
+
 def test_other_prompts_leave_the_row_as_it_is(directory: Path) -> None:
     config = run_config(directory, schedule__micro_batch_tokens=10**6)
     policy = Policy(config, directory)
