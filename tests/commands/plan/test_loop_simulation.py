@@ -77,6 +77,13 @@ def test_instant_engines_are_bound_by_the_trainer() -> None:
     assert r.lag == {4: 20 * PROMPTS * SIZE * TOKENS}  # generated as early as the bound allows
 
 
+@pytest.mark.parametrize("slow", ["travel", "pause", "publish"])
+def test_a_way_of_the_weights_that_is_slower_than_training_bounds_the_steps(slow: str) -> None:
+    # A version is overwritten two versions later: not before it is loaded, or even announced.
+    times = replace(LoopTimes(0.0, train=1.0), **{slow: 5.0})
+    assert simulate(times, max_lag_steps=8).step_seconds == pytest.approx(5.0)
+
+
 def test_phases_train_what_their_first_version_made() -> None:
     r = simulate(TIMES, mode="ppo_off_policy", updates_per_phase=4)
     step = PROMPTS * SIZE * TOKENS
