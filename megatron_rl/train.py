@@ -129,14 +129,14 @@ def run_trainer_rank(
     phases = {"set_up": float(os.environ.get("MEGATRON_RL_SETUP_SECONDS", "0"))}
     phases["imports"] = time.time() - psutil.Process().create_time()
     directory = start_checkpoint.start_directory(config)
-    makes_own = start_checkpoint.makes_own_start(config)
-    if start_checkpoint.needs_supervised_stage(config) or not (reinforce or makes_own):
+    makes_start = config.made_start is not None
+    if start_checkpoint.needs_supervised_stage(config) or not (reinforce or makes_start):
         started = time.monotonic()
         # A run with its generators ends in its own loop.
         finished = run_stage(config, rank, (lambda: False) if reinforce else interrupted)
         phases["supervised"] = time.monotonic() - started
         if not reinforce and rank == 0:
-            result = directory if makes_own else config.output_dir / "final"
+            result = directory if makes_start else config.output_dir / "final"
             print(f"supervised stage: {result}" if finished else "supervised stage: interrupted")
     elif not reinforce and rank == 0:
         print(f"{directory} exists already, made with the same settings")

@@ -72,6 +72,19 @@ class RunConfig(Section):
         return "task" if is_only else f"tasks.{task}"
 
     @property
+    def begins_at_random(self) -> bool:
+        """True for a tiny model without a given checkpoint."""
+        return self.model in TINY_MODELS and self.start_checkpoint is None
+
+    @property
+    def made_start(self) -> Path | None:
+        """Start directory that the run makes in its supervised stage; None if it makes none."""
+        if not (self.begins_at_random or self.sft.first):
+            return None
+        base = self.start_checkpoint or Path(self.model)
+        return self.output_dir / "start" / base.absolute().name
+
+    @property
     def data_parallel(self) -> int:
         """Data-parallel size of the trainer."""
         p = self.parallel
@@ -226,12 +239,12 @@ class RunConfig(Section):
                 " has fewer prompts than one step"
             )
         for name, task in self.tasks.items():
-            makes_own = self.model in TINY_MODELS and self.start_checkpoint is None
-            if makes_own and self.sft.source is None and not isinstance(task, ArithmeticTask):
+            made = self.made_start is not None and self.sft.source is None
+            if made and not isinstance(task, ArithmeticTask):
                 raise ValueError(
                     f"{self.task_key(name)}.kind is {task.kind!r}: model = {self.model!r} makes its"
                     " start from demonstrations, and only 'arithmetic' has them; give a"
-                    " start_checkpoint, rows as sft.source, or another model"
+                    " start_checkpoint without sft.first, rows as sft.source, or another model"
                 )
             if getattr(task, "verifier", "") == "custom" and self.verifier.custom is None:
                 raise ValueError(

@@ -198,10 +198,13 @@ class OptimizerConfig(Section):
 class SupervisedStage(Section):
     """Supervised stage before the run (`megatron-rl sft`); a tiny model's makes its own start."""
 
+    first: bool = False
+    """Begin `train` with this stage, from `start_checkpoint` or `model`; the run starts from its
+    result. A tiny model without a given checkpoint always does."""
     source: str | None = None
     """Rows of prompt and response, or of `messages`: a file (jsonl, parquet, csv, json, arrow), a
-    folder of such files or of `save_to_disk`, or a name on the hub. Without it, a tiny model learns
-    from noisy demonstrations of the tasks."""
+    folder of such files or of `save_to_disk`, or a name on the hub. Without it, the model learns
+    from noisy demonstrations of its arithmetic tasks, which are in words for all but tiny ones."""
     split: str = "train"
     """Split of the source; in a folder, the files whose names begin with it."""
     subset: str | None = None

@@ -33,7 +33,7 @@ class Task(Section):
 class ArithmeticTask(Task):
     """Generated integer expressions with precedence, `5+7+5*8=?`.
 
-    This is the only kind with demonstrations, from which a tiny model makes its start checkpoint.
+    This is the only kind with demonstrations, from which a model makes its start (`sft.first`).
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -45,6 +45,9 @@ class ArithmeticTask(Task):
     """Shares of expressions with 2, 3, 4 ... operands."""
     products: Literal["some", "none", "one"] = "some"
     """Products of an expression: at most one, none (only + and -), or exactly one."""
+    in_words: bool = False
+    """Ask in English, `What is five plus seven?`, for a model with a chat template; the answer goes
+    to the math verifier."""
 
 
 class ReasoningTask(Task):

@@ -3,6 +3,9 @@ r"""Integer expressions with precedence: tasks that a model of 0.3M parameters l
 Question `5+7+5*8=?`; a right completion is
 `5*8=40;5+7=12;12+40=52</think>\boxed{52}<eos>`: one operation at a time, then the answer.
 Operands are 1 to 9 (2 to 9 in a product, at most one product), every intermediate is in 0..50.
+
+In words, for a model with a chat template: `What is five plus seven plus five times eight? Put the
+final answer in \boxed{}.`, and `5*8=40; 5+7=12; 12+40=52. \boxed{52}`.
 """
 
 import random
@@ -13,10 +16,14 @@ from itertools import accumulate
 
 from megatron_rl.config import ArithmeticTask
 from megatron_rl.data.prompt_format import TINY
-from megatron_rl.data.question import Question
+from megatron_rl.data.question import BOX_INSTRUCTION, Question
 
 OPERATORS = ("+", "-", "*")
 OPERATOR_WEIGHTS = (0.4, 0.3, 0.3)
+WORDS: dict[str | int, str] = {
+    **dict(zip(OPERATORS, ("plus", "minus", "times"), strict=True)),
+    **dict(enumerate("one two three four five six seven eight nine".split(), 1)),  # noqa: SIM905
+}
 LARGEST_INTERMEDIATE = 50
 
 # Rates of the faults in demonstrations, so that RL has something to improve.
@@ -37,8 +44,17 @@ class ArithmeticProblem:
     @property
     def question(self) -> str:
         """Text of the question."""
+        return "".join(map(str, self._parts)) + "=?"
+
+    @property
+    def question_in_words(self) -> str:
+        """Text of the question in English, with the form of the answer."""
+        return f"What is {' '.join(WORDS[x] for x in self._parts)}? {BOX_INSTRUCTION}"
+
+    @property
+    def _parts(self) -> list[int | str]:
         pairs = zip(self.operands, (*self.operators, ""), strict=True)
-        return "".join(f"{x}{o}" for x, o in pairs) + "=?"
+        return [x for pair in pairs for x in pair][:-1]
 
     @property
     def answer(self) -> int:
@@ -65,9 +81,13 @@ def make_split(
     return train, list(heldout)
 
 
-def questions(problems: Iterable[ArithmeticProblem]) -> list[Question]:
+def questions(task: ArithmeticTask, problems: Iterable[ArithmeticProblem]) -> list[Question]:
     """Convert problems to questions, numbered from 0."""
-    return [Question(str(i), "exact", p.question, str(p.answer)) for i, p in enumerate(problems)]
+    kind = "math" if task.in_words else "exact"
+    return [
+        Question(str(i), kind, p.question_in_words if task.in_words else p.question, str(p.answer))
+        for i, p in enumerate(problems)
+    ]
 
 
 def demonstrations(
@@ -76,17 +96,25 @@ def demonstrations(
     """Make noisy demonstrations for the supervised stage, as (prompt, completion) texts.
 
     There are `per_problem` of each of `count` problems, none of them held out. A thinking part over
-    `thinking` [tokens] is truncated as by an interruption.
+    `thinking` [tokens] is truncated as by an interruption. Those in words are (question, response),
+    without a model's markers.
     """
     heldout = set(make_split(task, seed)[1])
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for _ in range(count):
         problem = _draw_outside(heldout, rng, task)
         for _ in range(per_problem):
-            yield TINY(problem.question), _demonstration(rng, problem, thinking)
+            body, answer = _demonstration(rng, problem)
+            if task.in_words:
+                response = "; ".join(body) + ". " * bool(body) + f"\\boxed{{{answer}}}"
+                yield problem.question_in_words, response
+            else:
+                text = ";".join(body)[:thinking]
+                yield TINY(problem.question), f"{text}</think>\\boxed{{{answer}}}<eos>"
 
 
-def _demonstration(rng: random.Random, problem: ArithmeticProblem, thinking: int) -> str:
+def _demonstration(rng: random.Random, problem: ArithmeticProblem) -> tuple[list[str], int]:
+    """Return the operations that are written down, and the answer."""
     steps = _solve(problem, precedence=rng.random() >= LEFT_TO_RIGHT, slip=rng)
     style = rng.random()
     body = [f"{a}{op}{b}={c}" for a, op, b, c in steps]
@@ -97,7 +125,7 @@ def _demonstration(rng: random.Random, problem: ArithmeticProblem, thinking: int
         body = body[: rng.randint(0, len(body) - 1)]
     elif style < GUESS_AFTER_PREFIX + REDO_WORK:
         body = body + body
-    return ";".join(body)[:thinking] + f"</think>\\boxed{{{answer}}}<eos>"
+    return body, answer
 
 
 def _draw_outside(

@@ -17,7 +17,7 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
-from megatron_rl.config import TINY_MODELS, ConfigError, DataSetTask, RunConfig
+from megatron_rl.config import TINY_MODELS, ArithmeticTask, ConfigError, DataSetTask, RunConfig
 from megatron_rl.data.overlap import Overlap
 from megatron_rl.data.prompt_format import PromptFormat, Turn, read_format
 from megatron_rl.data.prompts import demonstrations, load_split
@@ -69,11 +69,12 @@ class Examples:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._form, self._heldout = PromptFormat(bos=""), Overlap()  # demonstrations are complete
         self._generated: set[str] = set()
-        if self.source is None:
+        in_words = all(isinstance(t, ArithmeticTask) and t.in_words for t in config.tasks.values())
+        if self.source is None and not in_words:
             if config.model not in TINY_MODELS:
                 raise ConfigError(
                     f"sft.source is missing: model = {config.model!r} learns from rows of prompt"
-                    " and response; only the tiny models have demonstrations"
+                    " and response; only arithmetic tasks with in_words have demonstrations for it"
                 )
             return
         self._form = read_format(directory, config.generation.think_start)

@@ -186,7 +186,7 @@ def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
     match task:
         case ArithmeticTask():
             train, heldout = arithmetic.make_split(task, seed)
-            return arithmetic.questions(train), arithmetic.questions(heldout)
+            return arithmetic.questions(task, train), arithmetic.questions(task, heldout)
         case ReasoningTask():
             count = task.train_prompts + task.heldout_prompts
             questions = make_reasoning(
@@ -243,6 +243,7 @@ def demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
         count, seed = round(s.prompts * task.weight / total), config.seed_of(name)
         each = s.demonstrations_per_prompt
         parts.append(arithmetic.demonstrations(task, seed, count, each, thinking))
-        heldout |= {TINY(problem.question) for problem in arithmetic.make_split(task, seed)[1]}
+        questions = arithmetic.questions(task, arithmetic.make_split(task, seed)[1])
+        heldout |= {q.prompt if task.in_words else TINY(q.prompt) for q in questions}
     # Never train on a prompt that another task holds out.
     return (pair for part in parts for pair in part if pair[0] not in heldout)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from megatron_rl.config import NAMED_MODELS, TINY_MODELS, ConfigError, RunConfig
+from megatron_rl.config import NAMED_MODELS, ConfigError, RunConfig
 from megatron_rl.files import replace_file
 from megatron_rl.models import named_config
 
@@ -17,10 +17,17 @@ def start_directory(config: RunConfig) -> Path:
     Raises:
         ConfigError: a given directory is missing or is not a model.
     """
+    return config.made_start or base_directory(config)
+
+
+def base_directory(config: RunConfig) -> Path:
+    """Return the Hugging Face directory that is given, for the supervised stage or the run.
+
+    Raises:
+        ConfigError: it is missing or is not a model.
+    """
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
-    elif makes_own_start(config):
-        return config.output_dir / "start" / config.model
     elif config.model in NAMED_MODELS:
         raise ConfigError(
             f"start_checkpoint is missing: model = {config.model!r} names a configuration without"
@@ -46,22 +53,18 @@ def start_directory(config: RunConfig) -> Path:
 
 def _mark(config: RunConfig) -> dict[str, str]:
     """Return a hash of everything that determines the result of the supervised stage."""
-    made_from = config.model_dump(mode="json", include={"model", "seed", "tasks", "sft"})
+    keys = {"model", "start_checkpoint", "seed", "tasks", "sft"}
+    made_from = config.model_dump(mode="json", include=keys)
     made_from["thinking"] = config.generation.thinking_budget_tokens[1]
     text = json.dumps(made_from, sort_keys=True)
     return {"fingerprint": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
-def makes_own_start(config: RunConfig) -> bool:
-    """Return True for a tiny model without a given checkpoint."""
-    return config.start_checkpoint is None and config.model in TINY_MODELS
-
-
 def needs_supervised_stage(config: RunConfig) -> bool:
-    """Return True for a tiny model without a checkpoint of the same fingerprint."""
-    if not makes_own_start(config):
+    """Return True for a run that makes its start and has none of the same fingerprint."""
+    if config.made_start is None:
         return False
-    mark = start_directory(config) / MADE_BY
+    mark = config.made_start / MADE_BY
     return not mark.exists() or json.loads(mark.read_text()) != _mark(config)
 
 

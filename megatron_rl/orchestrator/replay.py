@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl import messages as m
-from megatron_rl.config import CONFIG_FILE, TINY_MODELS, ConfigError, RunConfig, load_config
+from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
 from megatron_rl.metrics.metrics_file import MetricsError, MetricsWriter
 from megatron_rl.metrics.rollouts import read_rollouts, steps_of
 from megatron_rl.metrics.sink import RunSink
@@ -66,8 +66,9 @@ def plan_replay(run: Path, steps: str | None, overrides: list[str]) -> ReplayPla
             " the updates differ from the run's"
         )
     a.routing_replay = "none"  # `compare` only counts
-    if config.start_checkpoint is None and config.model in TINY_MODELS:
-        config.start_checkpoint = run / "start" / config.model  # the one that the run made
+    made = config.model_copy(update={"output_dir": run}).made_start
+    if made is not None:  # by the run
+        config.start_checkpoint, config.sft.first = made, False
     plan = ReplayPlan(run, config, *_range(run, recorded, steps))
     needed = config.schedule.phase_start(plan.first) if a.old_policy == "trainer" else plan.first
     if a.kl_coefficient and a.kl_reset_steps is not None and plan.first > a.kl_reset_steps:

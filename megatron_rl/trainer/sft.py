@@ -167,21 +167,23 @@ def _train(config: RunConfig, policy: Policy, batch: messages.Batch) -> dict[str
 def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) -> bool:
     """Run the supervised stage of a configuration; collective over the trainer ranks.
 
-    A tiny model without a given checkpoint begins with random weights and makes its start
-    directory, without checkpoints on the way. Any other model ends as `output_dir/final`, and
-    continues from a checkpoint with `resume`. Returns False if the stage was interrupted.
+    A run that begins with it makes its start directory, without checkpoints on the way; a tiny
+    model without a given checkpoint has random weights before. Otherwise the result is
+    `output_dir/final`, and `resume` continues. Returns False if the stage was interrupted.
 
     Raises:
         ConfigError: the rows cannot be used, or there is no checkpoint to resume from.
     """
-    directory = start_checkpoint.start_directory(config)
-    makes_start = start_checkpoint.makes_own_start(config)
-    initial, final = directory, config.output_dir / "final"
-    if makes_start:
-        initial, final = directory.with_name(directory.name + "_initial"), directory
-        if rank == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
+    makes_start, made = config.made_start is not None, config.begins_at_random
+    final = config.made_start or config.output_dir / "final"
+    if made:
+        initial = final.with_name(final.name + "_initial")
+    else:
+        initial = start_checkpoint.base_directory(config)
+    if rank == 0 and makes_start:
+        shutil.rmtree(final, ignore_errors=True)
+    if rank == 0 and made:
+        tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
     path = None if makes_start else checkpoint_folder.resume_from(config, rank)
     feed = _feed(config, initial, path) if rank == 0 else None
     dist.barrier(group=world.control_group())
@@ -194,7 +196,8 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     if finished:
         save_huggingface(policy, final, source=initial)
         if rank == 0 and makes_start:
-            start_checkpoint.mark_made(config, directory)
+            start_checkpoint.mark_made(config, final)
+        if rank == 0 and made:
             shutil.rmtree(initial)
     dist.barrier(group=world.control_group())
     return finished

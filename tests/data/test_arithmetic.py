@@ -19,6 +19,29 @@ def test_precedence_is_respected():
     assert problem.answer == 52
 
 
+def test_in_words_the_question_asks_for_a_box_and_the_demonstrations_have_it():
+    from megatron_rl.data.arithmetic import questions
+    from megatron_rl.rewards.task_verifiers import make_verifier
+    from megatron_rl.rewards.verifier_settings import VerifierSettings
+
+    task = ArithmeticTask(in_words=True, train_prompts=300, heldout_prompts=60)
+    problem = ArithmeticProblem((5, 7, 5, 8), ("+", "-", "*"))
+    (question,) = questions(task, [problem])
+    expected = "What is five plus seven minus five times eight? Put the final answer in \\boxed{}."
+    assert (question.prompt, question.kind, question.gold) == (expected, "math", "-28")
+    heldout = questions(task, make_split(task, 3)[1])
+    train = questions(task, make_split(task, 3)[0])
+    golds = {q.prompt: q.gold for q in train}
+    rows = list(demonstrations(task, 3, 1500, 2, 1))
+    assert not {q.prompt for q in heldout} & {prompt for prompt, _ in rows}
+    settings = VerifierSettings.model_validate({"math": {"ended_thinking": False}})
+    verify = make_verifier("math", settings)
+    known = [(golds[prompt], response) for prompt, response in rows if prompt in golds]
+    outcomes = Counter(verify(response, gold, {}).outcome for gold, response in known)
+    assert set(outcomes) == {Outcome.CORRECT, Outcome.WRONG}
+    assert 0.2 < outcomes[Outcome.CORRECT] / outcomes.total() < 0.8
+
+
 def test_answers_equal_pythons_own():
     for problem in make_split(TASK, 3)[0]:
         assert problem.answer == eval(problem.question.removesuffix("=?"))

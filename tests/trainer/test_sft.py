@@ -127,6 +127,26 @@ def test_the_result_is_a_start_checkpoint_of_a_run(folder: Path) -> None:
         assert (final / name).read_bytes() == (folder / "tiny_dense" / name).read_bytes()
 
 
+def test_a_run_may_begin_with_the_stage_from_a_given_model(folder: Path, tmp_path: Path) -> None:
+    from megatron_rl.models import start_checkpoint as start
+
+    base = folder / "tiny_dense"
+    rows = folder / "rows.jsonl"
+    config = sft_config("tiny_dense", rows, start_checkpoint=base, sft__first=True)
+    config.output_dir = tmp_path
+    made = tmp_path / "start" / "tiny_dense"
+    assert (start.base_directory(config), start.start_directory(config)) == (base, made)
+    assert start.needs_supervised_stage(config)
+    made.mkdir(parents=True)
+    start.mark_made(config, made)
+    assert not start.needs_supervised_stage(config)
+    config.start_checkpoint = folder / "TP2" / "final"
+    assert start.start_directory(config) == tmp_path / "start" / "final"
+    config.sft.first = False
+    assert start.start_directory(config) == folder / "TP2" / "final"
+    assert not start.needs_supervised_stage(config)
+
+
 def test_tensors_of_other_tools_are_named_and_ignored(folder: Path) -> None:
     output = (folder / "ranks.log").read_text()
     notice = "tiny_dense_tuned has 3 tensors that the model does not have"

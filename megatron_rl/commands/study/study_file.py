@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.commands.study.runs import BUDGETS, Run
-from megatron_rl.config import TINY_MODELS, ConfigError, load_config
+from megatron_rl.config import ConfigError, load_config
 from megatron_rl.scaling.paper_points import published_series
 
 FOLDER = Path(__file__).parent
@@ -89,10 +89,10 @@ class Study:
         except ConfigError as e:
             raise ConfigError(f"study {self.name}, run {name}: {e}") from None
         supervised: list[str] = []
-        if base.start_checkpoint is None and base.model in TINY_MODELS:
-            start = str(self.output / "start" / file.stem)
-            supervised = ["sft", "--config", str(file), *self.overrides, "--output_dir", start]
-            given = ["--start_checkpoint", f"{start}/start/{base.model}"]
+        start = self.output / "start" / file.stem
+        if (made := base.model_copy(update={"output_dir": start}).made_start) is not None:
+            supervised = ["sft", "--config", str(file), *self.overrides, "--output_dir", str(start)]
+            given = ["--start_checkpoint", str(made), "--sft.first", "false"]
         split = [f"--tasks.{task}.seed={base.seed_of(task)}" for task in base.tasks]
         seeds = entry.get("seeds", 1)
         seeds = range(1, seeds + 1) if isinstance(seeds, int) else seeds
