@@ -147,7 +147,7 @@ def test_a_killed_and_resumed_run_trains_the_prompts_of_an_uninterrupted_one_in_
     tokenizer = Tokenizer.from_file(str(run[0] / "final" / "tokenizer.json"))
     stream = StepBuilder(config, load_prompts(config, tokenizer)).stream
     # A batch in which no prompt has two rewards is skipped, with an event in its place.
-    batches = [row for row in read_metrics(run[0] / METRICS) if "prompt_ids" in row]
+    batches = [row for row in read_metrics(run[0] / "metrics.jsonl") if "prompt_ids" in row]
     assert [row["step"] for row in batches if row["kind"] == "step"] == list(range(STEPS))
     assert all(row["kind"] == "step" or row["event"] == "empty_batch" for row in batches)
     drawn = [[stream.next() for _ in range(16)] for _ in batches]
