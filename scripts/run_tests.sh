@@ -3,8 +3,8 @@
 #
 # Many tests wait for processes, beside another worker's and whatever else the machine does. If at
 # most MOST of them fail, they run once more, alone, and that decides. Both results are printed: a
-# test that passes only alone has a fault, in its time limits or in what it shares. After the crash of
-# a worker all of them run again, once.
+# test that passes only alone has a fault, in its time limits or in what it shares. After the crash
+# of a worker all of them run again, once.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 MOST=3

@@ -174,15 +174,15 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     Raises:
         ConfigError: the rows cannot be used, or there is no checkpoint to resume from.
     """
-    makes_start, made = config.made_start is not None, config.begins_at_random
+    makes_start, at_random = config.made_start is not None, config.begins_at_random
     final = config.made_start or config.output_dir / "final"
-    if made:
+    if at_random:
         initial = final.with_name(final.name + "_initial")
     else:
         initial = start_checkpoint.base_directory(config)
     if rank == 0 and makes_start:
         shutil.rmtree(final, ignore_errors=True)
-    if rank == 0 and made:
+    if rank == 0 and at_random:
         tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
     path = None if makes_start else checkpoint_folder.resume_from(config, rank)
     feed = _feed(config, initial, path) if rank == 0 else None
@@ -197,7 +197,7 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
         save_huggingface(policy, final, source=initial)
         if rank == 0 and makes_start:
             start_checkpoint.mark_made(config, final)
-        if rank == 0 and made:
+        if rank == 0 and at_random:
             shutil.rmtree(initial)
     dist.barrier(group=world.control_group())
     return finished

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from megatron_rl.commands.plan.loop_report import loop_plan
 from megatron_rl.commands.plan.memory import RESERVE_GIB
 from megatron_rl.commands.plan.nodes import CHANGED_SHARE
 from megatron_rl.commands.plan.plan_report import memory_plan
@@ -54,6 +53,8 @@ def plan_command(
         path = recording / "config.yaml"
     run = load_config(path, context.args)
     if simulate:
+        from megatron_rl.commands.plan.loop_report import loop_plan  # the orchestrator's classes
+
         loop_plan(run, recording, assume or (), vary or (), simulated_steps, json_path)
         return
     if recording or assume or vary:
