@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,6 +88,14 @@ def pytest_collection_finish() -> None:
 def signs_of_life(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the signs of the tests' ranks apart from those of this node's runs."""
     os.environ["MEGATRON_RL_ALIVE_DIR"] = str(tmp_path_factory.mktemp("alive"))
+
+
+@pytest.fixture(autouse=True)
+def no_timer_left() -> Iterator[None]:
+    """Fail the test that leaves a timer running, whose signal would kill the worker later."""
+    yield
+    for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):  # pytest-timeout has the third
+        assert signal.setitimer(timer, 0) == (0.0, 0.0), f"timer {timer} was left running"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

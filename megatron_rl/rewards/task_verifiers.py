@@ -4,7 +4,6 @@ import asyncio
 import importlib
 import inspect
 import math
-import signal
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -53,9 +52,6 @@ def _make_math_verifier(settings: VerifierSettings) -> Verifier:
     from megatron_rl.rewards.math.verdict import math_verdict
 
     stock.warm_up()
-    # Re-arm the worker's own timer: the rest of the verdict's CPU time would be too much.
-    stock.begin = lambda: signal.setitimer(signal.ITIMER_PROF, settings.math.stock_cpu_seconds)
-
     return lambda completion, gold, meta: math_verdict(
         completion,
         gold,

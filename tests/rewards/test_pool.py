@@ -200,11 +200,18 @@ def test_bombs_change_no_good_verdict_and_end_within_their_limit() -> None:
     assert time.monotonic() - started < 90
 
 
-def test_over_the_cpu_limit_is_timed_out_and_the_next_answer_is_right() -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [{"cpu_seconds": 0.3}, {"cpu_seconds": 600, "math": {"stock_cpu_seconds": 0.1}}],
+    ids=["of a verdict", "of math-verify"],
+)
+def test_over_the_cpu_limit_is_timed_out_and_the_next_answer_is_right(
+    limits: dict[str, Any],
+) -> None:
     slow = "</think>\\boxed{\\int_0^{\\infty} \\frac{\\sin x}{x} dx}"
 
     async def main() -> list[Verdict]:
-        async with math_pool(workers=1, cpu_seconds=0.3) as pool:
+        async with math_pool(workers=1, **limits) as pool:
             return [
                 await pool.verify("math", slow, "5"),
                 await pool.verify("math", "</think>\\boxed{5}", "5"),
