@@ -120,7 +120,8 @@ def run_trainer_rank(
     from megatron_rl.trainer.sft import run_stage
 
     interrupted = watch_signals()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = config.roles.trainer_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
     if rank == config.roles.trainer_ranks - 1 and config.metrics.terminal != "off":
         show_own_notices()  # of the LM head: the last rank is in the last pipeline stage
     world.init_world(config, rank, config.roles.trainer_ranks, store)

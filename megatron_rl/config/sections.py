@@ -14,6 +14,9 @@ class Roles(Section):
 
     trainer_ranks: PositiveInt = 2
     """Ranks that train (Megatron's world)."""
+    trainer_threads: PositiveInt | None = None
+    """CPU threads of a trainer rank; null: OMP_NUM_THREADS, or one without it. Engines keep
+    theirs."""
     generator_ranks: NonNegativeInt = 1
     """Ranks that generate; 0: all generators join by themselves (`megatron-rl generate --join`)."""
     generator_tensor_parallel: PositiveInt = 1

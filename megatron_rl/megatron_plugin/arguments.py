@@ -62,9 +62,9 @@ def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
 
 _MEGATRONS = (
     *("parallel", "optimizer", "seed", "checkpoint", "roles.trainer_ranks", "schedule.steps"),
-    *("precision.params", "evaluation.every_steps"),
+    *("precision.params", "evaluation.every_steps", "roles.trainer_threads"),
 )
-"""Keys and sections that Megatron's own arguments decide."""
+"""Keys and sections that Megatron's own arguments decide, or its environment."""
 
 
 def megatron_keys_in(own: argparse.Namespace) -> list[str]:

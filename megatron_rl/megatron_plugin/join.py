@@ -178,7 +178,7 @@ class PretrainingPlugin:
         if file_keys := arguments.megatron_keys_in(self._own):
             raise ConfigError(
                 f"{', '.join(file_keys)} in {self._own.rl_config} or --rl-set: Megatron's own"
-                " arguments decide these keys; remove them"
+                " arguments and environment decide these keys; remove them"
             )
         generators = arguments.read(self._own, []).roles.generator_ranks
         config = arguments.read(self._own, arguments.of_megatron(args, generators))
