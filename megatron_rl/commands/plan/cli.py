@@ -48,10 +48,15 @@ def plan_command(
     With --simulate, a model of the asynchronous loop: `plan CONFIG --simulate`, or `plan --simulate
     --run FOLDER`.
     """
+    options = context.args
+    if config is not None and str(config).startswith("--"):  # the configuration's first option
+        options, config = [str(config), *options], None
+    if config is not None and config_option is not None:
+        raise ConfigError(f"two configurations, {config} and --config {config_option}: leave one")
     path = config_option or config
     if path is None and recording is not None:
         path = recording / "config.yaml"
-    run = load_config(path, context.args)
+    run = load_config(path, options)
     if simulate:
         from megatron_rl.commands.plan.loop_report import loop_plan  # the orchestrator's classes
 

@@ -201,6 +201,18 @@ def test_a_world_of_another_size_and_one_that_nothing_fits(
     assert "no layout fits; the nearest is" in output
 
 
+def test_options_of_the_configuration_follow_a_configuration_of_either_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    yaml, options = str(EXAMPLES / "scalerl_scout.yaml"), ["--roles.gpu_gib", "80"]
+    codes = [exits(["plan", *form, *options]) for form in ([yaml], ["--config", yaml])]
+    printed = capsys.readouterr().out
+    assert codes[0] == codes[1]
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]
+    assert exits(["plan", yaml, "--config", yaml]) == 2
+    assert "two configurations" in capsys.readouterr().err
+
+
 def test_a_missing_configuration_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
