@@ -206,7 +206,7 @@ class LoopSimulation:
         self._rows: list[tuple[float, ...]] = [(0.0,) * 5]  # sums at the end of each step
 
     def rates(self, steps: int, warm: int | None = None) -> LoopRates:
-        """Simulate, and return the rates of `steps` steps after `warm` ones.
+        """Simulate, and return the rates of `steps` steps, to a phase's end, after `warm` ones.
 
         By default those are two phases, or twice as many as the lag may be.
         """
@@ -215,6 +215,7 @@ class LoopSimulation:
         s = self._schedule
         if warm is None:
             warm = 2 * max(s.max_lag_steps + 1, s.updates_per_phase)
+        steps += -(warm + steps) % s.updates_per_phase
         self._announce(0)
         self._request()
         while len(self._rows) <= warm + steps:

@@ -83,7 +83,7 @@ def recorded_loop(folder: Path, skip: int | None = None) -> RecordedLoop:
     """Return the times and rates of a run, from its metrics and rollout files.
 
     The first `skip` steps do not count (default: a quarter, and more than the lag), nor do the
-    last ones, for which nothing more was dispatched.
+    last ones of a pipeline, for which nothing more was dispatched. Phases count whole.
 
     Raises:
         MetricsError: it has too few steps, or no rollout files of them.
@@ -92,7 +92,10 @@ def recorded_loop(folder: Path, skip: int | None = None) -> RecordedLoop:
     lag, rows = run.schedule.max_lag_steps, read_metrics(folder / "metrics.jsonl")
     rows = last_rows(rows, "step")
     skip = max(len(rows) // 4, min(lag + 1, len(rows) // 2), 1) if skip is None else skip
-    used = rows[skip : len(rows) - min(lag, (len(rows) - skip) // 2)]
+    phase = run.schedule.updates_per_phase
+    skip += -sum(row["step"] + skip for row in rows[:1]) % phase
+    idle = min(lag, (len(rows) - skip) // 2) if phase == 1 else (len(rows) - skip) % phase
+    used = rows[skip : len(rows) - idle]
     if not (folder / "rollouts").is_dir():
         raise MetricsError(f"{folder} has no rollouts: train with metrics.rollouts_every_steps 1")
     table = read_rollouts(folder / "rollouts", COLUMNS).combine_chunks()

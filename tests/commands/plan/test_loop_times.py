@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron_rl.commands.plan.loop_times import (
     recorded_loop,
 )
 from megatron_rl.config import load_config
-from megatron_rl.metrics.metrics_file import MetricsError
+from megatron_rl.metrics.metrics_file import MetricsError, last_rows, read_metrics
 from megatron_rl.models import architecture, named_config
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -47,6 +48,19 @@ def test_the_model_meets_a_recorded_run(mode: str, error: float, lag: float) -> 
     assert simulated.tokens_per_hour == pytest.approx(measured.tokens_per_hour, rel=error + 0.03)
     assert simulated.trainer_wait == pytest.approx(measured.trainer_wait, abs=0.08)
     assert simulated.lag_mean == pytest.approx(measured.lag_mean, abs=lag)
+
+
+def test_phases_count_whole() -> None:
+    # Phases of 4 steps: 24 steps without 6 are those of 4 phases, with one wait for completions in
+    # each; so is a simulation of 13.
+    loop = recorded_loop(RECORDED / "ppo_off_policy", 6)
+    rows = last_rows(read_metrics(RECORDED / "ppo_off_policy" / "metrics.jsonl"), "step")
+    assert loop.steps == 16
+    waits = [row["trainer_wait_fraction"] > 0.5 for row in rows[8:]]
+    assert waits == [True, False, False, False] * 4
+    assert sum(loop.rates.lag.values()) == sum(row["tokens"] for row in rows[8:])
+    simulation = partial(LoopSimulation, loop.run, loop.times, loop.lengths)
+    assert simulation().rates(13) == simulation().rates(16)
 
 
 def test_a_fit_recovers_the_law_of_an_engine() -> None:
