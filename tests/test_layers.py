@@ -29,7 +29,7 @@ LAYERS = {
     "config": "files section algorithm recipes rewards",
     "compat": "",
     "kernels": "",
-    "models": "files config compat",
+    "models": "files config compat kernels",
     "data": "config algorithm rewards",
     "metrics": "files config scaling",
     "weights": "config messages orchestrator_connection",

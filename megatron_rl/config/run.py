@@ -33,8 +33,9 @@ class RunConfig(Section):
     ready, so their completions differ."""
     model: str = "tiny_scout"
     """A tiny model (`tiny_scout`, `tiny_dense`, `tiny_qwen3`, `tiny_qwen3_moe`), a Hugging Face
-    directory, or the name of a published model (`llama-3.1-8b`, `llama-4-scout-17b-16e`,
-    `qwen3-8b`, `qwen3-30b-a3b`) with `start_checkpoint` as its weights."""
+    directory, or the name of a published model: `smollm2-135m` after `megatron-rl model fetch
+    smollm2-135m`, others (`llama-3.1-8b`, `llama-4-scout-17b-16e`, `qwen3-8b`, `qwen3-30b-a3b`)
+    with `start_checkpoint` as its weights."""
     start_checkpoint: Path | None = None
     """Hugging Face directory of the initial weights; without it, a tiny model makes its own."""
     resume: bool | NonNegativeInt = False

@@ -6,9 +6,17 @@ from pathlib import Path
 
 from megatron_rl.config import NAMED_MODELS, ConfigError, RunConfig
 from megatron_rl.files import replace_file
+from megatron_rl.kernels.build import cache_directory
 from megatron_rl.models import named_config
 
 MADE_BY = "supervised_stage.json"
+FETCHED_MODELS = ("smollm2-135m",)
+"""Published models that `megatron-rl model fetch` makes."""
+
+
+def fetched_folder(name: str) -> Path:
+    """Return the Hugging Face directory of a fetched model, in the user's cache."""
+    return cache_directory() / "models" / name
 
 
 def start_directory(config: RunConfig) -> Path:
@@ -28,6 +36,12 @@ def base_directory(config: RunConfig) -> Path:
     """
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
+    elif config.model in FETCHED_MODELS:
+        path = fetched_folder(config.model)
+        if not path.exists():
+            raise ConfigError(
+                f"model: {path} is missing: `megatron-rl model fetch {config.model}` makes it"
+            )
     elif config.model in NAMED_MODELS:
         raise ConfigError(
             f"start_checkpoint is missing: model = {config.model!r} names a configuration without"

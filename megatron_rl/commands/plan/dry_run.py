@@ -10,6 +10,7 @@ import yaml
 from megatron_rl.commands.plan.nodes import nodes_name, nodes_of
 from megatron_rl.commands.plan.plan_report import memory_plan
 from megatron_rl.config import TINY_MODELS, HuggingFaceTask, JsonlTask, RunConfig
+from megatron_rl.models.start_checkpoint import FETCHED_MODELS, fetched_folder
 from megatron_rl.orchestrator.run_plan import print_plan
 
 
@@ -63,6 +64,8 @@ def path_lines(config: RunConfig) -> list[str]:
         add("start_checkpoint", config.start_checkpoint, "config.json")
     elif Path(config.model).is_dir():
         add("model", Path(config.model), "config.json")
+    elif config.model in FETCHED_MODELS:
+        add("model", fetched_folder(config.model), "config.json")
     elif config.model not in TINY_MODELS:
         lines.append("start_checkpoint: not set; give the Hugging Face directory to start from")
     for name, task in config.tasks.items():
