@@ -1,11 +1,13 @@
 """Asynchronous against lock-step training on one machine, and what `plan --simulate` predicts.
 
-    python benchmarks/async.py [--model DIRECTORY] [--rounds 3] [--out benchmarks/results/async.md]
+    python benchmarks/async.py [--rounds 3] [--out benchmarks/results/async.md]
+    python benchmarks/async.py --model DIRECTORY --steps 12 --phase 2 --completions 4 --tokens 8 48
 
 The same prompts, lengths and seed in the modes `synchronous`, `ppo_off_policy` and `pipeline`, one
-run of each in every round, in turn. Lengths are equal in all modes: the copy of the model has no
-end-of-sequence token, so every completion uses up its budget of thinking, which is drawn by seed
-and group, and then that of its answer.
+run of each in every round, lock-step first. Each role has one thread, as if a machine of its own.
+Lengths are equal in all modes, which is checked: the copy of the model has no end-of-sequence
+token, so every completion uses up its budget of thinking, which is drawn by seed and group, and
+then that of its answer. The result is written after each run, so what is measured stays.
 Rewards differ by a length penalty alone and the learning rate is tiny: every batch is trained
 whole. A predicted rate is of the simulator with the times measured in the lock-step run of the
 round; in the last column with those of the run itself, so that it shows the error of the model of
@@ -18,6 +20,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,13 +39,9 @@ from tests.e2e.processes import ONE_RANK, ROOT
 from tests.fleet.tiny_run import TinyRun, adopt_orphans
 from tests.trainer.sft_cases import write_rows
 
-PHASE = 4
-"""Steps of a phase of `ppo_off_policy`, and the bound of the lag of `pipeline`."""
-MODES = {
-    "synchronous": ["--schedule.mode=synchronous"],
-    "ppo_off_policy": ["--schedule.mode=ppo_off_policy", f"--schedule.updates_per_phase={PHASE}"],
-    "pipeline": ["--schedule.mode=pipeline", f"--schedule.max_lag_steps={PHASE}"],
-}
+LOCK_STEP = "synchronous"
+MODES = {LOCK_STEP: "", "ppo_off_policy": "updates_per_phase", "pipeline": "max_lag_steps"}
+"""Mode -> its key that --phase sets."""
 MARKER, ANSWER = "=;=;=", 2
 """End of thinking, which no model samples, and the tokens after it."""
 LIMIT = 3600.0
@@ -87,17 +86,17 @@ def write_config(model: str, folder: Path, options: argparse.Namespace) -> Path:
         "schedule": {
             "prompts_per_step": options.prompts,
             "completions_per_prompt": options.completions,
-            "micro_batch_tokens": 2048,
+            "micro_batch_tokens": 4096,
         },
         "generation": {
             "interruption_phrase": MARKER,
             "think_start": "",
             "think_end": MARKER,
-            "max_prompt_tokens": 64,
+            "max_prompt_tokens": 72,
             "thinking_budget_tokens": options.tokens,
             "answer_budget_tokens": ANSWER,
             "concurrent_completions": options.concurrent,
-            "kv_cache_gib": 0.25,
+            "kv_cache_gib": 0.5,
         },
         "algorithm": {
             "zero_variance_filter": False,
@@ -119,18 +118,33 @@ def write_config(model: str, folder: Path, options: argparse.Namespace) -> Path:
     return path
 
 
-def measure(config: Path, mode: str, steps: int, engines: int, skip: int) -> RecordedLoop:
+def measure(config: Path, mode: str, options: argparse.Namespace) -> RecordedLoop:
     """Train in one mode; return what the run recorded."""
-    run = TinyRun(config, steps, MODES[mode])
+    settings = [f"--schedule.mode={mode}"]
+    settings += [f"--schedule.{key}={options.phase}" for key in [MODES[mode]] if key]
+    run = TinyRun(config, options.steps, settings)
     try:
-        run.start(trainers=1, generators=engines)
+        run.start(trainers=1, generators=options.engines)
         agent = run.agent
         assert agent is not None
         if not run.wait(lambda: agent.poll() is not None, LIMIT, 0.5) or agent.returncode:
             raise SystemExit(f"{mode}: no good end within {LIMIT:g} s\n{run.text()[-3000:]}")
+        skip = 2 * options.phase if options.skip is None else options.skip
         return recorded_loop(run.output, skip)
     finally:
         run.close()
+
+
+def check_lengths(mode: str, loops: dict[str, RecordedLoop], groups: int) -> None:
+    """Refuse a run whose completions are not as long as those of lock-step."""
+    for group in range(groups):
+        own, other = (list(loops[name].lengths(group)) for name in (mode, LOCK_STEP))
+        if own != other:
+            raise SystemExit(
+                f"{mode}: group {group} has completions of {own} tokens, in lock-step {other}:"
+                " the modes cannot be compared. Does the model end by a token that is not an"
+                f" {END_KEYS[0]}, or sample {MARKER}?"
+            )
 
 
 def predict(loop: RecordedLoop, source: RecordedLoop) -> LoopRates:
@@ -140,7 +154,7 @@ def predict(loop: RecordedLoop, source: RecordedLoop) -> LoopRates:
 
 def row(number: int, mode: str, loops: dict[str, RecordedLoop]) -> dict[str, Any]:
     """Return what was measured of a run, next to what is predicted."""
-    loop, lock_step = loops[mode], loops["synchronous"]
+    loop, lock_step = loops[mode], loops[LOCK_STEP]
     r = loop.rates
     predicted, own = predict(loop, lock_step), predict(loop, loop)
     return {
@@ -166,10 +180,11 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """Return the result as Markdown."""
     table = []
     for mode in MODES:
-        own = [r for r in rows if r["mode"] == mode]
+        if not (own := [r for r in rows if r["mode"] == mode]):
+            continue
         m = {key: fmean(r[key] for r in own) for key in own[0] if key not in ("round", "mode")}
         table.append(
-            f"| {mode} | {m['steps_per_hour']:,.0f} | {m['tokens_per_hour'] / 1e6:.2f}"
+            f"| {mode} | {m['steps_per_hour']:,.0f} | {m['tokens_per_hour'] / 1e6:.3g}"
             f" | {m['trainer_busy']:.0%} | {m['generator_busy']:.0%} | {m['pause_seconds']:.3f}"
             f" | {m['lag_mean']:.2f} | {m['ratio']:.2f}"
             f" ({min(r['ratio'] for r in own):.2f} to {max(r['ratio'] for r in own):.2f})"
@@ -182,11 +197,12 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         "",
         f"`python benchmarks/async.py {' '.join(sys.argv[1:])}`, commit {commit()},",
         f"{time.strftime('%Y-%m-%d')}, {processor()}, load {min(loads):.1f} to {max(loads):.1f}.",
-        f"{options.rounds} rounds of {options.steps} steps in each mode, one trainer rank and",
+        f"{Path(options.model).name}: {rows[-1]['round'] + 1} of {options.rounds} rounds of"
+        f" {options.steps} steps in each mode, one trainer rank and",
         f"{options.engines} engine(s): {options.prompts} prompts x {options.completions}"
         f" completions of {low + ANSWER} to {high + ANSWER} tokens without the marker,",
         f"{options.concurrent} at a time in an engine. Means over rounds; a phase, or the lag, has"
-        f" {PHASE} steps.",
+        f" {options.phase} steps.",
         "",
         "| mode | steps/h | M tokens/h | trainer busy | generators busy | pause [s] | lag"
         " | over lock-step | predicted steps/h | error | with own times |",
@@ -199,12 +215,13 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measure in rounds, print each row as it is measured, and write the result."""
+    """Measure in rounds; print each row, and write the result, as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny_scout", help="a tiny model, or a directory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="of each run")
-    parser.add_argument("--skip", type=int, default=2 * PHASE, help="steps that do not count")
+    parser.add_argument("--phase", type=int, default=4, help="steps of a phase, or of the lag")
+    parser.add_argument("--skip", type=int, help="steps that do not count (default: two phases)")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=4, help="of a step")
     parser.add_argument("--completions", type=int, default=8, help="of a prompt")
@@ -213,21 +230,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the run's processes, too
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="async_") as folder:
         config = write_config(options.model, Path(folder), options)
         for number in range(options.rounds):
-            loops = {}
-            for mode in [*MODES][:: 1 if number % 2 == 0 else -1]:
-                loops[mode] = measure(config, mode, options.steps, options.engines, options.skip)
+            loops: dict[str, RecordedLoop] = {}
+            others = [mode for mode in MODES if mode != LOCK_STEP]
+            for mode in [LOCK_STEP, *others[:: 1 if number % 2 == 0 else -1]]:
+                loops[mode] = measure(config, mode, options)
+                check_lengths(mode, loops, options.steps * options.prompts)
                 print(f"round {number}: {mode}: {loops[mode].times}", flush=True)
-            for mode in MODES:
                 rows.append(row(number, mode, loops))
                 print(json.dumps(rows[-1]), flush=True)
-    text = report(rows, options)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
+                if options.out is not None:
+                    options.out.write_text(report(rows, options))
+    print(report(rows, options))
 
 
 if __name__ == "__main__":
