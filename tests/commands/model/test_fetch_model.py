@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,27 @@ def test_an_index_that_cannot_be_reached_is_named_with_the_remedy(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_package_with_another_hash_is_refused_and_not_called_a_fault_of_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "index/stand-in"
+    place.mkdir(parents=True)
+    info = "stand_in-1.0.dist-info"
+    with zipfile.ZipFile(place / "stand_in-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: stand_in\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(module, "MODELS", {"small": SMALL})
+    monkeypatch.setattr(module, "READERS", {})
+    for name in ("UV_FIND_LINKS", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, str(place))
+    for name in ("UV_DEFAULT_INDEX", "PIP_INDEX_URL"):
+        monkeypatch.setenv(name, f"file://{tmp_path / 'index'}")
+    with pytest.raises(ConvertError, match="the index has other files") as caught:
+        fetch_model("small", tmp_path / "model", 60)
+    assert not isinstance(caught.value, NotFetched)
+
+
 def test_a_run_of_a_model_that_was_not_fetched_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,5 +170,7 @@ def test_a_run_of_a_model_that_was_not_fetched_names_the_command(
 def test_the_fetched_model_is_the_one_of_the_configuration(smollm2: Path) -> None:
     config = json.loads((smollm2 / "config.json").read_text())
     named = named_config("smollm2-135m")
+    digest = hashlib.sha256((smollm2 / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
     kept = set(named) - {"transformers_version"}
     assert {key: config[key] for key in kept} == {key: named[key] for key in kept}
