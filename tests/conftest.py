@@ -49,6 +49,7 @@ have all), or whose short limits of time its processes would use up."""
 
 LONGEST = (
     "tests/e2e/test_examples.py",
+    "tests/e2e/test_pretrained_example.py",
     "tests/e2e/test_pretraining.py",
     "tests/generator/test_engine.py",
     "tests/rewards/test_pool.py",
