@@ -92,8 +92,8 @@ def recorded_loop(folder: Path, skip: int | None = None) -> RecordedLoop:
     lag, rows = run.schedule.max_lag_steps, read_metrics(folder / "metrics.jsonl")
     rows = last_rows(rows, "step")
     skip = max(len(rows) // 4, min(lag + 1, len(rows) // 2), 1) if skip is None else skip
-    phase = run.schedule.updates_per_phase
-    skip += -sum(row["step"] + skip for row in rows[:1]) % phase
+    phase, first = run.schedule.updates_per_phase, rows[0]["step"] if rows else 0
+    skip += -(first + skip) % phase
     idle = min(lag, (len(rows) - skip) // 2) if phase == 1 else (len(rows) - skip) % phase
     used = rows[skip : len(rows) - idle]
     if not (folder / "rollouts").is_dir():

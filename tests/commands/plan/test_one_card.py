@@ -16,6 +16,7 @@ COMMON: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
     "num_key_value_heads": 8,
+    "attention_bias": False,
 }
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen3-0.6B": (
@@ -24,7 +25,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024,
             "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
             "head_dim": 128, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40960, "attention_bias": False, "rope_scaling": None,
+            "max_position_embeddings": 40960, "rope_scaling": None,
         },
     ),
     "Llama-3.2-1B-Instruct": (
@@ -33,7 +34,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048,
             "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
             "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False,
             "rope_scaling": {
                 "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -63,14 +64,16 @@ def test_the_documented_options_fit_one_card(
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**COMMON, **config}))
     options = [*commands()[name][:-1], str(folder), "--roles.host_gib", "96"]
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--config", str(ROOT / "examples/scalerl_smollm.yaml"), *options])
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0, printed
+
+    def plan(*more: str) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--config", f"{ROOT}/examples/scalerl_smollm.yaml", *options, *more])
+        return ended.value.code, capsys.readouterr().out
+
+    code, printed = plan()
+    assert code == 0, printed
     assert f"{parameters:,} parameters" in printed and "fits 1 GPUs" in printed
     # A smaller card is refused, so the answer is not always yes.
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--config", str(ROOT / "examples/scalerl_smollm.yaml"), *options,
-              "--roles.gpu_gib", "16"])  # fmt: skip
-    assert ended.value.code == 3
-    assert "does not fit" in capsys.readouterr().out
+    code, printed = plan("--roles.gpu_gib", "16")
+    assert code == 3
+    assert "does not fit" in printed
