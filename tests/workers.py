@@ -8,6 +8,7 @@ fork must not copy.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -121,6 +122,7 @@ def serve(connection: Connection, preloaded: list[str]) -> None:
 def lead(worker: str, ranks: int, folder: Path, environment: Mapping[str, str]) -> None:
     """Run the ranks in a process group of their own, and exit with the code of one that failed."""
     os.setsid()
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     with (folder / "ranks.log").open("wb") as log:
