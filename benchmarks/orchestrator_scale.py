@@ -345,7 +345,8 @@ class SimulatedEngine:
                 m.Sample(
                     group=request.group, index=index, prompt_id=request.prompt_id,
                     evaluation=request.evaluation, token_ids=thought[0][: -len(tail)] + tail,
-                    logprobs=thought[1], forced=(0, 0), spans=extend(tokens), finish_reason="stop",
+                    logprobs=thought[1], segments=[m.Segment("sampled", 0, tokens)],
+                    spans=extend(tokens), finish_reason="stop",
                 )
             )  # fmt: skip
 

@@ -60,7 +60,7 @@ def rows(completions, tokens, words):
             "ratios": np.exp(rng.normal(0, 0.05, tokens)).astype("<f4").tobytes(),
             "entropies": rng.exponential(0.5, tokens).astype("<f4").tobytes(),
             "versions": [(step, change), (step + 1, tokens - change)],
-            "forced_start": 0, "forced_end": 0, "finish_reason": "stop",
+            "origins": [(0, tokens)], "finish_reason": "stop",
             "verdict": "correct" if right else "wrong", "verdict_reason": f"{n} is the answer",
             "reward": float(right), "advantage": float(rng.normal()), "loss_weight": 1e-4,
             "trained": True, "dropped_because": "", "lag_max": 1, "seconds_to_arrive": rng.random(),

@@ -1,6 +1,13 @@
 """Parts of messages: tokens of completions, weight versions, and the memory of stores."""
 
+from typing import Literal, get_args
+
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Origin = Literal["sampled", "forced", "given", "prompt"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -9,6 +16,28 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: int
     start: int
     end: int
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `[start, end)` of a rollout have one origin; only sampled ones are trained.
+
+    `sampled` by the policy, `forced` into its turn (an interruption), `given` by a tool or an
+    environment, or `prompt`: the whole context of what follows it. A rollout whose first segment is
+    no prompt follows its question's.
+    """
+
+    kind: Origin
+    start: int
+    end: int
+
+
+class TurnLimits(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that the policy may sample in one turn."""
+
+    thinking: int
+    """Before the interruption."""
+    answer: int
+    """After thinking has ended or was interrupted."""
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
@@ -92,3 +121,23 @@ class StoreSource(msgspec.Struct, frozen=True, array_like=True):
     agent: bytes
     """NIXL's description of the process and its memory."""
     regions: tuple[Region, ...]
+
+
+def int_bytes(values: ArrayLike) -> bytes:
+    """Return the field of int32 values."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def float_bytes(values: ArrayLike) -> bytes:
+    """Return the field of float32 values."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def ints(data: bytes) -> NDArray[np.int32]:
+    """Return a field as an int32 array."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+def floats(data: bytes) -> NDArray[np.float32]:
+    """Return a field as a float32 array."""
+    return np.frombuffer(data, dtype="<f4")

@@ -12,21 +12,25 @@ from typing import Any, Union
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from megatron_rl.message_parts import (
-    Bucket,
-    Manifest,
-    Partial,
-    Region,
-    StoreSource,
-    TensorInfo,
-    VersionSpan,
-)
+from megatron_rl.message_parts import ORIGINS as ORIGINS
+from megatron_rl.message_parts import Bucket as Bucket
+from megatron_rl.message_parts import Manifest as Manifest
+from megatron_rl.message_parts import Origin as Origin
+from megatron_rl.message_parts import Partial as Partial
+from megatron_rl.message_parts import Region as Region
+from megatron_rl.message_parts import Segment as Segment
+from megatron_rl.message_parts import StoreSource as StoreSource
+from megatron_rl.message_parts import TensorInfo as TensorInfo
+from megatron_rl.message_parts import TurnLimits as TurnLimits
+from megatron_rl.message_parts import VersionSpan as VersionSpan
+from megatron_rl.message_parts import float_bytes as float_bytes
+from megatron_rl.message_parts import floats as floats
+from megatron_rl.message_parts import int_bytes as int_bytes
+from megatron_rl.message_parts import ints as ints
 
-__all__ = ["Bucket", "Manifest", "Partial", "Region", "StoreSource", "TensorInfo", "VersionSpan"]
-
-PROTOCOL = 7
+PROTOCOL = 8
 TRAINER = "trainer"
 """Socket identity of trainer rank 0; the other ranks are `trainer-1`, ..., generators `generator-0`
 or, if they joined by themselves, `generator-<host>-<number>`, stores `store-<node>` and, on the
@@ -85,13 +89,14 @@ class Generate(Message):
     prompt_id: int
     prompt: list[int]
     """Token ids, including the marker that opens thinking."""
-    thinking_budgets: list[int]
-    """Thinking tokens before interruption, one entry per completion."""
+    limits: list[TurnLimits]
+    """Of the turns of each completion."""
     indices: list[int]
     """`Sample.index` of each completion."""
-    answer_budget: int
-    """Tokens for the answer after thinking."""
     temperature: float
+    task: str = ""
+    """Task of the prompt, whose `rollout` makes the completions."""
+    row: dict[str, Any] = {}  # for several turns: `messages` of the question, `gold`, `meta`
     evaluation: int = -1
     """Weight version under evaluation; -1 for training."""
     begun: dict[int, Partial] = {}
@@ -176,20 +181,60 @@ class Sample(Message):
     token_ids: bytes
     """int32 [tokens]."""
     logprobs: bytes
-    """float32 [tokens]: log-prob of each token at sampling time, from the generator."""
-    forced: tuple[int, int]
-    """Half-open range of forced (not sampled) tokens; (0, 0) for none."""
+    """float32 [tokens]: log-prob at sampling time, from the generator; 0 if not sampled."""
+    segments: list[Segment]
+    """Origin of each token; the segments cover the completion without gaps."""
     spans: list[VersionSpan]
     """Weight version of each token; the spans cover the completion without gaps."""
     finish_reason: str
     """`stop`, or `length` if truncated."""
+    verdict: tuple[str, str, float | None] | None = None
+    """`rewards.Outcome`, reason and reward by an environment; None: the task's verifier judges."""
     routes: bytes = b""
     """Routed experts of all tokens (`models.routed_experts`) for `algorithm.routing_replay`."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the completion."""
+        """Tokens of the completion, of all origins."""
         return len(self.token_ids) // 4
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of the policy's turns, with what was forced into them."""
+        return self.count("sampled") + self.count("forced")
+
+    def count(self, kind: Origin) -> int:
+        """Return the number of tokens of an origin."""
+        return sum(s.end - s.start for s in self.segments if s.kind == kind)
+
+    def sampled(self) -> NDArray[np.bool_]:
+        """Return [tokens]: True for the tokens that the policy sampled."""
+        mask = np.zeros(self.num_tokens, dtype=bool)
+        for segment in self.segments:
+            mask[segment.start : segment.end] = segment.kind == "sampled"
+        return mask
+
+    @property
+    def last_turn(self) -> bytes:
+        """int32: ids of the policy's last turn, with what was forced into it."""
+        start = end = self.num_tokens
+        for segment in reversed(self.segments):
+            if segment.kind not in ("sampled", "forced"):
+                break
+            start = segment.start
+        return self.token_ids[4 * start : 4 * end]
+
+
+class RolloutFailed(Message):
+    """A rollout failed by its tools, its environment or its agent: it is no `Sample`."""
+
+    group: int
+    index: int
+    prompt_id: int
+    evaluation: int
+    cause: str
+    """By which failures are counted."""
+    reason: str
 
 
 class Grown(Message):
@@ -353,23 +398,3 @@ encode: Callable[[Message], bytes] = msgspec.msgpack.encode
 """Return the bytes of a message."""
 decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(AnyMessage).decode
 """Return the message of these bytes, or raise msgspec.DecodeError."""
-
-
-def int_bytes(values: ArrayLike) -> bytes:
-    """Return the field of int32 values."""
-    return np.asarray(values, dtype="<i4").tobytes()
-
-
-def float_bytes(values: ArrayLike) -> bytes:
-    """Return the field of float32 values."""
-    return np.asarray(values, dtype="<f4").tobytes()
-
-
-def ints(data: bytes) -> NDArray[np.int32]:
-    """Return a field as an int32 array."""
-    return np.frombuffer(data, dtype="<i4")
-
-
-def floats(data: bytes) -> NDArray[np.float32]:
-    """Return a field as a float32 array."""
-    return np.frombuffer(data, dtype="<f4")

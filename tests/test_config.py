@@ -254,6 +254,7 @@ PURE = {
     "algorithm.kl_coefficient",
     "algorithm.loss.max_divergence",  # a probability or nats, by `divergence`
     "checkpoint.keep",
+    "rollout.max_turns",
     "generation.temperature",
     "optimizer.beta1",
     "optimizer.beta2",

@@ -36,8 +36,10 @@ LAYERS = {
     "orchestrator": (
         "files run_lock config messages delivery compat algorithm data rewards metrics"
     ),
+    "rollouts": "config messages rewards models",
     "generator": (
         "files liveness run_lock config messages orchestrator_connection compat models weights"
+        " rollouts"
     ),
     "trainer": (
         "files liveness config messages orchestrator_connection compat algorithm data kernels"

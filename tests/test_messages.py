@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl import messages as m
+from tests.segments import segments
 
 ALL = typing.get_args(m.AnyMessage)
 FINITE = st.floats(allow_nan=False, width=64)
@@ -31,6 +32,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if kind in SCALARS:
         return SCALARS[kind]
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is list:
         return st.lists(values(args[0]), max_size=4)
     if origin is tuple and args[-1] is Ellipsis:
@@ -89,7 +92,7 @@ def test_a_completions_tokens_are_bytes_of_four_each() -> None:
         evaluation=-1,
         token_ids=m.int_bytes([1, 200_000, 3]),
         logprobs=m.float_bytes(values.tolist()),
-        forced=(0, 0),
+        segments=segments(3),
         spans=[m.VersionSpan(0, 0, 3)],
         finish_reason="stop",
     )

@@ -20,6 +20,7 @@ from megatron_rl.config.tasks import ArithmeticTask as ArithmeticTask
 from megatron_rl.config.tasks import DataSetTask as DataSetTask
 from megatron_rl.config.tasks import HuggingFaceTask as HuggingFaceTask
 from megatron_rl.config.tasks import JsonlTask as JsonlTask
+from megatron_rl.config.tasks import LookupTask as LookupTask
 from megatron_rl.config.tasks import ReasoningTask as ReasoningTask
 from megatron_rl.config.tasks import Task as Task
 from megatron_rl.section import ConfigError as ConfigError

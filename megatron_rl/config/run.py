@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 from megatron_rl.algorithm.schedule import Schedule
 from megatron_rl.algorithm.settings import Algorithm
 from megatron_rl.config import sections
-from megatron_rl.config.tasks import ArithmeticTask, TaskChoice, named_tasks
+from megatron_rl.config.rollout_settings import RolloutSettings
+from megatron_rl.config.tasks import ArithmeticTask, LookupTask, TaskChoice, named_tasks
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 from megatron_rl.section import ConfigError, Section
 
@@ -53,6 +54,7 @@ class RunConfig(Section):
     algorithm: Algorithm = Algorithm()
     schedule: Schedule = Schedule()
     generation: sections.Generation = sections.Generation()
+    rollout: RolloutSettings = RolloutSettings()
     verifier: VerifierSettings = VerifierSettings()
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     evaluation: sections.Evaluation = sections.Evaluation()
@@ -98,10 +100,15 @@ class RunConfig(Section):
 
     @property
     def sequence_tokens(self) -> int:
-        """Longest sequence: prompt, thinking, forced phrase and answer."""
-        g = self.generation
+        """Longest sequence: prompt, thinking, forced phrase and answer, or several turns."""
+        g, r = self.generation, self.rollout
         # A token is at least one character, so the phrase's length bounds its tokens.
-        return g.max_prompt_tokens + g.completion_tokens + len(g.interruption_phrase)
+        turn = g.completion_tokens + len(g.interruption_phrase)
+        single = g.max_prompt_tokens + turn
+        if all(task.rollout == "single_turn" for task in self.tasks.values()):
+            return single
+        several = g.max_prompt_tokens + r.max_turns * (turn + r.tool_result_tokens)
+        return max(single, r.max_tokens or several)
 
     def model_config_json(self) -> dict[str, Any]:
         """Return the `config.json` of the model; `ConfigError` if its directory has none."""
@@ -241,11 +248,12 @@ class RunConfig(Section):
             )
         for name, task in self.tasks.items():
             made = self.made_start is not None and self.sft.source is None
-            if made and not isinstance(task, ArithmeticTask):
+            if made and not isinstance(task, ArithmeticTask | LookupTask):
                 raise ValueError(
                     f"{self.task_key(name)}.kind is {task.kind!r}: model = {self.model!r} makes its"
-                    " start from demonstrations, and only 'arithmetic' has them; give a"
-                    " start_checkpoint without sft.first, rows as sft.source, or another model"
+                    " start from demonstrations, and only 'arithmetic' and 'lookup' have them;"
+                    " give a start_checkpoint without sft.first, rows as sft.source, or another"
+                    " model"
                 )
             if getattr(task, "verifier", "") == "custom" and self.verifier.custom is None:
                 raise ValueError(

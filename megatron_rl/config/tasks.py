@@ -28,12 +28,21 @@ class Task(Section):
     """Share of the task's prompts in a batch, relative to the other tasks."""
     seed: NonNegativeInt | None = None
     """Seed of the questions and of their split; default: the `seed` of the run."""
+    rollout: str = "single_turn"
+    """Rollout function, from a prompt to a completion: `single_turn`, `tools`, `environment`, or
+    the import path `package.module:function` of one."""
+    tools: tuple[str, ...] = ()
+    """Tools of `rollout: tools`: `python`, or import paths `package.module:function`."""
+    environment: str = ""
+    """Environment of `rollout: environment`: `package.module:Class`, or `verifiers:NAME`."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
 
 
 class ArithmeticTask(Task):
     """Generated integer expressions with precedence, `5+7+5*8=?`.
 
-    This is the only kind with demonstrations, from which a model makes its start (`sft.first`).
+    It has demonstrations, from which a model makes its start (`sft.first`).
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -48,6 +57,35 @@ class ArithmeticTask(Task):
     in_words: bool = False
     """Ask in English, `What is five plus seven?`, for a model with a chat template; the answer goes
     to the math verifier."""
+
+
+class LookupTask(Task):
+    """Chains of lookups in a table that only the tool knows, `2;4733?`, for the tiny models.
+
+    It has demonstrations, as `arithmetic` has.
+    """
+
+    kind: Literal["lookup"] = "lookup"
+    rollout: str = "tools"
+    """As of every task; the table can be read by its tool only."""
+    tools: tuple[str, ...] = ("megatron_rl.data.lookup:lookup",)
+    """Tools of `rollout: tools`; a tiny model can call this one only."""
+    hops: tuple[PositiveInt, PositiveInt] = (2, 3)
+    """Fewest and most lookups of a question, at most 9."""
+    train_prompts: PositiveInt = 6000
+    """Size of the training pool."""
+    heldout_prompts: PositiveInt = 96
+    """Held-out prompts; neither stage trains on them."""
+
+    @model_validator(mode="after")
+    def _solvable(self) -> Self:
+        if not self.hops[0] <= self.hops[1] <= 9:
+            raise ValueError(f"hops is {list(self.hops)}: give the fewest, then the most, up to 9")
+        if not self.tools:
+            raise ValueError(
+                "tools is empty: nothing but the tool can read the table; leave it out"
+            )
+        return self
 
 
 class ReasoningTask(Task):
@@ -135,9 +173,10 @@ class HuggingFaceTask(DataSetTask):
 
 
 TaskChoice = Annotated[
-    ArithmeticTask | ReasoningTask | JsonlTask | HuggingFaceTask, Field(discriminator="kind")
+    ArithmeticTask | LookupTask | ReasoningTask | JsonlTask | HuggingFaceTask,
+    Field(discriminator="kind"),
 ]
-TASK_KINDS = ("arithmetic", "reasoning", "jsonl", "huggingface")
+TASK_KINDS = ("arithmetic", "lookup", "reasoning", "jsonl", "huggingface")
 
 
 def named_tasks(task: Any, tasks: Any) -> Any:

@@ -67,7 +67,8 @@ class Examples:
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self.config, self.source = config, config.sft.source
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self._form, self._heldout = PromptFormat(bos=""), Overlap()  # demonstrations are complete
+        # Demonstrations of a tiny model have all markers.
+        self._form, self._heldout = PromptFormat(bos="", think_start=""), Overlap()
         self._generated: set[str] = set()
         in_words = all(isinstance(t, ArithmeticTask) and t.in_words for t in config.tasks.values())
         if self.source is None and not in_words:

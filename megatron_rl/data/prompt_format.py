@@ -22,6 +22,29 @@ PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIAL = (PAD, BOS, EOS, "<think>", "</think>")
 TOKENS = (*SPECIAL, "\\boxed{", "}", *"0123456789+-*=;?()")
 """Vocabulary of the tiny models."""
+CALL, CALL_END = '<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>'
+RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"
+TOOL_TOKENS = (CALL, CALL_END, RESPONSE, RESPONSE_END)
+"""Tokens that the vocabulary has in addition in a run with tools: around the key of `data.lookup`,
+in the form that vLLM calls `hermes`, and around what the tool returns."""
+TOOL_TEMPLATE = """\
+{{- '<bos>' }}
+{%- for turn in messages %}
+    {%- if turn.role == 'tool' %}
+        {{- '<tool_response>' ~ turn.content ~ '</tool_response>' }}
+    {%- else %}
+        {{- turn.content or '' }}
+        {%- for call in turn.tool_calls or [] %}
+            {%- set arguments = call.function.arguments %}
+            {{- '<tool_call>{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+            {{- arguments if arguments is string else arguments | tojson }}
+            {{- '}</tool_call>' }}
+        {%- endfor %}
+        {{- '<eos>' if turn.role == 'assistant' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""Chat template of the tiny models in a run with tools; they know their tool without being told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +127,22 @@ def _chat(directory: Path) -> Callable[[list[Turn]], str]:
     return partial(apply, tokenize=False, add_generation_prompt=True)
 
 
-def save_tiny_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json of the tiny models into a directory."""
+def save_tiny_tokenizer(directory: Path, tools: bool = False) -> None:
+    """Write tokenizer.json and tokenizer_config.json of the tiny models into a directory.
+
+    With `tools`, they have `TOOL_TOKENS` too, and a chat template.
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(TOKENS)}, unk_token=PAD))
+    more = TOOL_TOKENS if tools else ()
+    vocabulary = {t: i for i, t in enumerate((*TOKENS, *more))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern="", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken("\\boxed{", normalized=False)])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("\\boxed{", *more)])
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = resources.files(__package__) / "tiny_tokenizer_config.json"
     (directory / "tokenizer_config.json").write_text(settings.read_text())
+    if tools:
+        (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE)

@@ -17,11 +17,12 @@ from megatron_rl.config import (
     DataSetTask,
     HuggingFaceTask,
     JsonlTask,
+    LookupTask,
     ReasoningTask,
     RunConfig,
     Task,
 )
-from megatron_rl.data import arithmetic
+from megatron_rl.data import arithmetic, lookup
 from megatron_rl.data.overlap import Overlap
 from megatron_rl.data.prompt_format import TINY, PromptFormat
 from megatron_rl.data.published import load_benchmark
@@ -48,6 +49,14 @@ class Prompt:
     """Further arguments of the verifier."""
     difficulty: str = ""
     """Level, if there is one."""
+    question: str = ""
+    """Its text alone, without the model's chat template."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The start of rollouts of several turns, instead of the text."""
+        messages = [{"role": "user", "content": self.question}]
+        return {"messages": messages, "gold": self.gold, "meta": self.meta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +182,7 @@ def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: Prom
     text = form(q.prompt)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     meta = {"eos": form.eos, **q.meta} if q.kind == "exact" else q.meta
-    return Prompt(i, text, ids, q.gold, task, q.kind, meta, q.difficulty)
+    return Prompt(i, text, ids, q.gold, task, q.kind, meta, q.difficulty, q.prompt)
 
 
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
@@ -187,6 +196,8 @@ def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:
         case ArithmeticTask():
             train, heldout = arithmetic.make_split(task, seed)
             return arithmetic.questions(task, train), arithmetic.questions(task, heldout)
+        case LookupTask():
+            return lookup.make_split(task, seed)
         case ReasoningTask():
             count = task.train_prompts + task.heldout_prompts
             questions = make_reasoning(
@@ -235,15 +246,20 @@ def demonstrations(config: RunConfig) -> Iterator[tuple[str, str]]:
     heldout: set[str] = set()
     parts = []
     for name, task in config.tasks.items():
-        if not isinstance(task, ArithmeticTask):
-            raise DataError(
-                f"{config.task_key(name)}.kind is {task.kind!r}: only arithmetic has"
-                " demonstrations; give a start_checkpoint"
-            )
         count, seed = round(s.prompts * task.weight / total), config.seed_of(name)
-        each = s.demonstrations_per_prompt
-        parts.append(arithmetic.demonstrations(task, seed, count, each, thinking))
-        questions = arithmetic.questions(task, arithmetic.make_split(task, seed)[1])
-        heldout |= {q.prompt if task.in_words else TINY(q.prompt) for q in questions}
-    # Never train on a prompt that another task holds out.
-    return (pair for part in parts for pair in part if pair[0] not in heldout)
+        each, questions = s.demonstrations_per_prompt, load_split(task, seed)[1]
+        match task:
+            case ArithmeticTask():
+                parts.append(arithmetic.demonstrations(task, seed, count, each, thinking))
+                heldout |= {q.prompt if task.in_words else TINY(q.prompt) for q in questions}
+            case LookupTask():
+                parts.append(lookup.demonstrations(task, seed, count, each))
+                heldout |= {TINY.bos + q.prompt for q in questions}
+            case _:
+                raise DataError(
+                    f"{config.task_key(name)}.kind is {task.kind!r}: only arithmetic and lookup"
+                    " have demonstrations; give a start_checkpoint"
+                )
+    # Never train on a prompt that another task holds out; one of a later turn begins with it.
+    first = tuple(heldout)
+    return (pair for part in parts for pair in part if not pair[0].startswith(first))

@@ -28,7 +28,6 @@ from megatron_rl.generator import engine_health, vllm_args
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.engine_requests import EngineRequests
 from megatron_rl.generator.expert_capture import RequestRoutes
-from megatron_rl.generator.interruption import Completion, SampledTokens
 from megatron_rl.generator.vllm_sampling import (
     ONLY_AT_THE_END,
     check_routes,
@@ -40,6 +39,7 @@ from megatron_rl.messages import Manifest, Partial, WeightsUpdated
 from megatron_rl.models import architecture
 from megatron_rl.models.routed_experts import check_experts
 from megatron_rl.models.safetensors_directory import read_config
+from megatron_rl.rollouts.interruption import Completion, SampledTokens
 from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError, check_tensors, checksum
 from megatron_rl.weights.number_format import WireFormat
@@ -79,10 +79,11 @@ class Engine:
         self._expected = WireFormat.of(config).expected(self.architecture.shapes())
         self._stores = NodeStores()
         self.interruption = None
+        self.tokenizer = get_tokenizer(model_dir)
         if config.generation.interruption == "phrase":
-            self.interruption = vllm_args.interruption(config, get_tokenizer(model_dir))
+            self.interruption = vllm_args.interruption(config, self.tokenizer)
         args = vllm_args.engine_args(config, engine_index, model_dir)
-        self._max_tokens = args.max_model_len
+        self.max_tokens = args.max_model_len
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(args)
         self.routes = None if replay == "none" else RequestRoutes(self._llm, self.architecture)
@@ -145,10 +146,10 @@ class Engine:
         grown: Callable[[int, Partial], None] | None = None,
         name: str = "",
     ) -> Completion:
-        """Sample one completion under the interruption rule.
+        """Sample one turn under the interruption rule.
 
         Args:
-            prompt: token ids.
+            prompt: token ids of all that is before it.
             thinking_budget: tokens before the interruption.
             answer_budget: tokens after thinking.
             temperature: of sampling.
@@ -156,7 +157,7 @@ class Engine:
             grown: called about every `fleet.report_tokens` tokens of a completion that is not at
                 its end, with the number of tokens before and `Completion.since` it; never where
                 routed experts are captured.
-            name: of the completion in the run, from which its noise follows; empty: any noise.
+            name: of the turn in the run, from which its noise follows; empty: any noise.
 
         Raises:
             ValueError: prompt and budgets exceed the engine's longest sequence, or `begun` cannot
@@ -199,11 +200,11 @@ class Engine:
     def _check_length(self, prompt: list[int], thinking_budget: int, answer_budget: int) -> None:
         forced = 0 if self.interruption is None else len(self.interruption.phrase)
         longest = len(prompt) + thinking_budget + forced + answer_budget
-        if longest > self._max_tokens:
+        if longest > self.max_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with thinking budget {thinking_budget},"
                 f" {forced} forced tokens and answer budget {answer_budget} needs"
-                f" {longest} tokens; the engine takes {self._max_tokens}: raise"
+                f" {longest} tokens; the engine takes {self.max_tokens}: raise"
                 " generation.max_prompt_tokens or shorten the prompt"
             )
 

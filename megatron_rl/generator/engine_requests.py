@@ -11,8 +11,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from megatron_rl.generator.interruption import SampledTokens
 from megatron_rl.generator.vllm_sampling import RequestTokens
+from megatron_rl.rollouts.interruption import SampledTokens
 
 
 class EngineRequests:

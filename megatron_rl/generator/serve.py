@@ -16,7 +16,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.config.sections import Timeouts
 from megatron_rl.generator import engine_errors
 from megatron_rl.generator.conversations import Conversations, OrchestratorGoneError
+from megatron_rl.generator.rollout_calls import RolloutCalls
 from megatron_rl.generator.store_keeper import (
     CHECK_SECONDS,
     StoreKeeper,
@@ -83,6 +83,7 @@ class Generator:
         self._node = node_name()
         self._timeouts, self._settings = Timeouts(), dict[str, Any]()
         self._keeper: StoreKeeper | None = None
+        self._rollouts: RolloutCalls | None = None
         self._works = set[asyncio.Task[None]]()
         self._is_member = False  # from Hello to the end of the conversation
         self._serves = self._is_asked_to_leave = False
@@ -100,6 +101,9 @@ class Generator:
             liveness.sign("starting")
             engine = self._engine = Engine(self._config, self._index, self._model_dir)
             await engine.prepare()
+            self._rollouts = RolloutCalls(
+                self._config, engine, self._count_running, self._send_answer
+            )
             self._ready()
             await self._serve()
         except (OrchestratorGoneError, OtherEngineError):
@@ -119,10 +123,11 @@ class Generator:
             await asyncio.sleep(0)
             if engine is not None:
                 engine.stop()
+            if self._rollouts is not None:
+                await self._rollouts.close()
             await closing
-            if (
-                self._keeper is not None
-            ):  # last: while others of the node live, they would take over
+            if self._keeper is not None:
+                # Last: while others of the node live, they would take over.
                 self._keeper.close()
 
     def leave(self) -> bool:
@@ -166,6 +171,8 @@ class Generator:
                 " new process is needed"
             )
         self._config, self._model_dir, self._settings = config, model_dir, settings
+        if self._rollouts is not None:
+            self._rollouts.config = config
         self._timeouts = config.timeouts
         if self._keeper is None and not sees_trainer_stores(config, welcome.trainer_node):
             self._keeper = StoreKeeper(store_spec(config, self._node, self._endpoint))
@@ -235,8 +242,8 @@ class Generator:
                         f"group {message.group} has temperature {message.temperature}, but"
                         f" log-probs are computed for generation.temperature = {expected}"
                     )
-                pairs = zip(message.indices, message.thinking_budgets, strict=True)
-                return [self._generate(message, index, budget) for index, budget in pairs]
+                pairs = zip(message.indices, message.limits, strict=True)
+                return [self._generate(message, index, limits) for index, limits in pairs]
             case m.UpdateWeights():
                 return [self._update(message)]
             case m.ScoreRequest():
@@ -246,50 +253,14 @@ class Generator:
             " are of different versions"
         )
 
-    async def _generate(self, message: m.Generate, index: int, thinking_budget: int) -> None:
-        routes = self._engine.routes
-        grown, name = None, ""
-        if self._config.schedule.mode == "synchronous":  # other modes can promise nothing
-            name = f"{message.evaluation} {message.group} {index}"
-        if message.evaluation < 0 and routes is None:
-            grown = partial(self._grown, message.group, index)
+    async def _generate(self, message: m.Generate, index: int, limits: m.TurnLimits) -> None:
+        assert self._rollouts is not None
         async with self._admission:
-            self._count_running(+1)
-            try:
-                completion = await self._engine.complete(
-                    message.prompt,
-                    thinking_budget,
-                    message.answer_budget,
-                    message.temperature,
-                    message.begun.get(index),
-                    grown,
-                    name,
-                )
-            finally:
-                self._count_running(-1)
-        begun = message.begun.get(index)
-        self._tokens += len(completion.token_ids) - (begun.num_tokens if begun else 0)
-        encoded = b""
-        if routes is not None and completion.routes_NLK is not None:
-            tokens = len(message.prompt) + len(completion.token_ids)
-            encoded = routes.encoded(completion.routes_NLK, tokens)
-        sample = m.Sample(
-            group=message.group,
-            index=index,
-            prompt_id=message.prompt_id,
-            evaluation=message.evaluation,
-            token_ids=m.int_bytes(completion.token_ids),
-            logprobs=m.float_bytes(completion.logprobs),
-            forced=completion.forced,
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            routes=encoded,
-        )
-        self._run.send(sample)
+            self._tokens += await self._rollouts.answer(message, index, limits)
 
-    def _grown(self, group: int, index: int, start: int, rest: m.Partial) -> None:
+    def _send_answer(self, message: m.Message) -> None:
         self._sign()
-        self._run.send(m.Grown(group=group, index=index, start=start, rest=rest))
+        self._run.send(message)
 
     async def _update(self, message: m.UpdateWeights) -> None:
         try:
@@ -376,4 +347,9 @@ def _engine_settings(config: RunConfig, model_dir: str) -> dict[str, Any]:
         "weights.quantization": config.weights.quantization,
         "roles.generator_tensor_parallel": config.roles.generator_tensor_parallel,
         "algorithm.routing_replay": config.algorithm.routing_replay,
+        "rollout": config.rollout,
+        "task.rollout": [
+            (name, t.rollout, t.tools, t.environment, t.environment_options)
+            for name, t in config.tasks.items()
+        ],
     }

@@ -10,10 +10,10 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from megatron_rl.config import RunConfig
 from megatron_rl.generator.expert_capture import returned_by_vllm
-from megatron_rl.generator.interruption import EndMarker, Interruption
 from megatron_rl.generator.vllm_plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_rl.models import architecture
 from megatron_rl.models.safetensors_directory import read_config
+from megatron_rl.rollouts.interruption import EndMarker, Interruption
 from megatron_rl.weights.number_format import BLOCK, is_quantized
 
 WORKER_EXTENSION = "megatron_rl.generator.weight_transfer.WorkerExtension"

@@ -8,9 +8,9 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megatron_rl.generator.interruption import SampledTokens
 from megatron_rl.messages import VersionSpan
 from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
+from megatron_rl.rollouts.interruption import SampledTokens
 
 _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clone": True}
 

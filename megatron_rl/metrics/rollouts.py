@@ -23,14 +23,16 @@ import yaml
 from megatron_rl.files import left_in, naming_full_disk, sibling
 from megatron_rl.metrics.metrics_file import MetricsError, Row
 
-SCHEMA = "megatron_rl.rollouts/2"
-_READ = (SCHEMA, "megatron_rl.rollouts/1")  # this one without ratios and entropies
+SCHEMA = "megatron_rl.rollouts/3"
+_READ = (SCHEMA, "megatron_rl.rollouts/2", "megatron_rl.rollouts/1")
+"""The older ones have `forced_start` and `forced_end` for `origins`; the first no ratios."""
 _TABLE = (resources.files(__package__) / "rollouts.yaml").read_text()
 COLUMNS: dict[str, list[str]] = yaml.safe_load(_TABLE)
 """Column -> [type, meaning]."""
 BYTES_PER_TOKEN = 12
 """Disk of a token, rounded up: docs/metrics.md has what was measured."""
 Decode = Callable[[list[int]], str]
+RUNS = ("versions", "origins")  # of which rows have pairs of value and number of tokens
 MAX_PENDING = 2  # files; then the next batch waits
 CLOSE_SECONDS = 600.0
 _ROWS, _TOKENS = 256, 2**20  # most of a row group: between two of them the event loop goes on
@@ -65,7 +67,8 @@ class RolloutWriter:
     def write(self, kind: str, step: int, rows: list[Row]) -> None:
         """Write a file soon; an evaluation is added to the other sets of its version.
 
-        Tokens of rows are little-endian bytes, `versions` pairs of version and number of tokens.
+        Tokens of rows are little-endian bytes, `versions` and `origins` pairs of value and number
+        of tokens.
         The `completion` of a row is decoded, unless it has one.
         """
         self._pending.append(self._thread.submit(self._write, kind, step, rows))
@@ -158,11 +161,23 @@ def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any
             name = (file.schema_arrow.metadata or {}).get(b"schema", b"none").decode()
             if name not in _READ:
                 raise MetricsError(f"{one}: schema {name!r}, expected {SCHEMA!r}")
-            given = file.read(columns)
+            given = file.read(columns if name == SCHEMA else None)
         nulls = {f.name: pyarrow.nulls(len(given), f.type) for f in wanted}
         arrays = nulls | dict(zip(given.column_names, given.columns, strict=True))
+        if name != SCHEMA:
+            arrays["origins"] = pyarrow.array(_forced_origins(given), schema.field("origins").type)
         tables.append(pyarrow.table([arrays[name] for name in names], schema=wanted))
     return pyarrow.concat_tables(tables or [wanted.empty_table()])
+
+
+def _forced_origins(table: Any) -> list[list[int]]:
+    """Return the origins of a file of single turns: the tokens of one range were forced."""
+    columns = table["forced_start"].to_pylist(), table["forced_end"].to_pylist()
+    lengths = [len(ids) for ids in table["token_ids"]]
+    return [
+        [0] * start + [1] * (end - start) + [0] * (length - end)
+        for start, end, length in zip(*columns, lengths, strict=True)
+    ]
 
 
 @cache
@@ -185,7 +200,7 @@ def record_batch(rows: Sequence[Row]) -> Any:
     arrays, schema = [], arrow_schema()
     for field in schema:
         values: list[Any] = [row.get(field.name) for row in rows]
-        if field.name == "versions":
+        if field.name in RUNS:
             values = [np.repeat(*np.array(v, "<i4").reshape(-1, 2).T).tobytes() for v in values]
         if pyarrow.types.is_list(field.type):
             null = np.array([v is None for v in values])

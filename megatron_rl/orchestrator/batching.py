@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,27 @@ class BuiltBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """A completion of a batch."""
+    """A completion of a batch, or a part of one that has a prompt of its own."""
 
     prompt: list[int]
     sample: Sample
     advantage: float
     loss_weight: float
     """Of each sampled token."""
+    start: int = 0
+    """First token after the prompt."""
+    end: int | None = None
+    """End of its tokens; None: that of the completion."""
+
+    @property
+    def part(self) -> slice:
+        """Its tokens in the completion."""
+        return slice(self.start, self.sample.num_tokens if self.end is None else self.end)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return self.part.stop - self.start
 
 
 def build_batch(
@@ -65,7 +79,8 @@ def build_batch(
     """
     kept = [g for g in groups if not is_dropped(g, algorithm)]
     trained = _trained_samples(groups, kept, prompts, algorithm)
-    batch = batch_of(step, trained, probe=list(range(min(probe, len(trained)))), **flags)
+    probed = [one for t in trained[:probe] for one in sequences(t)][:probe]
+    batch = batch_of(step, trained, probe=list(range(len(probed))), **flags)
     metrics = rollout_metrics(step, groups, kept)
     metrics["prompts_differing"] = sum(_rewards_differ(g, algorithm) for g in groups)
     if algorithm.length_penalty != "none":
@@ -73,8 +88,8 @@ def build_batch(
         metrics["length_penalty_mean"] = float(np.concatenate(penalties).mean()) if kept else 0.0
     request = ScoreRequest(
         step=step,
-        prompts=[t.prompt for t in trained[:probe]],
-        completions=[ints(t.sample.token_ids).tolist() for t in trained[:probe]],
+        prompts=[t.prompt for t in probed],
+        completions=[ints(t.sample.token_ids)[t.part].tolist() for t in probed],
     )
     teaches = any(
         t.loss_weight and (abs(t.advantage) > ZERO_ADVANTAGE or algorithm.has_other_terms)
@@ -86,7 +101,8 @@ def build_batch(
 
 def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
     """Return the batch of these completions, in their order; `flags` are other fields of it."""
-    bounds = np.cumsum([0, *(len(t.prompt) + t.sample.num_tokens for t in trained)])
+    trained = [one for t in trained for one in sequences(t)]
+    bounds = np.cumsum([0, *(len(t.prompt) + t.num_tokens for t in trained)])
     return Batch(
         step=step,
         bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
@@ -95,6 +111,26 @@ def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
         routes=[t.sample.routes for t in trained if t.sample.routes],
         **_token_arrays(trained, bounds), **flags,
     )  # fmt: skip
+
+
+def sequences(trained: TrainedSample) -> list[TrainedSample]:
+    """Return the sequences of a completion, each with its prompt.
+
+    Example: of tokens `[a b | c d e | f g]`, whose second segment is a prompt, `a b` after the
+    question's prompt, and `f g` after `c d e`.
+    """
+    prompts = [s for s in trained.sample.segments if s.kind == "prompt"]
+    if not prompts:
+        return [trained]
+    ids = ints(trained.sample.token_ids)
+    ends = [*(s.start for s in prompts[1:]), trained.sample.num_tokens]
+    parts = [
+        replace(trained, prompt=ids[s.start : s.end].tolist(), start=s.end, end=end)
+        for s, end in zip(prompts, ends, strict=True)
+    ]
+    if prompts[0].start:
+        parts.insert(0, replace(trained, end=prompts[0].start))
+    return parts
 
 
 def dropped_because(group: Group, sample: Sample, built: BuiltBatch, algorithm: Algorithm) -> str:
@@ -115,14 +151,15 @@ def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str,
     ids, versions = np.empty(bounds[-1], "<i4"), np.full(bounds[-1], -1, "<i4")
     advantages, logprobs, weights = (np.zeros(bounds[-1], "<f4") for _ in range(3))
     for t, start, end in zip(trained, bounds[:-1], bounds[1:], strict=True):
-        first, forced = start + len(t.prompt), slice(*t.sample.forced)
+        first, part, given = start + len(t.prompt), t.part, ~t.sample.sampled()[t.part]
         check_lengths(t.sample)
-        ids[start:first], ids[first:end] = t.prompt, ints(t.sample.token_ids)
+        ids[start:first], ids[first:end] = t.prompt, ints(t.sample.token_ids)[part]
         advantages[first:end], weights[first:end] = t.advantage, t.loss_weight
-        logprobs[first:end] = floats(t.sample.logprobs)
+        logprobs[first:end] = floats(t.sample.logprobs)[part]
         for span in t.sample.spans:
-            versions[first + span.start : first + span.end] = span.version
-        weights[first:end][forced], versions[first:end][forced] = 0.0, -1
+            begin, stop = max(span.start - part.start, 0), max(span.end - part.start, 0)
+            versions[first:end][begin:stop] = span.version
+        weights[first:end][given], versions[first:end][given] = 0.0, -1
     return {
         "token_ids": ids.tobytes(), "advantages": advantages.tobytes(),
         "generator_logprobs": logprobs.tobytes(), "loss_weights": weights.tobytes(),
@@ -153,7 +190,7 @@ def _trained_samples(
         ]
         for g, values in zip(kept, advantages, strict=True)
     ]
-    counts = [np.array([_sampled_tokens(s) for s, _ in p], dtype=np.int64) for p in pairs]
+    counts = [np.array([s.count("sampled") for s, _ in p], dtype=np.int64) for p in pairs]
     weights = token_weights(counts, algorithm.aggregation, algorithm.constant_length_tokens)
     return [
         TrainedSample(prompts[group.prompt_id], sample, advantage, float(weight))
@@ -184,30 +221,28 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
         return np.zeros(len(samples))
     longest, cache = algorithm.length_max_tokens, algorithm.length_cache_tokens
     assert longest is not None and cache is not None
-    penalties = length_penalty(np.array([s.num_tokens for s in samples]), longest, cache)
+    penalties = length_penalty(np.array([s.own_tokens for s in samples]), longest, cache)
     if algorithm.length_penalty == "all":
         return penalties
     return np.where([group.verdicts[s.index].passed for s in samples], penalties, 0.0)
 
 
 def check_lengths(sample: Sample) -> None:
-    """Check that every token of a completion has a log-prob and a weight version.
+    """Check that every token of a completion has a log-prob, an origin and a weight version.
 
     Raises:
-        ValueError: it has not, or the spans leave a gap.
+        ValueError: it has not, or spans or segments leave a gap.
     """
     starts = [span.start for span in sample.spans]
     ends = [0, *(span.end for span in sample.spans)]
+    begins, stops = [s.start for s in sample.segments], [0, *(s.end for s in sample.segments)]
     tokens, logprobs = sample.num_tokens, len(sample.logprobs) / 4
-    if starts != ends[:-1] or ends[-1] != tokens or logprobs != tokens:
+    covered = starts == ends[:-1] and begins == stops[:-1] and ends[-1] == stops[-1] == tokens
+    if not covered or logprobs != tokens:
         raise ValueError(
-            f"completion {sample.index} of group {sample.group}: {logprobs:g} log-probs and version"
-            f" spans {sample.spans} do not cover its {tokens} tokens"
+            f"completion {sample.index} of group {sample.group}: {logprobs:g} log-probs, version"
+            f" spans {sample.spans} and segments {sample.segments} do not cover its {tokens} tokens"
         )
-
-
-def _sampled_tokens(sample: Sample) -> int:
-    return sample.num_tokens - len(range(sample.num_tokens)[slice(*sample.forced)])
 
 
 def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[str, Any]:
@@ -216,12 +251,12 @@ def rollout_metrics(step: int, groups: list[Group], kept: list[Group]) -> dict[s
     lags: Counter[int] = Counter()
     for span in (span for s in samples for span in s.spans if span.end > span.start):
         lags[step - span.version] += span.end - span.start
-    long = [s for s in samples if s.num_tokens > LONG_COMPLETION_TOKENS]
+    long = [s for s in samples if s.own_tokens > LONG_COMPLETION_TOKENS]
     return {
         **task_metrics(groups, kept),
-        "completions_interrupted": sum(s.forced[1] > s.forced[0] for s in samples),
-        "tokens": sum(s.num_tokens for s in samples),
-        "completion_tokens_max": max(s.num_tokens for s in samples),
+        "completions_interrupted": sum(s.count("forced") > 0 for s in samples),
+        "tokens": sum(s.own_tokens for s in samples),
+        "completion_tokens_max": max(s.own_tokens for s in samples),
         "lag_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
         "lag_max": max(lags, default=0),
         "lag_histogram": {str(lag): n for lag, n in sorted(lags.items())},
@@ -244,7 +279,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
         "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
-        "completion_tokens_mean": [s.num_tokens for s in samples],
+        "completion_tokens_mean": [s.own_tokens for s in samples],
     }
     return {
         **{name: float(np.mean(values)) for name, values in means.items() if values},

@@ -14,6 +14,7 @@ from megatron_rl import messages as m
 from megatron_rl.config import Evaluation, RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.metrics.metrics_file import Row
+from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.run_metrics import RunMetrics
@@ -82,6 +83,10 @@ class EvaluationRun:
     """(prompt, index) -> completion and verdict."""
     surprisals: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     """(prompt, index) -> sum of -log p over the sampled tokens [nats], and their number."""
+    failures: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(prompt, index) -> times that its tools, environment or agent failed."""
+    dropped: set[tuple[int, int]] = field(default_factory=set)
+    """Completions that are not made again after so many failures."""
     started: float | None = None
     rows: list[Row] = field(default_factory=list)
     """Of its rollout file."""
@@ -98,15 +103,18 @@ class EvaluationRun:
 
     def add(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verified completion."""
-        key, (first, end) = (sample.prompt_id, sample.index), sample.forced
-        logprobs = np.delete(m.floats(sample.logprobs), slice(first, end))
+        key, logprobs = (
+            (sample.prompt_id, sample.index),
+            m.floats(sample.logprobs)[sample.sampled()],
+        )
         self.surprisals[key] = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
         self.samples[key] = msgspec.structs.replace(sample, logprobs=b"", routes=b""), verdict
 
     @property
     def complete(self) -> bool:
-        """True once every completion is verified."""
-        return len(self.samples) == len(self.tasks) * self.samples_per_prompt
+        """True once every completion is verified or dropped."""
+        wanted = len(self.tasks) * self.samples_per_prompt
+        return len(self.samples) + len(self.dropped) == wanted
 
     def row(self, seconds: float) -> Row:
         """Return the row of metrics.jsonl: pass rates with standard errors, and compute.
@@ -126,17 +134,26 @@ class EvaluationRun:
 
     def _pass_rates(self, prompts: Sequence[int]) -> dict[str, Any]:
         n = self.samples_per_prompt
-        keys = [(p, i) for p in prompts for i in range(n)]
+        wanted = [(p, i) for p in prompts for i in range(n)]
+        keys = [key for key in wanted if key in self.samples]
         samples = [self.samples[key] for key in keys]
-        table = np.array([v.passed for _, v in samples], dtype=float).reshape(-1, n)
+        passed = [self.samples[k][1].passed if k in self.samples else np.nan for k in wanted]
+        table = np.array(passed, dtype=float).reshape(-1, n)
+        table = table[~np.isnan(table).all(axis=1)]
+        if not len(table):
+            raise RunError(
+                f"evaluation at step {self.step}: every rollout was dropped, as its tools, its"
+                " environment or its agent failed; the log has the causes"
+            )
         truncated = [s.finish_reason == "length" for s, _ in samples]
         nats, tokens = np.sum([self.surprisals[key] for key in keys], axis=0)
         return {
-            "pass_rate": float(table.mean(axis=1).mean()), "num_prompts": len(prompts),
+            "pass_rate": float(np.nanmean(table, axis=1).mean()), "num_prompts": len(table),
             "pass_rate_stderr": sampling_stderr(table), "samples_per_prompt": n,
-            "pass_at_n": float(table.max(axis=1).mean()),
+            "pass_at_n": float(np.nanmax(table, axis=1).mean()),
+            **({"completions_dropped": len(wanted) - len(keys)} if len(keys) < len(wanted) else {}),
             "verdicts": dict(sorted(Counter(v.outcome.value for _, v in samples).items())),
-            "eval_completion_tokens_mean": float(np.mean([s.num_tokens for s, _ in samples])),
+            "eval_completion_tokens_mean": float(np.mean([s.own_tokens for s, _ in samples])),
             "eval_truncated_fraction": float(np.mean(truncated)),
             "eval_entropy": float(nats / tokens),
         }  # fmt: skip
@@ -146,12 +163,15 @@ def sampling_stderr(table: np.ndarray) -> float:
     """Return the standard error of mean@n from sampling, for a fixed set of prompts.
 
     All evaluations have the same held-out prompts, so the scatter between points of one curve comes
-    from the completions: `sqrt(sum_p var_p / n) / P`, [P prompts, n samples].
+    from the completions: `sqrt(sum_p var_p / n) / P`, [P prompts, n samples]; NaN is a sample that
+    is missing, of which a prompt has fewer.
     """
     prompts, samples = table.shape
     if samples < 2:
         return float(table.mean(axis=1).std(ddof=1) / np.sqrt(prompts)) if prompts > 1 else 0.0
-    variance = table.var(axis=1, ddof=1) / samples
+    counts = (~np.isnan(table)).sum(axis=1)
+    # A prompt with one sample has the variance of a fair coin.
+    variance = np.where(counts > 1, np.nanvar(table, axis=1) / np.maximum(counts - 1, 1), 0.25)
     # Without any scatter the error is still not zero: assume half a completion.
     return float(max(np.sqrt(variance.sum()) / prompts, 0.5 / (prompts * samples)))
 
@@ -248,16 +268,22 @@ class Evaluations:
 
     def _request(self, version: int, prompt_id: int, indices: list[int]) -> m.Generate:
         g, prompt = self._config.generation, self.prompts[prompt_id]
+        longest = g.thinking_budget_tokens[1], g.answer_budget_tokens
         run = self.running[self._names[prompt_id], version]
         if run.started is None:
             run.started = time.monotonic()
             self._metrics.sink.note("evaluating")
         return m.Generate(
             group=prompt_id, prompt_id=prompt_id, prompt=prompt.token_ids, indices=indices,
-            thinking_budgets=[g.thinking_budget_tokens[1]] * len(indices),
-            answer_budget=g.answer_budget_tokens, evaluation=version,
+            limits=[m.TurnLimits(*longest)] * len(indices), evaluation=version, task=prompt.task,
+            row=prompt.row if self._has_turns(prompt.task) else {},
             temperature=self._only.temperature if self._only else g.temperature,
         )  # fmt: skip
+
+    def _has_turns(self, name: str) -> bool:
+        """Return True for a task whose rollouts may have several turns; sets have single ones."""
+        task = self._config.tasks.get(name)
+        return task is not None and task.rollout != "single_turn"
 
     def _release(self, version: int, holders: list[GeneratorState], has_more: bool) -> None:
         """Let holders load newer versions that are not needed for this one any more."""
@@ -291,10 +317,33 @@ class Evaluations:
                 f" is made at step {newest}"
             )
 
+    def rollout_failed(self, failed: m.RolloutFailed, attempts: int) -> bool:
+        """Have a rollout made again; True: dropped, as its last attempt.
+
+        Raises:
+            RunError: it was dropped, and `megatron-rl evaluate` needs all completions.
+        """
+        run = self.running.get((self._names[failed.prompt_id], failed.evaluation))
+        if run is None:
+            return False  # it was moved to another version
+        key = failed.prompt_id, failed.index
+        run.failures[key] += 1
+        if run.failures[key] < attempts:
+            self.lost(failed.evaluation, failed.prompt_id, {failed.index})
+            return False
+        if self._only:
+            raise RunError(
+                f"completion {failed.index} of prompt {failed.prompt_id} failed"
+                f" {attempts} times (rollout.attempts): {failed.cause}: {failed.reason}"
+            )
+        run.dropped.add(key)
+        self._end(run)
+        return True
+
     def arrived(self, sample: m.Sample) -> None:
         """Count a completion."""
         self._run_of(sample).check_versions(sample)
-        self._metrics.evaluation_completion(sample.num_tokens)
+        self._metrics.evaluation_completion(sample.own_tokens)
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one of an evaluation writes its row."""
@@ -307,13 +356,17 @@ class Evaluations:
                 file.write(msgspec.json.encode(run.samples[sample.prompt_id, sample.index]) + b"\n")
         recorder, prompt = self._metrics.recorder, self.prompts[sample.prompt_id]
         recorder.evaluated(run.rows, run.name, prompt, sample, verdict)
-        if run.complete:
-            del self.running[run.name, run.step]
-            self._due.discard((run.name, run.step))
-            now = time.monotonic()
-            row = run.row(now - (run.started or now))
-            self._metrics.sink.write("sets" if run.name else "eval", row)
-            recorder.write("eval", run.step, run.rows)
+        self._end(run)
+
+    def _end(self, run: EvaluationRun) -> None:
+        if not run.complete:
+            return
+        del self.running[run.name, run.step]
+        self._due.discard((run.name, run.step))
+        now = time.monotonic()
+        row = run.row(now - (run.started or now))
+        self._metrics.sink.write("sets" if run.name else "eval", row)
+        self._metrics.recorder.write("eval", run.step, run.rows)
 
     def _run_of(self, sample: m.Sample) -> EvaluationRun:
         return self.running[self._names[sample.prompt_id], sample.evaluation]

@@ -58,9 +58,8 @@ STOP_SECONDS = 2.0
 class Orchestrator:
     """Dispatch, verification, batches, evaluations and state of one run.
 
-    The socket is a bound ROUTER, and the verifiers are started. `state` resumes a checkpoint;
-    `evaluate_only` evaluates the version that the generators start with, without a trainer.
-    `model_dir` and `trainer_node` are told to generators that join (`Welcome`).
+    The socket is a bound ROUTER, the verifiers run. `state` resumes a checkpoint, `evaluate_only`
+    evaluates the generators' first version, without a trainer. `Welcome` has the last two.
     """
 
     def __init__(
@@ -212,6 +211,8 @@ class Orchestrator:
                 self._receive_sample(sender, message)
             case m.Grown():
                 self._receive_beginning(sender, message)
+            case m.RolloutFailed():
+                self.membership.rollout_failed(sender, message)
             case m.Scores():
                 self.metrics.scored(message)
             case m.GeneratorStats():
@@ -369,9 +370,8 @@ class Orchestrator:
     def _record_step(self, done: m.StepDone) -> None:
         self.steps.record(self.groups.consume(done.step))
         self.metrics.step(done, self.verification.metrics)
-        request = self._score_requests.pop(done.step)
         holders = [g.name for g in self.generators if g.reads(done.step)]
-        if request.prompts and holders:
+        if (request := self._score_requests.pop(done.step)).prompts and holders:
             self.metrics.score_requested(done)
             self.connection.send(holders[0], request)
         self.evaluations.reach(self.groups.trained_steps)

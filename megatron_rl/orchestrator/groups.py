@@ -1,5 +1,6 @@
 """Groups: the completions of one prompt, and their queue from dispatch to training."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,23 +26,27 @@ class Group:
     """Beginnings of completions that have not arrived, by index."""
     losses: int = 0
     """Generators that were lost while they had it in work."""
+    failures: Counter[int] = field(default_factory=Counter)
+    """Times that a completion's tools, environment or agent failed, by index."""
+    dropped: set[int] = field(default_factory=set)
+    """Completions that are not made again after so many failures."""
     failed: bool = False
     """True if it was dropped after too many of them; it has only what was verified then."""
 
     @property
     def missing(self) -> list[int]:
         """Indices of the completions that have not arrived."""
-        return [i for i in range(self.size) if i not in self.samples]
+        return [i for i in range(self.size) if i not in self.samples and i not in self.dropped]
 
     @property
     def received(self) -> bool:
-        """True once every completion has arrived, verified or not."""
-        return len(self.samples) == self.size
+        """True once every completion has arrived, verified or not, or was dropped."""
+        return not self.missing
 
     @property
     def complete(self) -> bool:
-        """True once every completion is verified; also of a failed group."""
-        return self.failed or len(self.verdicts) == self.size
+        """True once every completion is verified or dropped; also of a failed group."""
+        return self.failed or len(self.verdicts) + len(self.dropped) == self.size
 
     @property
     def rewarded(self) -> list[Sample]:
@@ -172,6 +177,22 @@ class GroupQueue:
             return group
         self._returned.setdefault(index, set()).update(indices)
         return None
+
+    def rollout_failed(self, group: Group, index: int, attempts: int) -> bool:
+        """Put a completion back to the head of the queue; True: dropped, as its last attempt.
+
+        A group of which all completions are dropped has failed.
+        """
+        group.failures[index] += 1
+        group.begun.pop(index, None)
+        if group.failures[index] < attempts:
+            self._returned.setdefault(group.index, set()).add(index)
+            return False
+        group.dropped.add(index)
+        group.failed = len(group.dropped) == group.size
+        if group.complete:
+            self.verified(group)
+        return True
 
     def verified(self, group: Group) -> None:
         """Note a new verdict in the group."""

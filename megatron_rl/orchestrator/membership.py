@@ -97,6 +97,20 @@ class Membership:
         self._generators.leave(sender)
         self.let_go(self._generators[sender])
 
+    def rollout_failed(self, sender: str, failed: m.RolloutFailed) -> None:
+        """Have a rollout made again, or drop it; either way it is counted and gets no reward."""
+        generator, attempts = self._generators[sender], self._config.rollout.attempts
+        if not generator.took((failed.evaluation, failed.group), failed.index):
+            return
+        self.let_go(generator)
+        if failed.evaluation >= 0:
+            dropped = self._evaluations.rollout_failed(failed, attempts)
+        elif (group := self._groups.get(failed.group)) is None:
+            return  # it was dropped
+        else:
+            dropped = self._groups.rollout_failed(group, failed.index, attempts)
+        self._metrics.rollout_failed(failed, dropped)
+
     def let_go(self, generator: GeneratorState) -> None:
         """End a generator that is leaving and has returned its last completion."""
         if generator.standing is Standing.LEAVING and not generator.in_flight:

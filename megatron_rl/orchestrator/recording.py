@@ -8,7 +8,16 @@ import numpy as np
 
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
-from megatron_rl.messages import Generate, Sample, StepDone, float_bytes, floats, int_bytes, ints
+from megatron_rl.messages import (
+    ORIGINS,
+    Generate,
+    Sample,
+    StepDone,
+    float_bytes,
+    floats,
+    int_bytes,
+    ints,
+)
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.rollouts import MAX_PENDING, Decode, RolloutWriter
 from megatron_rl.orchestrator.batching import BuiltBatch, dropped_because
@@ -85,10 +94,14 @@ class Recorder:
         """Write the file of a step, with the trainer's results for its tokens, if it has them."""
         start, ratios, entropies = 0, floats(done.ratios), floats(done.entropies)
         for row in (row for row in self._rows if row["trained"] and done.ratios):
-            own = slice(start, start := start + len(row["token_ids"]) // 4)
-            ratio = ratios[own].copy()
-            ratio[row["forced_start"] : row["forced_end"]] = np.nan
-            row |= {"ratios": float_bytes(ratio), "entropies": float_bytes(entropies[own])}
+            # The trainer has none for the tokens of prompts.
+            origins = np.repeat(*np.array(row["origins"]).T)
+            held = origins != ORIGINS.index("prompt")
+            own = slice(start, start := start + int(held.sum()))
+            ratio, entropy = (np.full(len(origins), np.nan, "<f4") for _ in range(2))
+            ratio[held], entropy[held] = ratios[own], entropies[own]
+            ratio[origins != ORIGINS.index("sampled")] = np.nan
+            row |= {"ratios": float_bytes(ratio), "entropies": float_bytes(entropy)}
         assert start == len(ratios), f"step {done.step}: ratios of other tokens than its file's"
         self._flush()
 
@@ -124,7 +137,7 @@ class Recorder:
             "prompt_token_ids": int_bytes(prompt.token_ids), "group": sample.group,
             "index": sample.index, "token_ids": sample.token_ids, "logprobs": sample.logprobs,
             "versions": [(span.version, span.end - span.start) for span in sample.spans],
-            "forced_start": sample.forced[0], "forced_end": sample.forced[1],
+            "origins": [(ORIGINS.index(s.kind), s.end - s.start) for s in sample.segments],
             "finish_reason": sample.finish_reason, "verdict": verdict.outcome.value,
             "verdict_reason": verdict.reason,
             "lag_max": max((step - span.version for span in sample.spans), default=0),

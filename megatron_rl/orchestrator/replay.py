@@ -20,8 +20,8 @@ from megatron_rl.metrics.rollouts import read_rollouts, steps_of
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator.batching import TrainedSample, batch_of
 
-_ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "versions")
-_PLAIN = ["group", "index", "prompt_id", "forced_start", "forced_end", "finish_reason"]
+_ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "versions", "origins")
+_PLAIN = ["group", "index", "prompt_id", "finish_reason"]
 _PLAIN += ["advantage", "loss_weight", "trained"]
 
 
@@ -136,15 +136,21 @@ def recorded_batch(folder: Path, step: int, *, save: bool = False) -> m.Batch:
 
 
 def _trained_sample(row: dict[str, Any], prompt: Any, *arrays: Any) -> TrainedSample:
-    token_ids, logprobs, versions = arrays
-    starts = np.flatnonzero(np.diff(versions, prepend=-1)).tolist()
+    token_ids, logprobs, versions, origins = arrays
     sample = m.Sample(
         group=row["group"], index=row["index"], prompt_id=row["prompt_id"], evaluation=-1,
         token_ids=m.int_bytes(token_ids), logprobs=m.float_bytes(logprobs),
-        forced=(row["forced_start"], row["forced_end"]), finish_reason=row["finish_reason"],
-        spans=[m.VersionSpan(int(versions[i]), i, j) for i, j in pairwise([*starts, len(versions)])]
+        segments=[m.Segment(m.ORIGINS[kind], i, j) for kind, i, j in _runs(origins)],
+        spans=[m.VersionSpan(version, i, j) for version, i, j in _runs(versions)],
+        finish_reason=row["finish_reason"],
     )  # fmt: skip
     return TrainedSample(prompt.tolist(), sample, row["advantage"], row["loss_weight"])
+
+
+def _runs(values: Any) -> list[tuple[int, int, int]]:
+    """Return (value, start, end) of each run of equal values."""
+    starts = np.flatnonzero(np.diff(values, prepend=-1)).tolist()
+    return [(int(values[i]), i, j) for i, j in pairwise([*starts, len(values)])]
 
 
 class Replay:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class RunMetrics:
         self.engines_ready = 0
         """Generators that get work."""
         self._lost = 0  # generators since the last row
+        self._failed_rollouts, self._dropped_rollouts = Counter[str](), 0  # since the last row
         self.active_parameters = self.aborted = 0
         self.max_logprob_error = math.inf
         """Mean difference of both sides' log-probs that ends the run, in nats."""
@@ -171,6 +173,18 @@ class RunMetrics:
             " they had it in work (fleet.group_attempts)"
         )
 
+    def rollout_failed(self, failed: m.RolloutFailed, dropped: bool) -> None:
+        """Count a rollout that failed; write the event of one that is dropped, and print it."""
+        self._failed_rollouts[failed.cause] += 1
+        self._dropped_rollouts += dropped
+        if dropped:
+            row = {"prompt_ids": [failed.prompt_id], "reason": f"{failed.cause}: {failed.reason}"}
+            self._event("rollout_dropped", row)
+            self.sink.note(
+                f"completion {failed.index} of prompt {failed.prompt_id} is dropped after the"
+                f" failures of rollout.attempts: {failed.cause}: {failed.reason}"
+            )
+
     def _event(self, name: str, row: Row) -> None:
         self.sink.write("event", {"step": self.trained_steps, "event": name, **row})
 
@@ -234,6 +248,10 @@ class RunMetrics:
             "generators": self.engines_ready,
             "generators_lost": self._lost,
         }
+        if self._failed_rollouts:
+            row["rollouts_failed"] = dict(sorted(self._failed_rollouts.items()))
+            row["rollouts_dropped"] = self._dropped_rollouts
+        self._failed_rollouts, self._dropped_rollouts = Counter(), 0
         self._empty_batches = self._lost = 0
         self.trained_steps = done.step + 1
         alarms = self._alarms.check(row)

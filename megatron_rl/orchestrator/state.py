@@ -20,7 +20,7 @@ from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict
 
 FILE = "orchestrator.msgpack"
-FORMAT = "megatron_rl.orchestrator/6"
+FORMAT = "megatron_rl.orchestrator/7"
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +33,8 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Verdicts by completion; missing ones are computed again."""
     failed: bool = False
     """`Group.failed`."""
+    dropped: set[int] = set()
+    """`Group.dropped`."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,7 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
     return [
         SavedGroup(
             index=g.index, prompt_id=g.prompt_id, samples=g.ordered, verdicts=g.verdicts,
-            failed=g.failed,
+            failed=g.failed, dropped=g.dropped,
         ) for g in groups
     ]  # fmt: skip
 
@@ -72,7 +74,7 @@ def restored_groups(state: State, make: Callable[[int, int], Group], routed: boo
     """
     groups = [make(saved.index, saved.prompt_id) for saved in state.groups]
     for group, saved in zip(groups, state.groups, strict=True):
-        group.failed = saved.failed
+        group.failed, group.dropped = saved.failed, saved.dropped
         if all(bool(s.routes) == routed for s in saved.samples):
             group.samples = {s.index: s for s in saved.samples}
             group.verdicts = saved.verdicts

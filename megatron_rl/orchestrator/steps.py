@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 from megatron_rl import messages as m
 from megatron_rl.algorithm.curriculum import Curriculum
@@ -60,9 +61,15 @@ class StepBuilder:
         return m.Generate(
             group=group.index, prompt_id=group.prompt_id, indices=indices,
             prompt=self._prompt_ids[group.prompt_id], temperature=g.temperature,
-            thinking_budgets=[budgets[i] for i in indices], answer_budget=g.answer_budget_tokens,
+            limits=[m.TurnLimits(budgets[i], g.answer_budget_tokens) for i in indices],
+            task=group.task, row=self._row(group),
             begun={i: group.begun[i] for i in indices if i in group.begun},
         )  # fmt: skip
+
+    def _row(self, group: Group) -> dict[str, Any]:
+        """Return what several turns need of a prompt; nothing for a single turn."""
+        single = self._config.tasks[group.task].rollout == "single_turn"
+        return {} if single else self._prompts[group.prompt_id].row
 
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.

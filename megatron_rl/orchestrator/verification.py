@@ -9,7 +9,7 @@ from typing import Self
 
 from megatron_rl.data import Prompt
 from megatron_rl.messages import Sample, ints
-from megatron_rl.rewards import Verdict
+from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.task_verifiers import INLINE, make_verifier
 from megatron_rl.rewards.verifier_settings import VerifierSettings
@@ -59,8 +59,14 @@ class Verification:
         return {"verifier_waiting": len(self._running), **failures}
 
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
-        """Return the verdict on a completion, or its task, which may raise VerifierDown."""
-        text = self._decode(ints(sample.token_ids).tolist())
+        """Return the verdict on a completion, or its task, which may raise VerifierDown.
+
+        An environment's own verdict stands; else the task's verifier judges the last turn.
+        """
+        if sample.verdict is not None:
+            outcome, reason, reward = sample.verdict
+            return Verdict(Outcome(outcome), reason, reward)
+        text = self._decode(ints(sample.last_turn).tolist())
         if (verify := self._inline.get(prompt.kind)) is not None:
             return verify(text, prompt.gold, prompt.meta)
         assert self.pool is not None, f"no verifier was started for {prompt.kind}"

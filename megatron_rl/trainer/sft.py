@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     if rank == 0 and makes_start:
         shutil.rmtree(final, ignore_errors=True)
     if rank == 0 and at_random:
-        tiny.create(config.model, initial, save_tiny_tokenizer, seed=config.seed)
+        tools = any(task.tools for task in config.tasks.values())
+        save_tokenizer = partial(save_tiny_tokenizer, tools=tools)
+        tiny.create(config.model, initial, save_tokenizer, seed=config.seed)
     path = None if makes_start else checkpoint_folder.resume_from(config, rank)
     feed = _feed(config, initial, path) if rank == 0 else None
     dist.barrier(group=world.control_group())

@@ -15,10 +15,10 @@ import torch
 
 from megatron_rl import messages as m
 from megatron_rl.config import Algorithm
-from megatron_rl.generator.interruption import Completion, Interruption, SampledTokens
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rollouts.interruption import Completion, Interruption, SampledTokens
 from tests.sums import sum_error
 from tests.trainer.cases import gradients, run_config, world_of_one, write_model
 

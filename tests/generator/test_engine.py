@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from megatron_rl.generator.interruption import Completion
 from megatron_rl.messages import (
     Bucket,
     Manifest,
@@ -20,6 +19,7 @@ from megatron_rl.messages import (
     float_bytes,
     int_bytes,
 )
+from megatron_rl.rollouts.interruption import Completion
 from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.store import NONE
 from tests.generator import tiny_models

@@ -31,6 +31,7 @@ from megatron_rl.messages import (
     SaveState,
     ScoreRequest,
     Stop,
+    TurnLimits,
     UpdateWeights,
     VersionSpan,
     WeightsUpdated,
@@ -99,7 +100,7 @@ class FakeEngine:
             self.running -= 1
         return SimpleNamespace(
             token_ids=[thinking_budget], logprobs=[-0.5], forced=(0, 0),
-            spans=[VersionSpan(0, 0, 1)], finish_reason="stop",
+            spans=[VersionSpan(0, 0, 1)], finish_reason="stop", routes_NLK=None,
         )  # fmt: skip
 
     async def score(self, prompts, completions):
@@ -146,8 +147,8 @@ def config(**timeouts: float) -> RunConfig:
 
 
 def generate(group: int = 0, thinking: int = 10, temperature: float = 1.0, **more) -> Generate:
-    return Generate(group=group, prompt_id=0, prompt=[1], thinking_budgets=[thinking] * 8,
-                    indices=list(range(8)), answer_budget=4, temperature=temperature,
+    return Generate(group=group, prompt_id=0, prompt=[1], limits=[TurnLimits(thinking, 4)] * 8,
+                    indices=list(range(8)), temperature=temperature,
                     **more)  # fmt: skip
 
 
@@ -231,8 +232,9 @@ def test_what_another_generator_began_is_continued_under_its_own_index_and_budge
     async def conversation(it):
         await it.welcome()
         await it.send(
-            Generate(group=4, prompt_id=9, prompt=[1], thinking_budgets=[11, 12], indices=[5, 2],
-                     answer_budget=4, temperature=1.0, begun={2: begun})
+            Generate(group=4, prompt_id=9, prompt=[1], indices=[5, 2],
+                     limits=[TurnLimits(11, 4), TurnLimits(12, 4)], temperature=1.0,
+                     begun={2: begun})
         )  # fmt: skip
         samples = [await it.receive(Sample) for _ in range(2)]
         assert {(s.group, s.index, *ints(s.token_ids)) for s in samples} == {(4, 5, 11), (4, 2, 12)}

@@ -31,6 +31,7 @@ from megatron_rl.messages import (
     Stop,
     StoreMemory,
     TakeVersion,
+    TurnLimits,
     UpdateWeights,
     VersionTaken,
     WeightsUpdated,
@@ -156,7 +157,7 @@ def test_a_generator_on_another_node_serves_one_orchestrator_after_the_other(tmp
         for group in range(4):
             orchestrator.send(
                 Generate(group=group, prompt_id=10 + group, prompt=PROMPT, temperature=1.0,
-                         thinking_budgets=[50, 60, 55, 60], indices=[0, 1, 2, 3], answer_budget=8,
+                         limits=[TurnLimits(n, 8) for n in (50, 60, 55, 60)], indices=[0, 1, 2, 3],
                          evaluation=-1 if group < 3 else 5)
             )  # fmt: skip
         orchestrator.wait_for(Sample, 2)
@@ -188,8 +189,8 @@ def test_a_generator_on_another_node_serves_one_orchestrator_after_the_other(tmp
 
         # The next orchestrator, at another address, is joined with the same engine.
         orchestrator.send(
-            Generate(group=4, prompt_id=14, prompt=PROMPT, temperature=1.0, thinking_budgets=[60],
-                     indices=[0], answer_budget=8)
+            Generate(group=4, prompt_id=14, prompt=PROMPT, temperature=1.0,
+                     limits=[TurnLimits(60, 8)], indices=[0])
         )  # fmt: skip
         orchestrator.close()
         trainer.kill()
@@ -198,7 +199,7 @@ def test_a_generator_on_another_node_serves_one_orchestrator_after_the_other(tmp
         assert [p for p in engine if not p.is_running()] == [own_store]
         orchestrator.send(
             Generate(group=0, prompt_id=10, prompt=PROMPT, temperature=1.0,
-                     thinking_budgets=[50, 60], indices=[2, 5], answer_budget=8)
+                     limits=[TurnLimits(50, 8), TurnLimits(60, 8)], indices=[2, 5])
         )  # fmt: skip
         # It leaves with what is begun.
         process.send_signal(signal.SIGTERM)

@@ -40,7 +40,7 @@ def row(index=0, tokens=4, **values):
         "prompt_token_ids": np.arange(3, dtype="<i4").tobytes(), "token_ids": ids.tobytes(),
         "logprobs": logprobs.tobytes(), "versions": [(0, 1), (1, tokens - 1)],
         "ratios": np.exp(logprobs).tobytes(), "entropies": (-logprobs).tobytes(),
-        "forced_start": 0, "forced_end": 0, "finish_reason": "stop", "verdict": "correct",
+        "origins": [(0, tokens)], "finish_reason": "stop", "verdict": "correct",
         "verdict_reason": "", "reward": 1.0, "advantage": 0.5, "loss_weight": 0.25,
         "trained": True, "dropped_because": "", "lag_max": 1, "seconds_to_arrive": 1.5,
         "seconds_to_verify": 0.5, "unix_seconds": 1.7e9, **values,
@@ -69,7 +69,7 @@ def test_a_file_has_the_rows_with_their_types_and_the_meaning_of_each_column(tmp
     write(tmp_path, ("step", 1, rows))
     table = read_rollouts(tmp_path / "step_000001.parquet")
     assert table.schema == arrow_schema() and list(COLUMNS) == table.column_names
-    assert table.schema.metadata == {b"schema": b"megatron_rl.rollouts/2"}
+    assert table.schema.metadata == {b"schema": b"megatron_rl.rollouts/3"}
     for name, (_, doc) in COLUMNS.items():
         assert table.schema.field(name).metadata == {b"doc": doc.encode()}
     assert table.schema.field("logprobs").type == pyarrow.list_(pyarrow.float32())
@@ -79,7 +79,7 @@ def test_a_file_has_the_rows_with_their_types_and_the_meaning_of_each_column(tmp
     for want, got in zip(rows, table.to_pylist(), strict=True):
         ids = np.frombuffer(want["token_ids"], "<i4").tolist()
         versions = [v for v, n in want["versions"] for _ in range(n)]
-        arrays = {"token_ids": ids, "versions": versions}
+        arrays = {"token_ids": ids, "versions": versions, "origins": [0] * len(ids)}
         for name in ("logprobs", "ratios", "entropies"):
             given = want[name]
             arrays[name] = None if given is None else np.frombuffer(given, "<f4").tolist()
@@ -217,9 +217,11 @@ def test_other_files_are_refused(tmp_path):
 
 
 def old_file(path):
-    """Write a file of the schema before ratios and entropies."""
+    """Write a file of the schema before ratios, entropies and origins."""
     batch = record_batch([row(i, completion="old", kind="eval", set="old") for i in range(3)])
-    table = pyarrow.table(batch).drop_columns(["ratios", "entropies"])
+    table = pyarrow.table(batch).drop_columns(["ratios", "entropies", "origins"])
+    for name, value in (("forced_start", 1), ("forced_end", 3)):
+        table = table.append_column(name, pyarrow.array([value] * 3, "int32"))
     metadata = {"schema": "megatron_rl.rollouts/1"}
     parquet.write_table(table.replace_schema_metadata(metadata), path)
 
@@ -230,6 +232,7 @@ def test_an_older_file_is_read_without_its_missing_columns_and_added_to(tmp_path
     table = read_rollouts(path)
     assert table.schema == arrow_schema() and table["index"].to_pylist() == [0, 1, 2]
     assert table["ratios"].to_pylist() == table["entropies"].to_pylist() == [None] * 3
+    assert table["origins"].to_pylist() == [[0, 1, 1, 0]] * 3
     write(tmp_path, ("eval", 8, [row(4, kind="eval")]), resume_step=8)
     table = read_rollouts(tmp_path, ["entropies", "index", "completion"])
     assert table["index"].to_pylist() == [0, 1, 2, 4]

@@ -266,8 +266,8 @@ class Generator(Peer):
             m.Sample(
                 group=message.group, index=index, prompt_id=message.prompt_id,
                 evaluation=message.evaluation, token_ids=m.int_bytes(ids),
-                logprobs=m.float_bytes([-1.0] * n), forced=(0, 0), spans=spans,
-                finish_reason="stop",
+                logprobs=m.float_bytes([-1.0] * n), spans=spans,
+                segments=[m.Segment("sampled", 0, n)], finish_reason="stop",
             )
         )  # fmt: skip
 

@@ -1,14 +1,25 @@
+import itertools
+
 import numpy as np
 import pytest
 from msgspec import msgpack
 from msgspec.structs import replace
 
 from megatron_rl.config import Algorithm
-from megatron_rl.messages import Sample, VersionSpan, float_bytes, floats, int_bytes, ints
+from megatron_rl.messages import (
+    Sample,
+    Segment,
+    VersionSpan,
+    float_bytes,
+    floats,
+    int_bytes,
+    ints,
+)
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.orchestrator.state import SavedGroup, saved_groups
 from megatron_rl.rewards import Outcome, Verdict
+from tests.segments import segments
 
 
 def sample(index, tokens, *, group=0, forced=(0, 0), spans=None, finish="stop"):
@@ -19,7 +30,7 @@ def sample(index, tokens, *, group=0, forced=(0, 0), spans=None, finish="stop"):
         evaluation=-1,
         token_ids=int_bytes(range(10, 10 + tokens)),
         logprobs=float_bytes([-0.5 - index] * tokens),
-        forced=forced,
+        segments=segments(tokens, forced),
         spans=spans or [VersionSpan(3, 0, tokens)],
         finish_reason=finish,
     )
@@ -214,3 +225,44 @@ def test_the_constant_length_mean_ignores_how_long_completions_are():
     built = build([g], aggregation="constant", constant_length_tokens=50)
     weights = floats(built.batch.loss_weights)
     assert weights[weights > 0] == pytest.approx([1 / 100] * 5)
+
+
+def several_turns(index, *kinds, group=0, version=3):
+    """Return a completion whose segments have two tokens each."""
+    parts = [Segment(kind, 2 * i, 2 * i + 2) for i, kind in enumerate(kinds)]
+    whole = sample(index, 2 * len(kinds), group=group)
+    values = [-0.5 if kind == "sampled" else 0.0 for kind in kinds for _ in range(2)]
+    return replace(whole, segments=parts, logprobs=float_bytes(values))
+
+
+def test_given_tokens_have_no_weight_and_count_in_no_mean():
+    turns = several_turns(0, "sampled", "given", "sampled")
+    batch = build([group(0, [turns, sample(1, 4)], [True, False])]).batch
+    (first, *_), weights = ints(batch.prompt_lengths), floats(batch.loss_weights)
+    own = weights[first : first + 6]
+    assert own.tolist() == pytest.approx([1 / 8] * 2 + [0] * 2 + [1 / 8] * 2)
+    assert weights.sum() == pytest.approx(1)
+    assert ints(batch.versions)[first : first + 6].tolist() == [3, 3, -1, -1, 3, 3]
+
+
+def test_a_prompt_of_its_own_begins_a_sequence():
+    # [prompt A][turn] and, after a change of the history, [prompt B][turn given turn]
+    split = several_turns(0, "prompt", "sampled", "prompt", "sampled", "given", "sampled")
+    built = build([group(0, [split, sample(1, 2)], [True, False])])
+    batch, ids = built.batch, list(range(10, 22))
+    bounds = ints(batch.bounds).tolist()
+    rows = [ints(batch.token_ids)[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    assert rows[:2] == [ids[:4], ids[4:12]]
+    assert ints(batch.prompt_lengths).tolist()[:2] == [2, 2]
+    assert ints(batch.completion_indices).tolist() == [0, 0, 1]
+    weights = floats(batch.loss_weights)
+    assert (weights[:12] > 0).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert weights.sum() == pytest.approx(1) and built.metrics["tokens"] == 8
+
+
+def test_turns_after_the_questions_prompt_and_after_a_prompt_of_their_own():
+    split = several_turns(0, "sampled", "prompt", "sampled")
+    batch = build([group(0, [split, sample(1, 2)], [True, False])]).batch
+    first, second, _ = ints(batch.prompt_lengths).tolist()
+    rows = ints(batch.bounds).tolist()
+    assert second == 2 and rows[1] - rows[0] == first + 2 and rows[2] - rows[1] == 4

@@ -19,6 +19,7 @@ from megatron_rl.orchestrator.evaluation import (
 from megatron_rl.orchestrator.state import load_state
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator.peers import TWO_TASKS, prompt_set, run, small_config
+from tests.segments import segments
 
 
 def test_steps_are_even_in_the_logarithm_and_include_both_ends():
@@ -35,8 +36,8 @@ def completion(prompt, index, version=7, logprobs=(-1.0, -1.0), forced=(0, 0)):
     n = len(logprobs)
     return Sample(
         group=prompt, index=index, prompt_id=prompt, evaluation=7, token_ids=int_bytes([5] * n),
-        logprobs=float_bytes(logprobs), forced=forced, spans=[VersionSpan(version, 0, n)],
-        finish_reason="stop",
+        logprobs=float_bytes(logprobs), segments=segments(n, forced),
+        spans=[VersionSpan(version, 0, n)], finish_reason="stop",
     )  # fmt: skip
 
 

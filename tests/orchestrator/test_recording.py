@@ -23,6 +23,7 @@ from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.rewards import Outcome, Verdict
 from tests.orchestrator import peers
 from tests.orchestrator.peers import AtOnce, Generator, prompt_set, run, small_config
+from tests.segments import segments
 
 
 def recorder_of(config, folder, step=None):
@@ -164,7 +165,8 @@ def test_a_row_that_is_trained_has_the_trainers_results_for_its_tokens(tmp_path,
     class Forcing(Generator):
         async def send(self, message):
             if isinstance(message, m.Sample) and message.num_tokens > 2:
-                message = msgspec.structs.replace(message, forced=(1, 3))
+                given = segments(message.num_tokens, (1, 3))
+                message = msgspec.structs.replace(message, segments=given)
             await super().send(message)
 
     monkeypatch.setattr(peers, "Trainer", Scoring)
@@ -177,11 +179,11 @@ def test_a_row_that_is_trained_has_the_trainers_results_for_its_tokens(tmp_path,
         if not row["trained"]:
             assert row["ratios"] is row["entropies"] is None
             continue
-        start, end = row["forced_start"], row["forced_end"]
-        forced += end - start
+        sampled = np.array(row["origins"]) == 0
+        forced += np.sum(~sampled)
         ratios, ids = np.array(row["ratios"]), np.array(row["token_ids"])
-        assert np.isnan(ratios[start:end]).all()
-        assert (np.delete(ratios, slice(start, end)) == np.delete(ids, slice(start, end))).all()
+        assert (np.isnan(ratios) == ~sampled).all()
+        assert (ratios[sampled] == ids[sampled]).all()
         assert row["entropies"] == (-ids).tolist()
     assert forced > 0
 
@@ -265,7 +267,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path, monk
 def sample(group, index, finish="stop"):
     return m.Sample(
         group=group, index=index, prompt_id=0, evaluation=-1, token_ids=m.int_bytes([index]),
-        logprobs=m.float_bytes([-1.0]), forced=(0, 0), spans=[m.VersionSpan(0, 0, 1)],
+        logprobs=m.float_bytes([-1.0]), segments=segments(1), spans=[m.VersionSpan(0, 0, 1)],
         finish_reason=finish,
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_a_resumed_mixture_draws_the_same_prompts(tmp_path):
 def test_a_state_of_another_format_is_refused(tmp_path):
     run(two_tasks(), directory=tmp_path, save_before=2, stop_before=2)
     path = tmp_path / "orchestrator.msgpack"
-    path.write_bytes(path.read_bytes().replace(b"orchestrator/6", b"orchestrator/4"))
+    path.write_bytes(path.read_bytes().replace(b"orchestrator/7", b"orchestrator/4"))
     with pytest.raises(ConfigError, match="this version reads"):
         load_state(tmp_path, "fingerprint", 3)
 

@@ -23,6 +23,7 @@ from megatron_rl.rewards.verifier_settings import RewardValues, VerifierSettings
 from tests.orchestrator import rewards
 from tests.orchestrator.peers import Late, run, small_config, verify
 from tests.rewards.conftest import children
+from tests.segments import segments
 
 FIRST_EVEN = f"{rewards.PATH}:first_even"
 SLOW = f"{rewards.PATH}:slow_first_even"
@@ -212,7 +213,7 @@ def test_rewards_are_plus_and_minus_one_from_the_math_verifier_to_the_batch():
             evaluation=-1,
             token_ids=int_bytes([i]),
             logprobs=float_bytes([-0.5]),
-            forced=(0, 0),
+            segments=segments(1),
             spans=[VersionSpan(0, 0, 1)],
             finish_reason="stop",
         )
@@ -244,7 +245,7 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
         kind, gold, meta = "exact", "5", {}
 
     class Sample:
-        token_ids = int_bytes([1])
+        verdict, last_turn = None, int_bytes([1])
 
     verdict = verification.start(Prompt, Sample)
     assert isinstance(verdict, Verdict) and verdict.outcome is Outcome.CORRECT

@@ -21,6 +21,7 @@ from megatron_rl.models.packing import RowLayout
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Verdict, verify_exact
 from megatron_rl.trainer.batch import batch_of_examples, divide
+from tests.segments import segments
 
 ENGINE_NOISE = 1e-4
 
@@ -91,7 +92,7 @@ class Rollouts:
             evaluation=-1,
             token_ids=m.int_bytes(ids),
             logprobs=m.float_bytes(noisy),
-            forced=forced,
+            segments=segments(len(ids), forced),
             spans=[m.VersionSpan(version, 0, len(ids))],
             finish_reason="length" if index == 2 and group % 3 == 0 else "stop",
         )

@@ -27,6 +27,7 @@ from megatron_rl.orchestrator.recording import Recorder
 from megatron_rl.orchestrator.replay import plan_replay, recorded_batch
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.trainer.model import Policy
+from tests.segments import segments
 from tests.trainer.cases import ODD_VOCABULARY, run_config, world_of_one, write_model
 from tests.trainer.replay_worker import LAYOUTS
 from tests.workers import run_ranks
@@ -47,7 +48,7 @@ def sample(step: int, group: int, index: int) -> m.Sample:
         group=group, index=index, prompt_id=group, evaluation=-1,
         token_ids=m.int_bytes(rng.integers(0, ODD_VOCABULARY, n)),
         logprobs=m.float_bytes(rng.normal(-3.4, 0.3, n)),
-        forced=(1, 3) if index % 3 == 2 else (0, 0),
+        segments=segments(n, (1, 3) if index % 3 == 2 else (0, 0)),
         spans=[m.VersionSpan(older, 0, 2), m.VersionSpan(step, 2, n)],
         finish_reason="length" if index == 3 else "stop",
     )  # fmt: skip
@@ -172,7 +173,7 @@ def test_the_files_have_ratio_and_entropy_of_each_trained_token(
         policy = torch.log_softmax(logits, -1)
         new = policy.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0].numpy()
         ratios = np.exp(new - np.array(row["logprobs"]))
-        ratios[row["forced_start"] : row["forced_end"]] = np.nan
+        ratios[np.array(row["origins"]) > 0] = np.nan
         assert row["ratios"] == pytest.approx(ratios.tolist(), rel=2.5e-4, nan_ok=True)
         entropies = -(policy.exp() * policy).sum(-1)
         assert row["entropies"] == pytest.approx(entropies.tolist(), rel=2.5e-4)

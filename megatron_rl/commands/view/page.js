@@ -232,7 +232,6 @@ function drawStrip() {
     return sample;
   }));
   $("strip").replaceChildren();
-  const forced = [value("forced_start", picked), value("forced_end", picked)];
   const more = at => {
     const part = document.createDocumentFragment(), stop = Math.min(end, at + SOME_TOKENS);
     for (let token = at; token < stop; token++) {
@@ -242,8 +241,8 @@ function drawStrip() {
         part.lastChild.title = `token ${token - from + size} of the prompt: id ${a.vocabulary[word]}`;
         continue;
       }
-      const position = token - from, isForced = position >= forced[0] && position < forced[1];
-      const span = make("span", tokenText(a.tokens[token]), isForced ? "token forced" : "token");
+      const origin = head.origins[a.origins[token]];
+      const span = make("span", tokenText(a.tokens[token]), `token ${origin}`);
       span.dataset.token = token;
       span.style.background = of(values[token]);
       part.append(span);
@@ -261,12 +260,12 @@ function tellToken(event) {
   if (!span) return;
   const token = Number(span.dataset.token), ratios = a.ratios?.[token] ?? head.nan;
   const entropy = a.entropies?.[token] ?? head.nan;
-  if (!span.classList.contains("prompt")) span.title =
+  if (token >= 0) span.title =
     `token ${token - begin(picked)}: id ${a.vocabulary[a.tokens[token]]}, ` +
     `weight version ${a.versions[token]}, log-prob ${nats(a.logprobs[token])} nats` +
     (ratios === head.nan ? "" : `, ratio ${ratio(ratios)}`) +
     (entropy === head.nan ? "" : `, entropy ${nats(entropy)} nats`) +
-    (span.classList.contains("forced") ? ", forced" : "");
+    (a.origins[token] ? `, ${head.origins[a.origins[token]]}, not sampled` : "");
   $("hover").textContent = `${span.title}: ${JSON.stringify(span.textContent)}`;
 }
 function alike(names) {

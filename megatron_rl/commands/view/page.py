@@ -8,6 +8,7 @@ types and lengths of the arrays), and the arrays one after the other, little-end
     column:<name>           float64 [rows], null as NaN; or int32 [rows], index of a text or -1
     token_ends              where the tokens of each row end [rows]
     tokens, versions        index in the vocabulary, and weight version [all tokens]
+    origins                 index in `message_parts.ORIGINS` [all tokens]
     logprobs                in steps of `LOGPROB_STEP` [all tokens]
     ratios, entropies       logarithm, and entropy, in the same steps [all tokens]; not there if no
                             row has them
@@ -30,6 +31,7 @@ import pyarrow.compute as pc
 import yaml
 from tokenizers import Tokenizer
 
+from megatron_rl.messages import ORIGINS
 from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS
 from megatron_rl.metrics.terminal import UNSEEN
@@ -75,6 +77,7 @@ def encode(table: Any, tokenizer: Any = None) -> tuple[dict[str, Any], dict[str,
     arrays["token_ends"] = _packed(np.cumsum(lengths))
     arrays["tokens"], arrays["prompt_tokens"] = map(_packed, np.split(used, [len(tokens)]))
     arrays["versions"] = _packed(_per_token(table, "versions", lengths))
+    arrays["origins"] = _per_token(table, "origins", lengths).astype(np.uint8)
     arrays["logprobs"] = _steps(_per_token(table, "logprobs", lengths))
     if table["ratios"].null_count < table.num_rows:
         with np.errstate(divide="ignore"):
@@ -99,7 +102,7 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
     from megatron_rl.scaling.plot import COLORS
 
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
-    shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern}
+    shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern, "origins": ORIGINS}
     text = json.dumps(shown).replace("<", "\\u003c")
     data = base64.b64encode(zlib.compress(raw)).decode()
     return fill(_TEMPLATE, _CODE, HEAD=text, DATA=data)

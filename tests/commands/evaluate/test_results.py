@@ -15,6 +15,7 @@ from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.messages import Sample, int_bytes
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.scaling.io import read
+from tests.segments import segments
 
 WRONG = Verdict(Outcome.WRONG, "")
 
@@ -187,7 +188,7 @@ def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -
                 evaluation=0,
                 token_ids=int_bytes(ids),
                 logprobs=b"",
-                forced=(0, 0),
+                segments=segments(len(ids)),
                 spans=[],
                 finish_reason="length",
             ),

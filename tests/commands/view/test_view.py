@@ -48,7 +48,7 @@ def row(index, **values):
         "logprobs": logprobs.tobytes(), "versions": [(1, 2), (3, tokens - 2)],
         "ratios": np.linspace(0.5, 1.5, tokens).astype("<f4").tobytes(),
         "entropies": np.linspace(0.0, 2.0, tokens).astype("<f4").tobytes(),
-        "forced_start": 1, "forced_end": 2, "finish_reason": "stop",
+        "origins": [(0, 1), (1, 1), (0, tokens - 2)], "finish_reason": "stop",
         "verdict": "wrong" if index % 2 else "correct", "verdict_reason": "", "reward": 1.0,
         "advantage": None, "loss_weight": 0.25, "trained": True, "dropped_because": "",
         "lag_max": 2, "seconds_to_arrive": 1.5, "seconds_to_verify": 0.5, "unix_seconds": 1.7e9,

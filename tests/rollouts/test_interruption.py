@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megatron_rl.generator.interruption import (
+from megatron_rl.messages import Partial, VersionSpan, float_bytes, int_bytes, ints
+from megatron_rl.rollouts.interruption import (
     BLOCK,
     Completion,
     EndMarker,
     Interruption,
     SampledTokens,
 )
-from megatron_rl.messages import Partial, VersionSpan, float_bytes, int_bytes, ints
 
 EOS, END = 2, 5
 PHRASE = [8, 9, END]

@@ -1,0 +1,1 @@
+"""From a prompt to its completions: single turns with interruption, tools, environments."""

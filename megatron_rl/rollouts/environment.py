@@ -1,0 +1,93 @@
+"""Rollouts in an environment, and with tools, which are one."""
+
+from typing import Any
+
+from megatron_rl.config import RunConfig
+from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rollouts.chat import ChatTemplate, Message
+from megatron_rl.rollouts.environments.host import EnvironmentHost
+from megatron_rl.rollouts.rollout import Rollout, RolloutPolicy, RolloutPrompt
+from megatron_rl.rollouts.tool_calls import CallParser
+from megatron_rl.rollouts.tool_environment import PATH, load_tool
+from megatron_rl.rollouts.turns import Parse, TurnReply, converse
+
+CUT_TOKENS = 32
+
+
+class EnvironmentRollouts:
+    """The rollout function of a task with an environment: `async with ... as function`.
+
+    Raises:
+        ValueError: a tool cannot be imported or has no schema, or the chat template changes earlier
+            turns, and `rollout.history` is `refuse`.
+    """
+
+    def __init__(self, config: RunConfig, task: str, tokenizer: Any) -> None:
+        settings, self._rollout = config.tasks[task], config.rollout
+        path, options = settings.environment, settings.environment_options
+        tools: list[dict[str, Any]] = []
+        if settings.rollout == "tools":
+            sandbox = config.verifier.sandbox.model_dump(mode="json")
+            # A token is at least one character; the last ones say how much was cut.
+            characters = max(self._rollout.tool_result_tokens - CUT_TOKENS, 1)
+            options = {
+                "tools": list(settings.tools),
+                "sandbox": sandbox,
+                "output_characters": characters,
+            }
+            path, limits = PATH, (config.verifier.sandbox, characters)
+            tools = [load_tool(tool, *limits).schema for tool in settings.tools]
+            CallParser(self._rollout.tool_parser, tokenizer, tools)  # which it may not know
+        self._host = EnvironmentHost(path, options, self._rollout)
+        think_start = config.generation.think_start
+        self._template = ChatTemplate(tokenizer, self._rollout.history, think_start)
+        self._template.check(tools)
+        self._tokenizer = tokenizer
+
+    async def __aenter__(self) -> "EnvironmentRollouts":
+        """Start the environment's processes.
+
+        Raises:
+            RolloutError: the environment cannot be imported.
+        """
+        await self._host.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._host.__aexit__(*raised)
+
+    async def __call__(self, prompt: RolloutPrompt, policy: RolloutPolicy) -> Rollout:
+        """Have the policy act in one episode."""
+        async with self._host.episode(prompt.row) as episode:
+            opening = await episode.reset()
+            parse: Parse = self._without_tools
+            if opening.tools:
+                parse = CallParser(self._rollout.tool_parser, self._tokenizer, opening.tools)
+            total, rewarded = 0.0, False
+
+            async def respond(message: Message) -> TurnReply:
+                nonlocal total, rewarded
+                step = await episode.step(message)
+                if step.reward is not None:
+                    total, rewarded = total + step.reward, True
+                verdict = None
+                if step.done and rewarded:
+                    outcome = Outcome.CORRECT if total > 0 else Outcome.WRONG
+                    verdict = Verdict(outcome, step.reason, total)
+                calls = len(message.get("tool_calls") or [])
+                return TurnReply(step.messages, step.done, step.reward, verdict, calls)
+
+            return await converse(
+                opening.messages,
+                opening.tools,
+                policy=policy,
+                limits=prompt.limits,
+                template=self._template,
+                settings=self._rollout,
+                parse=parse,
+                respond=respond,
+            )
+
+    def _without_tools(self, text: str, token_ids: list[int]) -> Message:
+        content = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": content}

@@ -1,0 +1,160 @@
+"""A rollout function: from a prompt to its completion, in one turn of the policy or in many.
+
+    async def rollout(prompt: RolloutPrompt, policy: RolloutPolicy) -> Rollout
+
+It runs in the generator's process, where its engine is. Token ids come from the engine and are
+never encoded again: turn n + 1 begins with the exact ids of turn n. A function that cannot finish
+raises `RolloutError`: the rollout is made again, then dropped and counted, and never gets a reward.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_rl.messages import Partial, Segment, TurnLimits, VersionSpan
+from megatron_rl.models.routed_experts import RoutedExperts
+from megatron_rl.rewards import Verdict
+from megatron_rl.rollouts.interruption import Completion
+
+
+class RolloutError(RuntimeError):
+    """A tool, an environment or an agent failed: no fault of the policy, and no reward.
+
+    `cause` is one of a few words (`timed out`, `raised`, `died`, `flooded`, ...) by which failures
+    are counted; the message has the rest.
+    """
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPrompt:
+    """The start of a rollout."""
+
+    token_ids: list[int]
+    """The question under the model's chat template, without tools; it opens the policy's turn."""
+    limits: TurnLimits
+    """Of each turn."""
+    task: str = ""
+    """Name of the task, which has the settings of the rollout (`tasks.<name>` of the run)."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """`messages` (the turns of the question), `gold` and `meta`; empty for a single turn."""
+    evaluation: bool = False
+    """True if nothing of it is trained."""
+    begun: Partial | None = None
+    """A single turn that another engine had begun."""
+    grown: Callable[[int, Partial], None] | None = None
+    """Takes what a single turn has grown by, now and then."""
+
+
+class RolloutPolicy(Protocol):
+    """The policy as a rollout function sees it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, with transformers' interface."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence that the engine takes, prompt and all turns."""
+
+    @property
+    def forced_tokens(self) -> int:
+        """Most tokens that are forced into a turn."""
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        limits: TurnLimits,
+        *,
+        begun: Partial | None = None,
+        grown: Callable[[int, Partial], None] | None = None,
+    ) -> Completion:
+        """Sample one turn after these tokens, under the interruption rule.
+
+        Raises:
+            ValueError: tokens and limits exceed `max_tokens`, or `begun` cannot be continued.
+        """
+
+
+RolloutFunction = Callable[[RolloutPrompt, RolloutPolicy], Awaitable["Rollout"]]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """The tokens of a rollout with their origins, grown turn by turn."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """All tokens after the question's prompt; those of a `prompt` segment are among them."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-prob of each token at sampling time; 0.0 for tokens that were not sampled."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Weight versions, without gaps; tokens that were not sampled belong to a neighbor's."""
+    segments: list[Segment] = field(default_factory=list)
+    """Origins, without gaps."""
+    finish_reason: Literal["", "stop", "length"] = ""
+    """`length`: a budget of tokens or turns was used up."""
+    verdict: Verdict | None = None
+    """The environment's own; None: the task's verifier judges the last turn."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each of the policy's turns, for `rollout.credit: turn`; empty without them."""
+    tool_calls: int = 0
+    """Calls that the policy made, failed ones included."""
+    routes_NLK: RoutedExperts | None = None
+    """Routed experts of the question's prompt and all tokens, as far as they are known."""
+
+    @property
+    def turns(self) -> int:
+        """Number of the policy's turns."""
+        return turns(self.segments)
+
+    def prompt(self, token_ids: Sequence[int]) -> None:
+        """Begin a sequence of its own: what follows is sampled after these tokens alone."""
+        self._append("prompt", token_ids)
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of a tool, an environment or the chat template."""
+        self._append("given", token_ids)
+
+    def add(self, turn: Completion) -> None:
+        """Append a turn of the policy."""
+        offset, (first, end) = len(self.token_ids), turn.forced
+        length = len(turn.token_ids)
+        parts: tuple[tuple[Any, int, int], ...] = (("sampled", 0, length),)
+        if end:
+            parts = ("sampled", 0, first), ("forced", first, end), ("sampled", end, length)
+        self.segments += [Segment(k, offset + a, offset + b) for k, a, b in parts if a < b]
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        for span in turn.spans:
+            begin = offset + span.start if self.spans else 0
+            self._extend_spans(span.version, begin, offset + span.end)
+        self.finish_reason = turn.finish_reason  # type: ignore[assignment]
+        if turn.routes_NLK is not None:
+            held = turn.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
+            self.routes_NLK = np.concatenate([held, turn.routes_NLK[len(held) :]])
+
+    def _append(self, kind: Any, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.segments.append(Segment(kind, start, end))
+        if self.spans:
+            self._extend_spans(self.spans[-1].version, start, end)
+
+    def _extend_spans(self, version: int, start: int, end: int) -> None:
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version, start, end))
+
+
+def turns(segments: Sequence[Segment]) -> int:
+    """Return the number of the policy's turns: runs of sampled and forced segments."""
+    own = [s.kind in ("sampled", "forced") for s in segments]
+    return sum(here and not before for before, here in zip([False, *own], own, strict=False))
