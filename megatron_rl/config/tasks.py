@@ -29,14 +29,26 @@ class Task(Section):
     seed: NonNegativeInt | None = None
     """Seed of the questions and of their split; default: the `seed` of the run."""
     rollout: str = "single_turn"
-    """Rollout function, from a prompt to a completion: `single_turn`, `tools`, `environment`, or
-    the import path `package.module:function` of one."""
+    """Rollout function, from a prompt to a completion: `single_turn`, `tools`, `environment`,
+    `agent`, or the import path `package.module:function` of one."""
     tools: tuple[str, ...] = ()
     """Tools of `rollout: tools`: `python`, or import paths `package.module:function`."""
     environment: str = ""
     """Environment of `rollout: environment`: `package.module:Class`, or `verifiers:NAME`."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
+    agent: str = ""
+    """Agent of `rollout: agent`: import path `package.module:function` of a function that talks
+    with the policy by an OpenAI client, `agent(base_url, api_key, row)`, and returns the reward."""
+
+    @model_validator(mode="after")
+    def _names_its_rollout(self) -> Self:
+        names = {"tools": self.tools, "environment": self.environment, "agent": self.agent}
+        if self.rollout in names and not names[self.rollout]:
+            raise ValueError(
+                f"rollout is {self.rollout!r}, and {self.rollout} is empty: give import paths"
+            )
+        return self
 
 
 class ArithmeticTask(Task):

@@ -161,10 +161,13 @@ def read_rollouts(path: str | Path, columns: Sequence[str] | None = None) -> Any
             name = (file.schema_arrow.metadata or {}).get(b"schema", b"none").decode()
             if name not in _READ:
                 raise MetricsError(f"{one}: schema {name!r}, expected {SCHEMA!r}")
-            given = file.read(columns if name == SCHEMA else None)
+            older = name != SCHEMA and "origins" in names
+            given = file.read(
+                [*names, "token_ids", "forced_start", "forced_end"] if older else names
+            )
         nulls = {f.name: pyarrow.nulls(len(given), f.type) for f in wanted}
         arrays = nulls | dict(zip(given.column_names, given.columns, strict=True))
-        if name != SCHEMA:
+        if older:
             arrays["origins"] = pyarrow.array(_forced_origins(given), schema.field("origins").type)
         tables.append(pyarrow.table([arrays[name] for name in names], schema=wanted))
     return pyarrow.concat_tables(tables or [wanted.empty_table()])

@@ -10,6 +10,7 @@ from megatron_rl.rollouts.single_turn import single_turn
 
 SINGLE_TURN = "single_turn"
 ENVIRONMENTS = ("tools", "environment")
+AGENT = "agent"
 
 
 async def rollout_function(
@@ -30,13 +31,27 @@ async def rollout_function(
         from megatron_rl.rollouts.environment import EnvironmentRollouts
 
         return await stack.enter_async_context(EnvironmentRollouts(config, task, tokenizer))
-    module, _, attribute = name.partition(":")
+    key = config.task_key(task)
+    if name == AGENT:
+        from megatron_rl.rollouts.endpoint.agent import AgentRollout
+        from megatron_rl.rollouts.endpoint.server import Endpoint
+
+        agent = _imported(config.tasks[task].agent, f"{key}.agent")
+        g = config.generation
+        endpoint = Endpoint(config.rollout, temperature=g.temperature, think_start=g.think_start)
+        await endpoint.start()
+        stack.push_async_callback(endpoint.stop)
+        return AgentRollout(agent, endpoint)
+    function: RolloutFunction = _imported(name, f"{key}.rollout")
+    return function
+
+
+def _imported(path: str, key: str) -> Any:
+    module, _, attribute = path.partition(":")
     try:
-        function: RolloutFunction = getattr(import_module(module), attribute)
+        return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         raise ValueError(
-            f"{config.task_key(task)}.rollout is {name!r}: {e}; give {SINGLE_TURN},"
-            f" {', '.join(ENVIRONMENTS)}, or the import path `package.module:function` of a rollout"
-            " function that the generators can import"
+            f"{key} is {path!r}: {e}; give the import path `package.module:function` of a function"
+            " that the generators can import"
         ) from e
-    return function

@@ -49,14 +49,18 @@ class CallParser:
         # A parser keeps what it has streamed, so that each turn takes a new one.
         parser = self._parser(self._tokenizer, self._request.tools)
         parsed = parser.extract_tool_calls(text.removesuffix(self._eos), self._request)
-        message: Message = {"role": "assistant", "content": parsed.content or ""}
-        if parsed.tool_calls:
-            message["tool_calls"] = [
+        if not parsed.tool_calls:
+            content = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": content}
+        return {
+            "role": "assistant",
+            "content": parsed.content or "",
+            "tool_calls": [
                 {
                     "id": f"call{next(self._numbers):05d}",
                     "type": "function",
                     "function": {"name": c.function.name, "arguments": c.function.arguments},
                 }
                 for c in parsed.tool_calls
-            ]
-        return message
+            ],
+        }

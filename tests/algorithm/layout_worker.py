@@ -22,6 +22,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
 from megatron_rl.rewards import Outcome, Verdict
+from tests.segments import segments
 from tests.trainer.cases import ODD_VOCABULARY, absolute_terms, distances, gradients, run_config
 
 PLAIN = {"parallel__distributed_optimizer": False}
@@ -98,7 +99,7 @@ def groups(order: list[int] | None = None) -> tuple[list[Group], dict[int, list[
                 evaluation=-1,
                 token_ids=m.int_bytes(rng.integers(*own, n)),
                 logprobs=m.float_bytes(rng.normal(-3.43, 0.2, n)),
-                forced=(1, 2) if i == 1 else (0, 0),
+                segments=segments(n, (1, 2) if i == 1 else (0, 0)),
                 spans=[m.VersionSpan(0, 0, n)],
                 finish_reason="length" if (number, i) == (1, 3) else "stop",
             )

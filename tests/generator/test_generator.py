@@ -55,7 +55,7 @@ class FakeEngine:
     made: list[FakeEngine] = []
     fails_to_start = False
     hangs = False
-    routes = None
+    routes = tokenizer = None
     cores = ()
 
     def __init__(self, config, index, model_dir):

@@ -139,7 +139,7 @@ def test_examples_run_by_bash_and_by_python_with_their_configuration_and_options
     (package / "__init__.py").touch()
     (package / "cli.py").write_text("def main(arguments):\n    print(*arguments)\n")
     scripts = sorted(EXAMPLES.glob("*.sh"))
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     for script in scripts:
         for interpreter in ("bash", sys.executable):
             done = subprocess.run(

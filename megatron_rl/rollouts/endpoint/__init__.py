@@ -1,0 +1,1 @@
+"""The policy as an OpenAI endpoint: an agent that knows only a `base_url` is trained."""

@@ -1,0 +1,256 @@
+"""A session of the endpoint: the conversation of one agent with the policy, kept for training.
+
+The agent sees text; ids, log-probs and weight versions of every turn stay here, in a `Rollout`. A
+request that continues the conversation is appended to the exact ids of the turns before it.
+"""
+
+import asyncio
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.rollout_settings import RolloutSettings
+from megatron_rl.messages import TurnLimits
+from megatron_rl.rollouts.chat import ChatTemplate, History, HistoryError
+from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
+from megatron_rl.rollouts.tool_calls import CallParser
+
+
+class RequestRefused(ValueError):
+    """A request that the agent must not make (HTTP 400); its session is as it was before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAnswer:
+    """The answer to a request."""
+
+    message: dict[str, Any]
+    """Of OpenAI's chat API: `role`, `content`, `tool_calls`."""
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Session:
+    """One agent's conversation. Requests are answered one at a time; others wait for their turn."""
+
+    def __init__(
+        self,
+        policy: RolloutPolicy,
+        limits: TurnLimits,
+        settings: RolloutSettings,
+        think_start: str = "",
+    ) -> None:
+        """Begin without a conversation: the first request has it; `limits` are of each turn."""
+        self.id = uuid.uuid4().hex
+        self.rollout = Rollout()
+        self.failure: Exception | None = None
+        """Why the rollout cannot be used, whatever the agent makes of it."""
+        self.used_up = False
+        """True if a request was refused because no turn or no token was left."""
+        self._policy, self._limits, self._settings = policy, limits, settings
+        self._template = ChatTemplate(policy.tokenizer, settings.history, think_start)
+        self._history: History | None = None
+        self._known: list[dict[str, Any]] = []
+        self._asked: list[dict[str, Any]] = []
+        self._tools: list[dict[str, Any]] | None = None
+        self._context: list[int] = []
+        self._new: tuple[bool, list[int]] = (False, [])
+        self._reply: PolicyAnswer | None = None
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._working: set[asyncio.Task[Any]] = set()
+
+    async def complete(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        longest: int | None = None,
+    ) -> PolicyAnswer:
+        """Answer with a turn of the policy.
+
+        It has at most `longest` tokens, a forced phrase not counted. The last request once more
+        gets the answer that it had: its client had lost it.
+
+        Raises:
+            RequestRefused: the session has ended, nothing is left of its budgets, or the messages
+                do not continue the conversation and `rollout.history` is `refuse`.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            async with self._lock:
+                return await self._complete(messages, tools, longest)
+        except RequestRefused:
+            raise
+        except Exception as e:
+            self.failure = e  # the rollout function raises it
+            raise
+        finally:
+            self._working.discard(task)
+
+    def close(self) -> None:
+        """Answer nothing more; requests in flight are cancelled."""
+        self._closed = True
+        for task in self._working:
+            task.cancel()
+
+    async def _complete(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        longest: int | None,
+    ) -> PolicyAnswer:
+        if self._closed or self.failure is not None:
+            reason = f": {self.failure}" if self.failure else ""
+            raise RequestRefused(f"session {self.id} has ended{reason}")
+        try:
+            compared = [comparable(m) for m in messages]
+        except (AttributeError, KeyError, TypeError) as e:
+            raise RequestRefused(f"a message is not one of the chat API: {e!r}") from e
+        same = self._history is not None and compared == self._asked and tools == self._tools
+        if same and self._reply is not None:
+            return self._reply
+        if self.rollout.turns >= self._settings.max_turns:
+            self._use_up(f"its {self._settings.max_turns} turns (rollout.max_turns)")
+        if not same:
+            self._take(messages, compared, tools)
+        begins, new = self._new
+        context = new if begins else self._context + new
+        limits = self._turn_limits(len(context), longest)
+        turn = await self._policy.generate(context, limits)
+        if self._closed:
+            raise RequestRefused(f"session {self.id} has ended")
+        # Nothing was recorded before this line: a request that was cancelled can be made again.
+        (self.rollout.prompt if begins else self.rollout.give)(new)
+        self.rollout.add(turn)
+        self._context = context + turn.token_ids
+        message = self._message(turn.token_ids, tools)
+        calls = message.get("tool_calls", [])
+        self.rollout.tool_calls += len(calls)
+        assert self._history is not None
+        self._history.answer(list(turn.token_ids), for_template(message))
+        self._known = [*compared, comparable(message)]
+        reason = "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
+        self._reply = PolicyAnswer(message, reason, len(context), len(turn.token_ids))
+        return self._reply
+
+    def _take(
+        self,
+        messages: Sequence[dict[str, Any]],
+        compared: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
+        """Take new messages: a continuation, or a conversation of its own."""
+        known, history = self._known, self._history
+        count = len(known)
+        waiting = history is not None and self._reply is None  # its request was cancelled
+        follows = compared[:count] == known and len(compared) > count and tools == self._tools
+        try:
+            if history is not None and follows and not waiting:
+                extension = history.extend([for_template(m) for m in messages[count:]])
+                self._new = extension.starts_over, list(extension.token_ids)
+            else:
+                if self.rollout.turns and self._settings.history == "refuse":
+                    raise HistoryError(
+                        "the messages (or the tools) do not continue the conversation: its"
+                        f" {count} messages must come first and as they were. With"
+                        " rollout.history: split, what follows is trained as a sequence of its own"
+                    )
+                self._history = History(self._template, [for_template(m) for m in messages], tools)
+                self._new = True, list(self._history.prompt)
+        except HistoryError as e:
+            self.failure = RolloutError("history", f"session {self.id}: {e}")
+            raise RequestRefused(str(e)) from e
+        self._asked, self._tools, self._reply = compared, tools, None
+
+    def _turn_limits(self, context: int, longest: int | None) -> TurnLimits:
+        """Return the limits of a turn after so many tokens."""
+        space = self._policy.max_tokens - 1 - self._policy.forced_tokens - context
+        if space < 2:
+            self._use_up(
+                f"the longest sequence of {self._policy.max_tokens} tokens (rollout.max_tokens);"
+                f" the conversation has {context}"
+            )
+        return lowered(self._limits, space if longest is None else min(space, longest))
+
+    def _use_up(self, what: str) -> None:
+        self.used_up = True
+        self.rollout.finish_reason = "length"
+        raise RequestRefused(f"session {self.id} has used up {what}")
+
+    def _message(self, token_ids: list[int], tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+        decode = self._policy.tokenizer.decode
+        if not tools:
+            return {"role": "assistant", "content": decode(token_ids, skip_special_tokens=True)}
+        parser = CallParser(self._settings.tool_parser, self._policy.tokenizer, tools)
+        return parser(decode(token_ids, skip_special_tokens=False), token_ids)
+
+
+def lowered(limits: TurnLimits, longest: int) -> TurnLimits:
+    """Return the limits, in proportion if they are longer than `longest` tokens together.
+
+    Thinking keeps at least one token: the interruption rule cannot begin without.
+    """
+    total = limits.thinking + limits.answer
+    if total <= longest:
+        return limits
+    thinking = min(longest, max(1, longest * limits.thinking // total)) if limits.thinking else 0
+    return TurnLimits(thinking, longest - thinking)
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the API as chat templates take it: text, and arguments as mappings.
+
+    Raises:
+        RequestRefused: it has something other than text.
+    """
+    result = {k: message[k] for k in ("role", "tool_call_id", "name") if message.get(k) is not None}
+    result["content"] = _text(message.get("content"))
+    if message.get("tool_calls"):
+        result["tool_calls"] = [
+            {
+                "id": call.get("id"),
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": _arguments(call["function"].get("arguments")),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+    return result
+
+
+def comparable(message: dict[str, Any]) -> dict[str, Any]:
+    """Return what makes a message the same as another one, however its client writes it."""
+    plain = for_template(message)
+    functions = [call["function"] for call in plain.get("tool_calls", [])]
+    return {
+        "role": plain["role"],
+        "content": plain["content"],
+        "tool_calls": [(f["name"], json.dumps(f["arguments"], sort_keys=True)) for f in functions],
+        "tool_call_id": plain.get("tool_call_id"),
+    }
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if any(part.get("type") != "text" for part in content):
+        kinds = sorted({str(part.get("type")) for part in content})
+        raise RequestRefused(f"a message has content of type {', '.join(kinds)}; give text only")
+    return "".join(part["text"] for part in content)
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except json.JSONDecodeError as e:
+        raise RequestRefused(f"arguments of a tool call are no JSON: {e}") from e
