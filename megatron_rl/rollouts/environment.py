@@ -75,7 +75,7 @@ class EnvironmentRollouts:
                     outcome = Outcome.CORRECT if total > 0 else Outcome.WRONG
                     verdict = Verdict(outcome, step.reason, total)
                 calls = len(message.get("tool_calls") or [])
-                return TurnReply(step.messages, step.done, step.reward, verdict, calls)
+                return TurnReply(step.messages, step.done, verdict, calls)
 
             return await converse(
                 opening.messages,

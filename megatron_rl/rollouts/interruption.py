@@ -151,7 +151,7 @@ class Completion:
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
         for span in spans:
-            self._extend_spans(span.version, offset + span.start, offset + span.end)
+            extend_spans(self.spans, span.version, offset + span.start, offset + span.end)
         if self._answer_start < 0:
             self._search(cut=sampled.finish_reason == "length")
         self._finish(sampled.finish_reason)
@@ -180,7 +180,7 @@ class Completion:
             missing = self.interruption.phrase[length - start :]
             self.token_ids += missing
             self.logprobs += [0.0] * len(missing)
-            self._extend_spans(self.spans[-1].version, length, self._answer_start)
+            extend_spans(self.spans, self.spans[-1].version, length, self._answer_start)
 
     def _finish(self, reason: str) -> None:
         if self.interruption is None:
@@ -199,10 +199,12 @@ class Completion:
         elif self._answer_start >= 0 and len(self.token_ids) == answer_end:
             self.finish_reason = "length"
 
-    def _extend_spans(self, version: int, start: int, end: int) -> None:
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, end))
+
+def extend_spans(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
+    """Append a span, as a part of the last one if that is of the same version."""
+    if spans and spans[-1].version == version:
+        start = spans.pop().start
+    spans.append(VersionSpan(version, start, end))
 
 
 def _agree(count: int, logprobs: Sequence[float], spans: Sequence[VersionSpan]) -> bool:

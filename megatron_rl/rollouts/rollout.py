@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.messages import Partial, Segment, TurnLimits, VersionSpan
 from megatron_rl.models.routed_experts import RoutedExperts
 from megatron_rl.rewards import Verdict
-from megatron_rl.rollouts.interruption import Completion
+from megatron_rl.rollouts.interruption import Completion, extend_spans
 
 
 class RolloutError(RuntimeError):
@@ -100,8 +100,6 @@ class Rollout:
     """`length`: a budget of tokens or turns was used up."""
     verdict: Verdict | None = None
     """The environment's own; None: the task's verifier judges the last turn."""
-    turn_rewards: list[float] = field(default_factory=list)
-    """Reward of each of the policy's turns, for `rollout.credit: turn`; empty without them."""
     tool_calls: int = 0
     """Calls that the policy made, failed ones included."""
     routes_NLK: RoutedExperts | None = None
@@ -132,7 +130,7 @@ class Rollout:
         self.logprobs += turn.logprobs
         for span in turn.spans:
             begin = offset + span.start if self.spans else 0
-            self._extend_spans(span.version, begin, offset + span.end)
+            extend_spans(self.spans, span.version, begin, offset + span.end)
         self.finish_reason = turn.finish_reason  # type: ignore[assignment]
         if turn.routes_NLK is not None:
             held = turn.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
@@ -146,12 +144,7 @@ class Rollout:
         self.logprobs += [0.0] * len(token_ids)
         self.segments.append(Segment(kind, start, end))
         if self.spans:
-            self._extend_spans(self.spans[-1].version, start, end)
-
-    def _extend_spans(self, version: int, start: int, end: int) -> None:
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, end))
+            extend_spans(self.spans, self.spans[-1].version, start, end)
 
 
 def turns(segments: Sequence[Segment]) -> int:

@@ -19,8 +19,6 @@ class TurnReply:
     """Messages for the policy, whose next turn follows."""
     done: bool = False
     """True if the turn was the last one."""
-    reward: float | None = None
-    """Of the turn."""
     verdict: Verdict | None = None
     """Of the whole rollout, at its end; None: the task's verifier judges the last turn."""
     tool_calls: int = 0
@@ -68,8 +66,6 @@ async def converse(
         message = parse(text, turn.token_ids)
         reply = await respond(message)
         rollout.tool_calls += reply.tool_calls
-        if reply.reward is not None:
-            rollout.turn_rewards.append(reply.reward)
         if reply.done:
             rollout.verdict = reply.verdict
             return rollout
