@@ -1,5 +1,7 @@
 """Parts of messages: tokens of completions, weight versions, and the memory of stores."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, get_args
 
 import msgspec
@@ -29,6 +31,26 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     kind: Origin
     start: int
     end: int
+
+
+def turn_ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Return the tokens `[start, end)` of each turn of the policy, with what was forced into it."""
+    ranges: list[tuple[int, int]] = []
+    own = False
+    for s in segments:
+        before, own = own, s.kind in ("sampled", "forced")
+        if own:
+            ranges.append((ranges.pop()[0] if before else s.start, s.end))
+    return ranges
+
+
+def sequence_ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Return the tokens `[start, end)` of each sequence of a rollout.
+
+    A sequence begins with its own prompt, but the first one may follow the question's prompt.
+    """
+    starts = [0, *(s.start for s in segments if s.kind == "prompt" and s.start)]
+    return list(pairwise([*starts, segments[-1].end])) if segments else []
 
 
 class TurnLimits(msgspec.Struct, frozen=True, array_like=True):

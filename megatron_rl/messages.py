@@ -29,6 +29,8 @@ from megatron_rl.message_parts import float_bytes as float_bytes
 from megatron_rl.message_parts import floats as floats
 from megatron_rl.message_parts import int_bytes as int_bytes
 from megatron_rl.message_parts import ints as ints
+from megatron_rl.message_parts import sequence_ranges as sequence_ranges
+from megatron_rl.message_parts import turn_ranges as turn_ranges
 
 PROTOCOL = 8
 TRAINER = "trainer"
@@ -190,8 +192,10 @@ class Sample(Message):
     """`stop`, or `length` if truncated."""
     verdict: tuple[str, str, float | None] | None = None
     """`rewards.Outcome`, reason and reward by an environment; None: the task's verifier judges."""
-    routes: bytes = b""
-    """Routed experts of all tokens (`models.routed_experts`) for `algorithm.routing_replay`."""
+    turn_rewards: list[float] = []
+    """The environment's reward of each turn, which are parts of that of the whole."""
+    routes: list[bytes] = []
+    """For `algorithm.routing_replay`: routed experts (`models.routed_experts`) of each sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -217,11 +221,7 @@ class Sample(Message):
     @property
     def last_turn(self) -> bytes:
         """int32: ids of the policy's last turn, with what was forced into it."""
-        start = end = self.num_tokens
-        for segment in reversed(self.segments):
-            if segment.kind not in ("sampled", "forced"):
-                break
-            start = segment.start
+        start, end = (turn_ranges(self.segments) or [(0, 0)])[-1]
         return self.token_ids[4 * start : 4 * end]
 
 
@@ -331,7 +331,7 @@ class Batch(Message):
     probe: list[int] = []
     """Sequences whose log-probs the trainer returns in `StepDone.probe_logprobs`."""
     routes: list[bytes] = []
-    """`Sample.routes` of each sequence, empty without them: one field of MessagePack ends at 4 GiB.
+    """Routed experts of each sequence, empty without them: one field of MessagePack ends at 4 GiB.
     """
     stop: bool = False
     """All steps are trained; the batch is empty."""

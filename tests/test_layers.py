@@ -14,6 +14,7 @@ from tests.source import PACKAGE, ROOT, cycles, imports, imports_of, module_of, 
 # first: a layer imports earlier ones only.
 LAYERS = {
     "files": "",
+    "import_path": "",
     "liveness": "files",
     "section": "",
     "message_parts": "",
@@ -25,7 +26,7 @@ LAYERS = {
     # A loss is the section of the configuration that names it; so are a recipe's and a verifier's.
     "algorithm": "section",
     "recipes": "section",
-    "rewards": "section",
+    "rewards": "import_path section",
     "config": "files section algorithm recipes rewards",
     "compat": "",
     "kernels": "",
@@ -36,7 +37,7 @@ LAYERS = {
     "orchestrator": (
         "files run_lock config messages delivery compat algorithm data rewards metrics"
     ),
-    "rollouts": "config messages rewards models",
+    "rollouts": "import_path config messages rewards models",
     "generator": (
         "files liveness run_lock config messages orchestrator_connection compat models weights"
         " rollouts"

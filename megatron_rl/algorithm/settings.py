@@ -42,6 +42,10 @@ class Algorithm(Section):
     `constant` divides the sum of each completion by a constant length."""
     constant_length_tokens: PositiveInt | None = None
     """Length for `aggregation: constant`; default: that of the longest possible completion."""
+    credit: Literal["rollout", "turn"] = "rollout"
+    """The reward of a rollout counts for all of its turns, or (`turn`) each turn has an advantage
+    of its own, of the rewards from it on (an environment's), over the group's turns of the same
+    number."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """Baseline of a reward: the mean of its group, or the mean of the others in the group."""
     advantage_normalization: Literal["batch", "prompt", "none"] = "batch"

@@ -105,7 +105,7 @@ class RunConfig(Section):
         # A token is at least one character, so the phrase's length bounds its tokens.
         turn = g.completion_tokens + len(g.interruption_phrase)
         single = g.max_prompt_tokens + turn
-        if all(task.rollout == "single_turn" for task in self.tasks.values()):
+        if all(task.is_single_turn for task in self.tasks.values()):
             return single
         several = g.max_prompt_tokens + r.max_turns * (turn + r.tool_result_tokens)
         return max(single, r.max_tokens or several)

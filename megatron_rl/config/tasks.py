@@ -41,6 +41,11 @@ class Task(Section):
     """Agent of `rollout: agent`: import path `package.module:function` of a function that talks
     with the policy by an OpenAI client, `agent(base_url, api_key, row)`, and returns the reward."""
 
+    @property
+    def is_single_turn(self) -> bool:
+        """True if a rollout is one turn after the question's prompt."""
+        return self.rollout == "single_turn"
+
     @model_validator(mode="after")
     def _names_its_rollout(self) -> Self:
         names = {"tools": self.tools, "environment": self.environment, "agent": self.agent}

@@ -143,11 +143,13 @@ class RolloutCalls:
         self._send(m.Grown(group=group, index=index, start=start, rest=rest))
 
     def _sample(self, request: m.Generate, index: int, rollout: Rollout) -> m.Sample:
-        routes, verdict = b"", rollout.verdict
-        if self._engine.routes is not None and rollout.routes_NLK is not None:
-            has_own_prompt = rollout.segments[0].kind == "prompt"
-            tokens = len(rollout.token_ids) + (0 if has_own_prompt else len(request.prompt))
-            routes = self._engine.routes.encoded(rollout.routes_NLK, tokens)
+        routes, verdict = list[bytes](), rollout.verdict
+        if self._engine.routes is not None and rollout.routes:
+            lengths = [end - start for start, end in m.sequence_ranges(rollout.segments)]
+            if rollout.segments[0].kind != "prompt":
+                lengths[0] += len(request.prompt)
+            known = zip(rollout.routes, lengths, strict=True)
+            routes = [self._engine.routes.encoded(r, tokens) for r, tokens in known]
         return m.Sample(
             group=request.group,
             index=index,
@@ -159,6 +161,7 @@ class RolloutCalls:
             spans=rollout.spans,
             finish_reason=rollout.finish_reason,
             verdict=(verdict.outcome.value, verdict.reason, verdict.reward) if verdict else None,
+            turn_rewards=rollout.turn_rewards,
             routes=routes,
         )
 

@@ -6,12 +6,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_rl.algorithm.advantages import advantages as group_advantages
+from megatron_rl.algorithm.advantages import Returns, by_turn, turn_advantages, turn_returns
 from megatron_rl.algorithm.aggregation import token_weights
 from megatron_rl.algorithm.length_control import length_penalty
 from megatron_rl.config import Algorithm
-from megatron_rl.messages import Batch, Sample, ScoreRequest, floats, int_bytes, ints
+from megatron_rl.messages import (
+    Batch,
+    Sample,
+    ScoreRequest,
+    floats,
+    int_bytes,
+    ints,
+    sequence_ranges,
+    turn_ranges,
+)
 from megatron_rl.orchestrator.groups import Group
 
 LONG_COMPLETION_TOKENS = 16
@@ -29,8 +39,8 @@ class BuiltBatch:
     metrics: dict[str, Any]
     probe: ScoreRequest
     """Request for the generator's log-probs of the sequences of `batch.probe`."""
-    trained: dict[tuple[int, int], tuple[float, float]]
-    """(group, index) of each completion in it -> its advantage and loss weight."""
+    trained: dict[tuple[int, int], tuple[tuple[float, ...], float]]
+    """(group, index) of each completion in it -> its advantages and loss weight."""
     teaches: bool
     """False if the gradient is zero: a step would move the weights by Adam's momentum alone."""
 
@@ -41,13 +51,16 @@ class TrainedSample:
 
     prompt: list[int]
     sample: Sample
-    advantage: float
+    advantages: tuple[float, ...]
+    """Of each turn, or one of all turns."""
     loss_weight: float
     """Of each sampled token."""
     start: int = 0
     """First token after the prompt."""
     end: int | None = None
     """End of its tokens; None: that of the completion."""
+    sequence: int = 0
+    """Number of the part."""
 
     @property
     def part(self) -> slice:
@@ -58,6 +71,16 @@ class TrainedSample:
     def num_tokens(self) -> int:
         """Tokens after the prompt."""
         return self.part.stop - self.start
+
+    def token_advantages(self) -> NDArray[np.float64]:
+        """Return [tokens of the completion]: each has its turn's; 0 between turns of their own."""
+        if len(self.advantages) == 1:
+            return np.full(self.sample.num_tokens, self.advantages[0])
+        values = np.zeros(self.sample.num_tokens)
+        turns = turn_ranges(self.sample.segments)
+        for (start, end), advantage in zip(turns, self.advantages, strict=True):
+            values[start:end] = advantage
+        return values
 
 
 def build_batch(
@@ -91,16 +114,16 @@ def build_batch(
         prompts=[t.prompt for t in probed],
         completions=[ints(t.sample.token_ids)[t.part].tolist() for t in probed],
     )
-    teaches = any(
-        t.loss_weight and (abs(t.advantage) > ZERO_ADVANTAGE or algorithm.has_other_terms)
-        for t in trained
-    )
-    values = {(t.sample.group, t.sample.index): (t.advantage, t.loss_weight) for t in trained}
+    differs = any(t.loss_weight and max(map(abs, t.advantages)) > ZERO_ADVANTAGE for t in trained)
+    teaches = differs or (algorithm.has_other_terms and any(t.loss_weight for t in trained))
+    values = {(t.sample.group, t.sample.index): (t.advantages, t.loss_weight) for t in trained}
     return BuiltBatch(batch, kept, metrics, request, values, teaches)
 
 
 def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
     """Return the batch of these completions, in their order; `flags` are other fields of it."""
+    for t in trained:
+        check_lengths(t.sample)
     trained = [one for t in trained for one in sequences(t)]
     bounds = np.cumsum([0, *(len(t.prompt) + t.num_tokens for t in trained)])
     return Batch(
@@ -108,7 +131,7 @@ def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
         bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
         prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
         completion_indices=int_bytes([t.sample.index for t in trained]),
-        routes=[t.sample.routes for t in trained if t.sample.routes],
+        routes=[t.sample.routes[t.sequence] for t in trained if t.sample.routes],
         **_token_arrays(trained, bounds), **flags,
     )  # fmt: skip
 
@@ -119,17 +142,13 @@ def sequences(trained: TrainedSample) -> list[TrainedSample]:
     Example: of tokens `[a b | c d e | f g]`, whose second segment is a prompt, `a b` after the
     question's prompt, and `f g` after `c d e`.
     """
-    prompts = [s for s in trained.sample.segments if s.kind == "prompt"]
-    if not prompts:
-        return [trained]
+    own = {s.start: s.end for s in trained.sample.segments if s.kind == "prompt"}
     ids = ints(trained.sample.token_ids)
-    ends = [*(s.start for s in prompts[1:]), trained.sample.num_tokens]
-    parts = [
-        replace(trained, prompt=ids[s.start : s.end].tolist(), start=s.end, end=end)
-        for s, end in zip(prompts, ends, strict=True)
-    ]
-    if prompts[0].start:
-        parts.insert(0, replace(trained, end=prompts[0].start))
+    parts = []
+    for number, (begin, end) in enumerate(sequence_ranges(trained.sample.segments)):
+        start = own.get(begin, begin)
+        prompt = ids[begin:start].tolist() if begin in own else trained.prompt
+        parts.append(replace(trained, prompt=prompt, start=start, end=end, sequence=number))
     return parts
 
 
@@ -152,9 +171,8 @@ def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str,
     advantages, logprobs, weights = (np.zeros(bounds[-1], "<f4") for _ in range(3))
     for t, start, end in zip(trained, bounds[:-1], bounds[1:], strict=True):
         first, part, given = start + len(t.prompt), t.part, ~t.sample.sampled()[t.part]
-        check_lengths(t.sample)
         ids[start:first], ids[first:end] = t.prompt, ints(t.sample.token_ids)[part]
-        advantages[first:end], weights[first:end] = t.advantage, t.loss_weight
+        advantages[first:end], weights[first:end] = t.token_advantages()[part], t.loss_weight
         logprobs[first:end] = floats(t.sample.logprobs)[part]
         for span in t.sample.spans:
             begin, stop = max(span.start - part.start, 0), max(span.end - part.start, 0)
@@ -170,32 +188,30 @@ def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str,
 def _trained_samples(
     groups: list[Group], kept: list[Group], prompts: dict[int, list[int]], algorithm: Algorithm
 ) -> list[TrainedSample]:
-    def rewards(group: Group) -> np.ndarray:
-        samples = baseline_samples(group, algorithm)
-        verified = np.array([group.reward(s) for s in samples], dtype=np.float64)
-        return verified + _penalties(group, samples, algorithm)
+    def returns(group: Group) -> list[Returns]:
+        return _returns(group, algorithm, penalized=True)
 
     dropped = [g for g in groups if is_dropped(g, algorithm) and baseline_samples(g, algorithm)]
-    advantages = group_advantages(
-        [rewards(g) for g in kept],
+    advantages = turn_advantages(
+        [returns(g) for g in kept],
         algorithm.advantage_normalization,
         baseline=algorithm.advantage_baseline,
-        others=[rewards(g) for g in dropped] if algorithm.advantage_std_over == "all" else [],
+        others=[returns(g) for g in dropped] if algorithm.advantage_std_over == "all" else [],
     )
     pairs = [
         [
-            (sample, float(advantage))
-            for sample, advantage in zip(baseline_samples(g, algorithm), values, strict=True)
+            (sample, values)
+            for sample, values in zip(baseline_samples(g, algorithm), of_group, strict=True)
             if algorithm.truncated == "train" or sample.finish_reason != "length"
         ]
-        for g, values in zip(kept, advantages, strict=True)
+        for g, of_group in zip(kept, advantages, strict=True)
     ]
     counts = [np.array([s.count("sampled") for s, _ in p], dtype=np.int64) for p in pairs]
     weights = token_weights(counts, algorithm.aggregation, algorithm.constant_length_tokens)
     return [
-        TrainedSample(prompts[group.prompt_id], sample, advantage, float(weight))
+        TrainedSample(prompts[group.prompt_id], sample, values, float(weight))
         for group, group_pairs, group_weights in zip(kept, pairs, weights, strict=True)
-        for (sample, advantage), weight in zip(group_pairs, group_weights, strict=True)
+        for (sample, values), weight in zip(group_pairs, group_weights, strict=True)
     ]
 
 
@@ -213,7 +229,22 @@ def is_dropped(group: Group, algorithm: Algorithm) -> bool:
 
 
 def _rewards_differ(group: Group, algorithm: Algorithm) -> bool:
-    return len({group.reward(s) for s in baseline_samples(group, algorithm)}) > 1
+    columns = by_turn(_returns(group, algorithm))
+    return any(len(set(column)) > 1 for column in columns)
+
+
+def _returns(group: Group, algorithm: Algorithm, *, penalized: bool = False) -> list[Returns]:
+    """Return the rewards of the group's baseline from each turn on, or of each rollout."""
+    samples = baseline_samples(group, algorithm)
+    rewards = np.array([group.reward(s) for s in samples], dtype=np.float64)
+    if penalized:
+        rewards += _penalties(group, samples, algorithm)
+    if algorithm.credit == "rollout":
+        return [(reward,) for reward in rewards.tolist()]
+    return [
+        turn_returns(reward, s.turn_rewards, len(turn_ranges(s.segments)))
+        for reward, s in zip(rewards.tolist(), samples, strict=True)
+    ]
 
 
 def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
@@ -276,10 +307,16 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     rewards = [r for g in groups for s in g.ordered if (r := g.reward(s)) is not None]
     verdicts = Counter(v.outcome.value for g in groups for v in g.verdicts.values())
     failures = Counter(v.reason for g in groups for v in g.verdicts.values() if not v.passed)
+    # A single turn has only its own tokens.
+    talks = [s for s in samples if s.num_tokens > s.own_tokens]
+    turns: list[float] = [len(turn_ranges(s.segments)) for s in talks]
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
         "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
         "completion_tokens_mean": [s.own_tokens for s in samples],
+        "turns_mean": turns,
+        "several_turns_fraction": [n > 1 for n in turns],
+        "given_tokens_mean": [s.count("given") for s in talks],
     }
     return {
         **{name: float(np.mean(values)) for name, values in means.items() if values},

@@ -108,7 +108,7 @@ class EvaluationRun:
             m.floats(sample.logprobs)[sample.sampled()],
         )
         self.surprisals[key] = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
-        self.samples[key] = msgspec.structs.replace(sample, logprobs=b"", routes=b""), verdict
+        self.samples[key] = msgspec.structs.replace(sample, logprobs=b"", routes=[]), verdict
 
     @property
     def complete(self) -> bool:
@@ -283,7 +283,7 @@ class Evaluations:
     def _has_turns(self, name: str) -> bool:
         """Return True for a task whose rollouts may have several turns; sets have single ones."""
         task = self._config.tasks.get(name)
-        return task is not None and task.rollout != "single_turn"
+        return task is not None and not task.is_single_turn
 
     def _release(self, version: int, holders: list[GeneratorState], has_more: bool) -> None:
         """Let holders load newer versions that are not needed for this one any more."""

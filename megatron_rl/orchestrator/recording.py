@@ -70,12 +70,13 @@ class Recorder:
         for group in groups if self._writer or due else ():
             for sample in group.ordered:
                 because = dropped_because(group, sample, built, self._config.algorithm)
-                advantage, weight = built.trained.get((group.index, sample.index), (None, None))
+                advantages, weight = built.trained.get((group.index, sample.index), ((), None))
                 row = self._row(
                     prompts[group.prompt_id], sample, group.verdicts[sample.index], step
                 )
                 row |= {"kind": "train", "set": "", "reward": group.reward(sample)}
-                row |= {"advantage": advantage, "loss_weight": weight}
+                row |= {"advantage": next(iter(advantages), None), "loss_weight": weight}
+                row["turn_advantages"] = float_bytes(advantages) if len(advantages) > 1 else None
                 rows.append(row | {"trained": not because, "dropped_because": because})
             for index in range(group.size):
                 self._notes.pop((-1, group.index, index), None)

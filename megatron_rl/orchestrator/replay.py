@@ -22,7 +22,7 @@ from megatron_rl.orchestrator.batching import TrainedSample, batch_of
 
 _ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "versions", "origins")
 _PLAIN = ["group", "index", "prompt_id", "finish_reason"]
-_PLAIN += ["advantage", "loss_weight", "trained"]
+_PLAIN += ["advantage", "turn_advantages", "loss_weight", "trained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,8 @@ def _trained_sample(row: dict[str, Any], prompt: Any, *arrays: Any) -> TrainedSa
         spans=[m.VersionSpan(version, i, j) for version, i, j in _runs(versions)],
         finish_reason=row["finish_reason"],
     )  # fmt: skip
-    return TrainedSample(prompt.tolist(), sample, row["advantage"], row["loss_weight"])
+    advantages = tuple(row["turn_advantages"] or [row["advantage"]])
+    return TrainedSample(prompt.tolist(), sample, advantages, row["loss_weight"])
 
 
 def _runs(values: Any) -> list[tuple[int, int, int]]:

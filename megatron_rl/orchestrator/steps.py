@@ -68,7 +68,7 @@ class StepBuilder:
 
     def _row(self, group: Group) -> dict[str, Any]:
         """Return what several turns need of a prompt; nothing for a single turn."""
-        single = self._config.tasks[group.task].rollout == "single_turn"
+        single = self._config.tasks[group.task].is_single_turn
         return {} if single else self._prompts[group.prompt_id].row
 
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:

@@ -1,7 +1,6 @@
 """Task kinds and their verifiers; runs inside a worker."""
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+from megatron_rl.import_path import imported
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
@@ -89,15 +89,10 @@ def load_function(path: str) -> Callable[..., Any]:
     `def` or `async def`. A bool is correct or wrong; a number is the reward itself, and correct
     above 0. An exception stops the run. Raises `VerifierDown` if there is no such function.
     """
-    module, colon, name = path.partition(":")
-    if not colon:
-        raise VerifierDown(f"reward function {path!r}: write it as `package.module:function`")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-        raise VerifierDown(f"reward function {path!r}: {e}; is it on PYTHONPATH?") from e
-    if not callable(function):
-        raise VerifierDown(f"reward function {path!r}: not callable")
+        function: Callable[..., Any] = imported(path)
+    except ValueError as e:
+        raise VerifierDown(f"reward function {e}") from e
     return function
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config import RunConfig
-from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rollouts.chat import ChatTemplate, Message
 from megatron_rl.rollouts.environments.host import EnvironmentHost
 from megatron_rl.rollouts.rollout import Rollout, RolloutPolicy, RolloutPrompt
@@ -37,12 +38,14 @@ class EnvironmentRollouts:
             }
             path, limits = PATH, (config.verifier.sandbox, characters)
             tools = [load_tool(tool, *limits).schema for tool in settings.tools]
-            CallParser(self._rollout.tool_parser, tokenizer, tools)  # which it may not know
         self._host = EnvironmentHost(path, options, self._rollout)
         think_start = config.generation.think_start
         self._template = ChatTemplate(tokenizer, self._rollout.history, think_start)
         self._template.check(tools)
         self._tokenizer = tokenizer
+        self._parsers: dict[bytes, CallParser] = {}
+        if tools:
+            self._parser(tools)  # which vLLM may not know
 
     async def __aenter__(self) -> "EnvironmentRollouts":
         """Start the environment's processes.
@@ -62,20 +65,12 @@ class EnvironmentRollouts:
             opening = await episode.reset()
             parse: Parse = self._without_tools
             if opening.tools:
-                parse = CallParser(self._rollout.tool_parser, self._tokenizer, opening.tools)
-            total, rewarded = 0.0, False
+                parse = self._parser(opening.tools)
 
             async def respond(message: Message) -> TurnReply:
-                nonlocal total, rewarded
                 step = await episode.step(message)
-                if step.reward is not None:
-                    total, rewarded = total + step.reward, True
-                verdict = None
-                if step.done and rewarded:
-                    outcome = Outcome.CORRECT if total > 0 else Outcome.WRONG
-                    verdict = Verdict(outcome, step.reason, total)
                 calls = len(message.get("tool_calls") or [])
-                return TurnReply(step.messages, step.done, verdict, calls)
+                return TurnReply(step.messages, step.done, step.reward, step.reason, calls)
 
             return await converse(
                 opening.messages,
@@ -87,6 +82,13 @@ class EnvironmentRollouts:
                 parse=parse,
                 respond=respond,
             )
+
+    def _parser(self, tools: list[dict[str, Any]]) -> CallParser:
+        """Return the parser of these tools, which are mostly the same for all episodes."""
+        key = msgspec.json.encode(tools)
+        if key not in self._parsers:
+            self._parsers[key] = CallParser(self._rollout.tool_parser, self._tokenizer, tools)
+        return self._parsers[key]
 
     def _without_tools(self, text: str, token_ids: list[int]) -> Message:
         content = self._tokenizer.decode(token_ids, skip_special_tokens=True)

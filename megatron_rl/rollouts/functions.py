@@ -1,14 +1,13 @@
 """The rollout functions that a task can name (`task.rollout`)."""
 
 from contextlib import AsyncExitStack
-from importlib import import_module
 from typing import Any
 
 from megatron_rl.config import RunConfig
+from megatron_rl.import_path import imported
 from megatron_rl.rollouts.rollout import RolloutFunction
 from megatron_rl.rollouts.single_turn import single_turn
 
-SINGLE_TURN = "single_turn"
 ENVIRONMENTS = ("tools", "environment")
 AGENT = "agent"
 
@@ -24,9 +23,9 @@ async def rollout_function(
         ValueError: no such function, or the chat template does not keep earlier turns.
         RolloutError: the environment cannot be started.
     """
-    name = config.tasks[task].rollout if task in config.tasks else SINGLE_TURN
-    if name == SINGLE_TURN:
+    if task not in config.tasks or config.tasks[task].is_single_turn:
         return single_turn
+    name = config.tasks[task].rollout
     if name in ENVIRONMENTS:
         from megatron_rl.rollouts.environment import EnvironmentRollouts
 
@@ -47,11 +46,7 @@ async def rollout_function(
 
 
 def _imported(path: str, key: str) -> Any:
-    module, _, attribute = path.partition(":")
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ValueError(
-            f"{key} is {path!r}: {e}; give the import path `package.module:function` of a function"
-            " that the generators can import"
-        ) from e
+        return imported(path)
+    except ValueError as e:
+        raise ValueError(f"{key} is {e}") from e

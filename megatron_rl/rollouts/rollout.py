@@ -13,7 +13,14 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megatron_rl.messages import Partial, Segment, TurnLimits, VersionSpan
+from megatron_rl.messages import (
+    Partial,
+    Segment,
+    TurnLimits,
+    VersionSpan,
+    sequence_ranges,
+    turn_ranges,
+)
 from megatron_rl.models.routed_experts import RoutedExperts
 from megatron_rl.rewards import Verdict
 from megatron_rl.rollouts.interruption import Completion, extend_spans
@@ -100,15 +107,17 @@ class Rollout:
     """`length`: a budget of tokens or turns was used up."""
     verdict: Verdict | None = None
     """The environment's own; None: the task's verifier judges the last turn."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """The environment's reward of each turn, whose sum is that of the verdict; empty without."""
     tool_calls: int = 0
     """Calls that the policy made, failed ones included."""
-    routes_NLK: RoutedExperts | None = None
-    """Routed experts of the question's prompt and all tokens, as far as they are known."""
+    routes: list[RoutedExperts] = field(default_factory=list)
+    """[N, L, K] of each sequence with its prompt, as far as they are known; empty without."""
 
     @property
     def turns(self) -> int:
         """Number of the policy's turns."""
-        return turns(self.segments)
+        return len(turn_ranges(self.segments))
 
     def prompt(self, token_ids: Sequence[int]) -> None:
         """Begin a sequence of its own: what follows is sampled after these tokens alone."""
@@ -132,9 +141,11 @@ class Rollout:
             begin = offset + span.start if self.spans else 0
             extend_spans(self.spans, span.version, begin, offset + span.end)
         self.finish_reason = turn.finish_reason  # type: ignore[assignment]
-        if turn.routes_NLK is not None:
-            held = turn.routes_NLK[:0] if self.routes_NLK is None else self.routes_NLK
-            self.routes_NLK = np.concatenate([held, turn.routes_NLK[len(held) :]])
+        if (routes_NLK := turn.routes_NLK) is not None:
+            if len(self.routes) < len(sequence_ranges(self.segments)):
+                self.routes.append(routes_NLK[:0])
+            held = self.routes[-1]
+            self.routes[-1] = np.concatenate([held, routes_NLK[len(held) :]])
 
     def _append(self, kind: Any, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -145,9 +156,3 @@ class Rollout:
         self.segments.append(Segment(kind, start, end))
         if self.spans:
             extend_spans(self.spans, self.spans[-1].version, start, end)
-
-
-def turns(segments: Sequence[Segment]) -> int:
-    """Return the number of the policy's turns: runs of sampled and forced segments."""
-    own = [s.kind in ("sampled", "forced") for s in segments]
-    return sum(here and not before for before, here in zip([False, *own], own, strict=False))

@@ -6,7 +6,6 @@ fails the rollout.
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from transformers.utils.chat_template_utils import (
     TypeHintParsingException,
 )
 
+from megatron_rl.import_path import imported
 from megatron_rl.rewards.code.sandbox import run_tests
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 from megatron_rl.rollouts.environments.protocol import Opening, Step
@@ -128,17 +128,16 @@ def load_tool(path: str, sandbox: SandboxSettings, output_characters: int) -> To
             return output[:output_characters] + f" ... {more} more" * (more > 0)
 
         return Tool(PYTHON_SCHEMA, python)
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = imported(path)
+    except ValueError as e:
+        raise ValueError(f"tool {e}; or give `{PYTHON}`") from e
+    try:
         return Tool(get_json_schema(function), function)
-    except (
-        *(ImportError, AttributeError, ValueError),
-        *(DocstringParsingException, TypeHintParsingException),
-    ) as e:
+    except (ValueError, DocstringParsingException, TypeHintParsingException) as e:
         raise ValueError(
-            f"tool {path!r}: {e}; give `{PYTHON}`, or `package.module:function` with types in its"
-            " signature and each argument in its docstring (`Args:`)"
+            f"tool {path!r}: {e}; give each argument a type in its signature, of JSON's, and a line"
+            " in its docstring (`Args:`)"
         ) from e
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
-from megatron_rl.rewards import Verdict
+from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rollouts.chat import ChatTemplate, History, Message
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
 
@@ -19,8 +19,10 @@ class TurnReply:
     """Messages for the policy, whose next turn follows."""
     done: bool = False
     """True if the turn was the last one."""
-    verdict: Verdict | None = None
-    """Of the whole rollout, at its end; None: the task's verifier judges the last turn."""
+    reward: float | None = None
+    """Of the turn; the rollout's is their sum. Without any, the task's verifier judges it."""
+    reason: str = ""
+    """Words on the reward, or on the end."""
     tool_calls: int = 0
     """Calls that the turn made."""
 
@@ -44,52 +46,72 @@ async def converse(
     """Have the policy speak after these messages, and after each reply, until it is over.
 
     A turn that reaches its limits, `rollout.max_turns` or the longest sequence ends the rollout as
-    truncated.
+    truncated, with the rewards that it has by then.
 
     Raises:
-        RolloutError: the reply failed, or is longer than `rollout.tool_result_tokens`.
+        RolloutError: the reply failed or is longer than `rollout.tool_result_tokens`, or the
+            question with its tools leaves no space for a turn.
         HistoryError: the chat template does not keep the history.
     """
     history, rollout = History(template, messages, tools), Rollout()
-    rollout.prompt(history.prompt)
-    context = list(history.prompt)
+    add, new, context = rollout.prompt, history.prompt, list(history.prompt)
+    rewards, reason = list[float | None](), ""
     for _ in range(settings.max_turns):
         space = policy.max_tokens - 1 - len(context)
         if (own := fitting(limits, space - policy.forced_tokens)) is None:
             break
         turn = await policy.generate(context, own)
+        add(new)
         rollout.add(turn)
-        context += turn.token_ids
         if turn.finish_reason == "length":
-            return rollout
+            break
         text = policy.tokenizer.decode(turn.token_ids, skip_special_tokens=False)
         message = parse(text, turn.token_ids)
         reply = await respond(message)
         rollout.tool_calls += reply.tool_calls
+        rewards.append(reply.reward)
+        reason = reply.reason or reason
         if reply.done:
-            rollout.verdict = reply.verdict
-            return rollout
+            return _rewarded(rollout, rewards, reason)
         _check_length(reply.messages, template, settings.tool_result_tokens)
         history.answer(turn.token_ids, message)
         extension = history.extend(reply.messages)
-        if extension.starts_over:
-            rollout.prompt(extension.token_ids)
-            context = list(extension.token_ids)
-        else:
-            rollout.give(extension.token_ids)
-            context += extension.token_ids
+        new = extension.token_ids
+        add = rollout.prompt if extension.starts_over else rollout.give
+        context = [*([] if extension.starts_over else context + turn.token_ids), *new]
+    if not rollout.turns:
+        raise RolloutError(
+            "no space",
+            f"the question with its tools has {len(context)} tokens, and a sequence at most"
+            f" {policy.max_tokens}: raise rollout.max_tokens",
+        )
     rollout.finish_reason = "length"
+    return _rewarded(rollout, rewards, reason)
+
+
+def _rewarded(rollout: Rollout, rewards: list[float | None], reason: str) -> Rollout:
+    """Give the rollout the rewards of its turns, if there are any."""
+    if any(reward is not None for reward in rewards):
+        rollout.turn_rewards = [reward or 0.0 for reward in rewards]
+        rollout.turn_rewards += [0.0] * (rollout.turns - len(rewards))
+        total = sum(rollout.turn_rewards)
+        outcome = Outcome.CORRECT if total > 0 else Outcome.WRONG
+        rollout.verdict = Verdict(outcome, reason, total)
     return rollout
 
 
 def fitting(limits: TurnLimits, space: int) -> TurnLimits | None:
-    """Return the limits of a turn that has so much space; None if there is none for it."""
+    """Return the limits of a turn that has so much space; None if there is none for it.
+
+    Thinking is cut before the answer, down to one token: the interruption rule begins with it.
+    """
     if limits.thinking + limits.answer <= space:
         return limits
-    if space < 2:
+    least = min(limits.thinking, 1)
+    if space <= least:
         return None
-    answer = min(limits.answer, space - 1)
-    return TurnLimits(min(limits.thinking, space - answer), answer)
+    answer = min(limits.answer, space - least)
+    return TurnLimits(space - answer, answer)
 
 
 def _check_length(messages: list[Message], template: ChatTemplate, longest: int) -> None:

@@ -82,8 +82,38 @@ def test_graded_rewards_are_the_batchs_and_are_saved_with_it():
 
 def test_routes_follow_their_sequences():
     # one byte per token of prompt and completion
-    samples = [replace(sample(0, 3), routes=b"abcde"), replace(sample(1, 2), routes=b"uvwx")]
+    samples = [replace(sample(0, 3), routes=[b"abcde"]), replace(sample(1, 2), routes=[b"uvwx"])]
     assert build([group(0, samples, [True, False])]).batch.routes == [b"abcde", b"uvwx"]
+    turns = several_turns(1, "sampled", "prompt", "sampled")
+    samples[1] = replace(turns, routes=[b"uvw", b"xyz"])
+    assert build([group(0, samples, [True, False])]).batch.routes == [b"abcde", b"uvw", b"xyz"]
+
+
+def test_with_credit_by_turn_each_turn_has_the_rewards_from_it_on_as_its_own():
+    samples = [several_turns(i, "sampled", "given", "sampled") for i in range(3)]
+    samples.append(several_turns(3, "sampled"))
+    totals, of_turns = [3.0, 3.0, 0.0, 6.0], [[1.0, 2.0], [3.0, 0.0], [0.0, 0.0], [6.0]]
+    samples = [replace(s, turn_rewards=r) for s, r in zip(samples, of_turns, strict=True)]
+    g = group(0, samples, [True] * 4)
+    for i, total in enumerate(totals):
+        g.verdicts[i] = replace(g.verdicts[i], reward=total)
+    options = {"advantage_normalization": "none", "credit": "turn"}
+    built = build([g], **options)
+    # Of 3, 3, 0, 6 the mean is 3; of the second turns, which three have, 2, 0, 0: 2 / 3.
+    third = 1 / 3
+    assert {i: a for (_, i), (a, _) in built.trained.items()} == {
+        0: pytest.approx((0, 4 * third)), 1: pytest.approx((0, -2 * third)),
+        2: pytest.approx((-3, -2 * third)), 3: pytest.approx((3,)),
+    }  # fmt: skip
+    values = floats(built.batch.advantages).tolist()
+    assert values[:8] == pytest.approx([*[0] * 6, *[4 * third] * 2])
+    whole = build([g], advantage_normalization="none")
+    assert floats(whole.batch.advantages)[:8].tolist() == [0] * 8
+    # The same rewards of the wholes, but not at the same turns.
+    differing = group(0, samples[:2], [True] * 2)
+    for i in range(2):
+        differing.verdicts[i] = g.verdicts[i]
+    assert build([differing], **options).kept and not build([differing]).kept
 
 
 def test_zero_variance_prompts_are_dropped_and_the_mean_is_over_the_others():
@@ -243,6 +273,17 @@ def test_given_tokens_have_no_weight_and_count_in_no_mean():
     assert own.tolist() == pytest.approx([1 / 8] * 2 + [0] * 2 + [1 / 8] * 2)
     assert weights.sum() == pytest.approx(1)
     assert ints(batch.versions)[first : first + 6].tolist() == [3, 3, -1, -1, 3, 3]
+
+
+def test_turns_are_counted_over_completions_that_are_not_single_turns():
+    tools = several_turns(0, "prompt", "sampled", "forced", "sampled", "given", "sampled")
+    alone = several_turns(1, "prompt", "sampled")
+    metrics = build([group(0, [tools, alone, sample(2, 4)], [True, False, False])]).metrics
+    assert metrics["turns_mean"] == 1.5
+    assert metrics["several_turns_fraction"] == 0.5
+    assert metrics["given_tokens_mean"] == 1
+    single = build([group(0, [sample(0, 4, forced=(1, 2)), sample(1, 4)], [True, False])]).metrics
+    assert not {"turns_mean", "several_turns_fraction", "given_tokens_mean"} & set(single)
 
 
 def test_a_prompt_of_its_own_begins_a_sequence():

@@ -314,7 +314,7 @@ def test_custom_rewards_are_functions_or_coroutines(name: str) -> None:
     ("path", "message"),
     [
         (None, "set verifier.custom"),
-        ("no_colon", "write it as `package.module:function`"),
+        ("no_colon", "write it as `package.module:name`"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         (f"{HERE}:missing", "has no attribute 'missing'"),
         (f"{HERE}:NUMBER", "not callable"),

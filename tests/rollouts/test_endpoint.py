@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,14 +17,17 @@ from openai import AsyncOpenAI, OpenAI
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits, VersionSpan
 from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rollouts.endpoint import sessions
 from megatron_rl.rollouts.endpoint.agent import AgentRollout
 from megatron_rl.rollouts.endpoint.server import Endpoint
-from megatron_rl.rollouts.endpoint.sessions import Session, lowered
+from megatron_rl.rollouts.endpoint.sessions import Session
 from megatron_rl.rollouts.interruption import Completion
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPrompt
 from tests.rollouts import templates
 
 LIMITS = TurnLimits(0, 200)
+HUNG = 40
+"""Agents at once: more than asyncio's pool has threads, at most 32."""
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 QUESTION: Any = {"role": "user", "content": "1 + 2?"}
@@ -89,6 +93,10 @@ def client(endpoint: Endpoint, session: Session, **options: Any) -> Any:
     url = endpoint.base_url(session)
     CLIENTS.append(AsyncOpenAI(base_url=url, api_key=session.id, **options))
     return CLIENTS[-1].chat.completions.create
+
+
+async def run_one(agent: Any, endpoint: Endpoint, policy: FakePolicy) -> Rollout:
+    return await AgentRollout(agent, endpoint)(RolloutPrompt([], LIMITS), policy)
 
 
 async def run(
@@ -175,7 +183,6 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"max_tokens": 0},
     {"messages": []},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
 ]
 
 
@@ -193,6 +200,101 @@ def test_requests_that_contradict_the_run_are_refused() -> None:
         assert answer.choices[0].message.content == "3"
         with pytest.raises(openai.BadRequestError, match="`top_p` is 0.9"):
             await create(model="any", messages=[QUESTION], top_p=0.9)
+
+    serve(work)
+
+
+def said(role: str, content: Any = "3", **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}} | fields
+    return said("assistant", None, tool_calls=[call])
+
+
+def text_parts(*parts: Any) -> dict[str, Any]:
+    return {"messages": [said("user", list(parts))]}
+
+
+ANSWER = said("tool", tool_call_id="a")
+MALFORMED: list[tuple[Any, str]] = [
+    (b"{", "no JSON"),
+    (b"\xff", "no JSON"),
+    ([], "no JSON object"),
+    ({}, "`messages` is"),
+    ({"messages": "1 + 2?"}, "`messages` is"),
+    ({"messages": ["1 + 2?"]}, "`messages[0]` is"),
+    ({"messages": [{"content": "3"}]}, "`messages[0].role` is None"),
+    ({"messages": [QUESTION, said("critic")]}, "`messages[1].role` is 'critic'"),
+    ({"messages": [said(["user"])]}, "`messages[0].role`"),  # type: ignore[arg-type]
+    ({"messages": [said("user", None)]}, "`messages[0].content`"),
+    ({"messages": [said("user", 3)]}, "`messages[0].content`"),
+    (text_parts("3"), "`messages[0].content[0].type` is None"),
+    (text_parts({"type": "image_url", "image_url": {"url": "x"}}), "`messages[0].content[0].type`"),
+    (text_parts({"type": "text"}), "`messages[0].content[0].text`"),
+    ({"messages": [said("user", "\ud800")]}, "`messages` has"),
+    ({"messages": [said("user", name=3)]}, "`messages[0].name`"),
+    ({"messages": [called(), said("tool")]}, "`messages[1].tool_call_id` is None"),
+    ({"messages": [QUESTION, ANSWER]}, "`messages[1].tool_call_id` is 'a'"),
+    ({"messages": [called(), said("tool", tool_call_id=["a"])]}, "`messages[1].tool_call_id`"),
+    ({"messages": [said("assistant", tool_calls=3)]}, "`messages[0].tool_calls`"),
+    ({"messages": [called(id=None)]}, "`messages[0].tool_calls[0].id`"),
+    ({"messages": [called(function="add")]}, "`messages[0].tool_calls[0].function.name`"),
+    ({"tools": "add"}, "`tools`"),
+    ({"tools": [{"type": "function"}]}, "`tools[0].function.name`"),
+    ({"tools": [{"type": "x", "function": {"name": "add"}}]}, "`tools.0.type`"),
+    ({"max_tokens": "many"}, "`max_tokens`"),
+    ({"temperature": []}, "`temperature`"),
+    ({"stream_options": {"include_usage": True}}, "`stream=True`"),
+    ({"stream": True, "stream_options": 3}, "`stream_options`"),
+    ({"top_logprobs": "1"}, "`top_logprobs`"),
+    ({"tools": []}, "`tools`"),
+]
+
+
+def test_malformed_requests_are_refused_by_the_name_of_the_field() -> None:
+    async def work(endpoint: Endpoint) -> None:
+        session = endpoint.open(FakePolicy("3"), LIMITS)
+        url = f"{endpoint.base_url(session)}/chat/completions"
+        async with httpx.AsyncClient() as plain:
+            for body, named in MALFORMED:
+                if isinstance(body, dict) and body and "messages" not in body:
+                    body = body | {"messages": [QUESTION]}
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = await plain.post(url, content=content)
+                assert answer.status_code == 400, (body, answer.text)
+                assert named in answer.json()["error"]["message"], (body, answer.text)
+            assert (session.rollout.turns, session.failure) == (0, None)
+            messages = [said("user", [{"type": "text", "text": "1 +"}]), called(), ANSWER]
+            answer = await plain.post(url, json={"messages": messages, "max_tokens": "50"})
+            assert answer.json()["choices"][0]["message"]["content"] == "3"
+
+    serve(work)
+
+
+def test_a_call_whose_arguments_are_no_json_is_the_policys_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{1"}}
+    made: list[str] = []
+
+    class Parser:
+        def __init__(self, *_: Any) -> None:
+            made.append("once")
+
+        def __call__(self, text: str, token_ids: list[int]) -> dict[str, Any]:
+            return said("assistant", "", tool_calls=[broken])
+
+    monkeypatch.setattr(sessions, "CallParser", Parser)
+
+    async def work(endpoint: Endpoint) -> None:
+        session = endpoint.open(FakePolicy("one", "two"), LIMITS)
+        create = client(endpoint, session)
+        first = await create(model="any", messages=[QUESTION], tools=TOOLS)
+        messages = [QUESTION, first.choices[0].message, ANSWER]
+        await create(model="any", messages=messages, tools=TOOLS)
+        assert session.rollout.turns == 2 and made == ["once"]
 
     serve(work)
 
@@ -286,9 +388,6 @@ def test_tokens_are_bounded() -> None:
         assert policy.limits == [TurnLimits(0, 5)]
 
     serve(work)
-    assert lowered(TurnLimits(30, 10), 20) == TurnLimits(15, 5)
-    assert lowered(TurnLimits(30, 10), 1) == TurnLimits(1, 0)
-    assert lowered(TurnLimits(30, 10), 50) == TurnLimits(30, 10)
 
 
 def test_a_stream_is_one_chunk() -> None:
@@ -318,6 +417,18 @@ async def idles(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     return 1.0
 
 
+async def exits(base_url: str, api_key: str, row: dict[str, Any]) -> None:
+    raise SystemExit(3)
+
+
+def exits_in_a_thread(base_url: str, api_key: str, row: dict[str, Any]) -> None:
+    raise SystemExit(3)
+
+
+async def is_cancelled_by_itself(base_url: str, api_key: str, row: dict[str, Any]) -> None:
+    raise asyncio.CancelledError
+
+
 async def hangs(base_url: str, api_key: str, row: dict[str, Any]) -> None:
     await asyncio.sleep(60)
 
@@ -331,6 +442,9 @@ async def returns_text(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
     ("agent", "cause"),
     [
         (raises, "raised"),
+        (exits, "raised"),
+        (exits_in_a_thread, "raised"),
+        (is_cancelled_by_itself, "raised"),
         (idles, "no request"),
         (hangs, "timed out"),
         (returns_text, "raised"),
@@ -366,6 +480,47 @@ def test_a_request_in_flight_ends_with_the_time_of_a_plain_function() -> None:
         assert (policy.cancelled, ended) == (1, ["400", "404"])
 
     serve(work, seconds=0.5)
+
+
+def test_plain_functions_that_never_return_hold_up_neither_others_nor_the_end() -> None:
+    released = threading.Event()
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        if not row:
+            released.wait(60)
+        OpenAI(base_url=base_url, api_key=api_key, timeout=10).chat.completions.create(
+            model="any", messages=[QUESTION]
+        )
+        return 1.0
+
+    async def work(endpoint: Endpoint) -> None:
+        hung = (run_one(agent, endpoint, FakePolicy("3")) for _ in range(HUNG))
+        causes = [e.cause for e in await asyncio.gather(*hung, return_exceptions=True)]
+        assert causes == ["timed out"] * HUNG
+        assert await asyncio.to_thread(lambda: "served") == "served"
+        rollout = await run(agent, endpoint, FakePolicy("3"), {"q": "1 + 2?"})
+        assert rollout.verdict == Verdict(Outcome.CORRECT, "agent: 1", 1.0)
+
+    try:
+        begun = time.monotonic()
+        serve(work, seconds=1.0)
+        assert time.monotonic() - begun < 15
+    finally:
+        released.set()
+
+
+def test_the_servers_end_ends_a_request_in_flight_and_fails_its_rollout() -> None:
+    async def work(endpoint: Endpoint) -> None:
+        policy = FakePolicy("3", seconds=60)
+        rollout = asyncio.create_task(run(asking(), endpoint, policy))
+        while not policy.prompts:
+            await asyncio.sleep(0.01)
+        await endpoint.stop()
+        with pytest.raises(RolloutError, match="has ended") as caught:
+            await asyncio.wait_for(rollout, 5)
+        assert (caught.value.cause, policy.cancelled) == ("raised", 1)
+
+    serve(work)
 
 
 def test_an_error_of_the_engine_is_no_error_of_the_agent() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import string
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
@@ -14,12 +15,16 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config import RunConfig
+from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.data.lookup import lookup
 from megatron_rl.data.prompt_format import TOOL_TEMPLATE, save_tiny_tokenizer
 from megatron_rl.messages import Segment, TurnLimits, VersionSpan
+from megatron_rl.rewards import Outcome, Verdict
+from megatron_rl.rollouts.chat import ChatTemplate
 from megatron_rl.rollouts.environment import EnvironmentRollouts
+from megatron_rl.rollouts.interruption import Completion
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPrompt
-from megatron_rl.rollouts.turns import fitting
+from megatron_rl.rollouts.turns import TurnReply, converse, fitting
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "%s"}}</tool_call><eos>'
 LOOKUP = "megatron_rl.data.lookup:lookup"
@@ -59,7 +64,7 @@ class Script:
 
 
 def config(tools=(LOOKUP,), **rollout):
-    settings = {"workers": 1, "environment_seconds": 2, "tool_result_tokens": 100, **rollout}
+    settings = {"workers": 1, "environment_seconds": 10, "tool_result_tokens": 100, **rollout}
     return RunConfig.model_validate(
         {
             "model": "tiny_dense",
@@ -119,6 +124,52 @@ def test_turns_and_tokens_end_a_rollout_as_truncated(tokenizer):
     assert rollout.finish_reason == "length" and len(rollout.token_ids) < 150
     (rollout,) = play(config(), Script(tokenizer, calls[0]), limits=TurnLimits(1, 2))
     assert rollout.finish_reason == "length" and rollout.turns == 1
+    assert [s.kind for s in rollout.segments] == ["prompt", "sampled"]
+    (failed,) = play(config(), Script(tokenizer, max_tokens=9))
+    assert isinstance(failed, RolloutError) and "rollout.max_tokens" in str(failed)
+
+
+def test_rewards_of_turns_make_the_verdict_of_a_rollout_also_of_a_truncated_one(tokenizer):
+    async def play_rewards(rewards, max_turns):
+        replies = iter([TurnReply([{"role": "user", "content": "2"}], reward=r) for r in rewards])
+        messages = [{"role": "user", "content": "1"}]
+
+        async def respond(message):
+            reply = next(replies, None)
+            return reply or TurnReply(done=True, reason="over")
+
+        return await converse(
+            messages, [], policy=Script(tokenizer, *["3<eos>"] * 4), limits=LIMITS,
+            template=ChatTemplate(tokenizer), settings=RolloutSettings(max_turns=max_turns),
+            parse=lambda text, ids: {"role": "assistant", "content": text}, respond=respond,
+        )  # fmt: skip
+
+    whole = asyncio.run(play_rewards([0.5, None, -2.0], 4))
+    assert whole.turn_rewards == [0.5, 0.0, -2.0, 0.0] and whole.turns == 4
+    assert whole.verdict == Verdict(Outcome.WRONG, "over", -1.5)
+    cut = asyncio.run(play_rewards([0.5, None], 2))
+    assert cut.finish_reason == "length" and cut.turn_rewards == [0.5, 0.0]
+    assert cut.verdict is not None and cut.verdict.reward == 0.5
+    without = asyncio.run(play_rewards([], 2))
+    assert without.verdict is None and without.turn_rewards == []
+
+
+def test_routed_experts_of_turns_are_joined_and_begin_again_with_a_sequence(tokenizer):
+    def turn(tokens, inputs):
+        routes = np.arange(inputs, dtype=np.int16).reshape(-1, 1, 1)
+        span = [VersionSpan(0, 0, len(tokens))]
+        return Completion(
+            1, 9, None, tokens, [-1.0] * len(tokens), span, finish_reason="stop", routes_NLK=routes
+        )
+
+    rollout = Rollout()
+    rollout.prompt([1, 2])
+    rollout.add(turn([3, 4], 3))  # no request has its last token as an input
+    rollout.give([5])
+    rollout.add(turn([6], 5))
+    rollout.prompt([7])
+    rollout.add(turn([8, 9], 2))
+    assert [routes[:, 0, 0].tolist() for routes in rollout.routes] == [[0, 1, 2, 3, 4], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +178,11 @@ def test_turns_and_tokens_end_a_rollout_as_truncated(tokenizer):
         (TurnLimits(10, 5), 15, TurnLimits(10, 5)),
         (TurnLimits(10, 5), 14, TurnLimits(9, 5)),
         (TurnLimits(10, 5), 3, TurnLimits(1, 2)),
+        (TurnLimits(10, 5), 2, TurnLimits(1, 1)),
         (TurnLimits(10, 5), 1, None),
+        (TurnLimits(0, 5), 4, TurnLimits(0, 4)),
+        (TurnLimits(0, 5), 1, TurnLimits(0, 1)),
+        (TurnLimits(0, 5), 0, None),
     ],
 )
 def test_a_turn_is_cut_to_the_space_that_is_left(limits, space, expected):
@@ -139,7 +194,8 @@ def test_a_turn_is_cut_to_the_space_that_is_left(limits, space, expected):
     [("raises", "raised"), ("hangs", "timed out"), ("dies", "died"), ("floods", "flooded")],
 )
 def test_a_tool_that_fails_fails_the_rollout_and_the_next_one_works(tokenizer, tool, cause):
-    one = config(tools=[LOOKUP, f"{FAULTS}:{tool}"])
+    seconds = 4 if tool == "hangs" else 10
+    one = config(tools=[LOOKUP, f"{FAULTS}:{tool}"], environment_seconds=seconds)
     call = CALL.replace("lookup", tool) % 1
     policy = Script(tokenizer, call, CALL % 4733, "\\boxed{7}<eos>")
     failed, done = play(one, policy, repeats=2)

@@ -41,14 +41,17 @@ PROMPTS = [
 
 
 def sample(step: int, group: int, index: int) -> m.Sample:
-    """Return random tokens of two versions, in every third completion with forced ones."""
+    """Return random tokens of two versions, in a third each with forced ones and of two turns."""
     n = int(rng.integers(4, 9))
-    older = max(step - 1, 0)
+    older, origins = max(step - 1, 0), segments(n, (1, 3) if index % 3 == 2 else (0, 0))
+    if turns := index % 3 == 1:
+        kinds: list[m.Origin] = ["sampled", "given", "sampled"]
+        origins = [m.Segment(k, *r) for k, r in zip(kinds, ((0, 1), (1, 3), (3, n)), strict=True)]
     return m.Sample(
         group=group, index=index, prompt_id=group, evaluation=-1,
         token_ids=m.int_bytes(rng.integers(0, ODD_VOCABULARY, n)),
         logprobs=m.float_bytes(rng.normal(-3.4, 0.3, n)),
-        segments=segments(n, (1, 3) if index % 3 == 2 else (0, 0)),
+        segments=origins, turn_rewards=[0.5, -0.25] if turns else [],
         spans=[m.VersionSpan(older, 0, 2), m.VersionSpan(step, 2, n)],
         finish_reason="length" if index == 3 else "stop",
     )  # fmt: skip
@@ -100,6 +103,7 @@ def recorded(folder: Path, model: str) -> tuple[Path, list[m.Batch]]:
     config = run_config(
         directory,
         output_dir=folder,
+        algorithm__credit="turn",
         metrics__max_logprob_error=1e6,  # the log-probs are random
         checkpoint__every_steps=SAVED,
         roles__generator_ranks=1,

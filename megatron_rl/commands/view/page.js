@@ -3,10 +3,12 @@
 const $ = id => document.getElementById(id);
 const head = JSON.parse($("json").textContent);
 const ROW = 28, SOME_TOKENS = 4000, SOME_TEXT = 20000, SOME_MARKS = 500;
+const TURNS = ["turns", "results"].filter(name => name in head.columns);
 const CELLS = ["step", "kind", "task", "prompt_id", "group", "index", "reward", "verdict",
-               "tokens", "lag_max", "engine", "trained"];
+               "tokens", ...TURNS, "lag_max", "engine", "trained"];
 const FILTERS = { step: "range", kind: "choice", set: "choice", task: "choice",
                   prompt_id: "range", reward: "range", verdict: "choice", tokens: "range",
+                  ...Object.fromEntries(TURNS.map(name => [name, "range"])),
                   lag_max: "range", engine: "choice", trained: "choice" };
 const COLOR = { correct: head.colors[2], wrong: head.colors[1] };  // of a verdict
 const a = {}, cache = new Map(), decoder = new TextDecoder("utf-8", { ignoreBOM: true });
@@ -170,6 +172,34 @@ function textBlock(text, className = "") {
   more.onclick = () => { block.textContent = visible(text); more.remove(); };
   return [block, more];
 }
+const hasPrompt = row => head.origins[a.origins[begin(row)]] === "prompt" && value("tokens", row) > 0;
+// A completion: one text, or the segments of its turns, one below the other.
+function talk(row, withPrompt) {
+  const blocks = [], start = begin(row), end = a.token_ends[row];
+  if (withPrompt && !hasPrompt(row)) blocks.push(...textBlock(value("prompt", row) ?? "", "prompt"));
+  let segment = row && a.segment_ends ? a.segment_ends[row - 1] : 0, turn = 0, own = false;
+  if (segment === (a.segment_ends?.[row] ?? 0))
+    return [...blocks, ...textBlock(value("completion", row) ?? "")];
+  for (let from = start, to; from < end; from = to, segment++) {
+    for (to = from + 1; to < end && a.origins[to] === a.origins[from];) to++;
+    const origin = head.origins[a.origins[from]], continues = own;
+    own = origin === "sampled" || origin === "forced";
+    if (own && !continues) turn++;
+    if (origin === "prompt" && from === start && !withPrompt) continue;
+    const mark = head.marks[a.segment_marks[segment]];
+    const role = { sampled: `Turn ${turn}${continues ? ", continued" : ""}`,
+                   forced: `Forced into turn ${turn}`,
+                   given: mark ? `Given, ${mark}` : "Given",
+                   prompt: from === start ? "Prompt" : "Prompt of a sequence of its own" }[origin];
+    const versions = [...new Set(a.versions.subarray(from, to))];
+    const who = make("p", `${role}: ${to - from} tokens`, "note who");
+    if (origin === "sampled")
+      who.append(`, version${versions.length > 1 ? "s" : ""} ${versions.join(", ")} `);
+    if (own && mark) who.append(make("b", mark));
+    blocks.push(who, ...textBlock(textAt(a.segment_texts[segment]), origin));
+  }
+  return blocks;
+}
 function pick(row) {
   picked = row;
   $("detail").hidden = row < 0;
@@ -185,8 +215,7 @@ function pick(row) {
     $("facts").append(make("div", ""));
     $("facts").lastChild.append(key, make("dd", shown(name, row)));
   }
-  $("talk").replaceChildren(...textBlock(value("prompt", row) ?? "", "prompt"),
-                            ...textBlock(value("completion", row) ?? ""));
+  $("talk").replaceChildren(...talk(row, true));
   drawStrip();
   drawSame();
   drawTable();
@@ -219,12 +248,14 @@ function tokenText(word) {
 }
 function drawStrip() {
   const from = begin(picked), end = a.token_ends[picked], prompt = a.prompt_of[picked];
-  const first = prompt ? a.prompt_ends[prompt - 1] : 0, size = a.prompt_ends[prompt] - first;
+  const first = prompt ? a.prompt_ends[prompt - 1] : 0, origins = a.origins.subarray(from, end);
+  const size = hasPrompt(picked) ? 0 : a.prompt_ends[prompt] - first;
   const by = $("color").value, values = a[ARRAYS[by]], of = COLORS[by]?.of ?? versionColor;
   const own = values.subarray(from, end), versions = [...new Set(own)].slice(0, 40);
   let legend = COLORS[by]?.legend.map(([nats, text]) => [text, of(nats / head.step)]);
   legend ??= versions.map(version => [`version ${version}`, of(version)]);
-  if (size) legend.push(["prompt: gray", ""]);
+  if (size || hasPrompt(picked)) legend.push(["prompt: gray", ""]);
+  if (origins.includes(head.origins.indexOf("given"))) legend.push(["given: underlined", ""]);
   if (by !== "version" && own.every(steps => steps === head.nan)) legend = [["not trained", ""]];
   $("legend").replaceChildren(...legend.map(([text, color]) => {
     const sample = make("span", text);
@@ -244,7 +275,7 @@ function drawStrip() {
       const origin = head.origins[a.origins[token]];
       const span = make("span", tokenText(a.tokens[token]), `token ${origin}`);
       span.dataset.token = token;
-      span.style.background = of(values[token]);
+      if (origin !== "prompt") span.style.background = of(values[token]);
       part.append(span);
     }
     $("strip").append(part);
@@ -291,7 +322,7 @@ function drawSame() {
     const card = make("div", ""), open = make("button", `${value("index", row)}: ` +
       `${shown("verdict", row)}, reward ${number(value("reward", row))}, ${value("tokens", row)} tokens`);
     open.onclick = () => choose(row);
-    card.append(open, ...textBlock(value("completion", row) ?? ""));
+    card.append(open, ...talk(row, false));
     return card;
   }));
 }
@@ -302,6 +333,7 @@ async function start() {
   $("title").textContent = document.title = visible(head.title);
   await unpack();
   $("about").textContent = visible(head.state);
+  document.body.style.setProperty("--turns", TURNS.map(() => "72px").join(" "));
   for (const name of CELLS) {
     const cell = make("span", name);
     cell.title = head.columns[name]?.[1] ?? "tokens of the completion";

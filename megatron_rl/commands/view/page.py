@@ -15,10 +15,15 @@ types and lengths of the arrays), and the arrays one after the other, little-end
     prompt_of, prompt_ends  index of each row's prompt [rows]; where each ends [different prompts]
     prompt_tokens           as `tokens`, of the different prompts
     vocabulary, pieces      token id, and index of its text or -1 [different tokens]
+    segment_ends            where the segments (runs of one origin) of each row end [rows]; a single
+                            turn has none. Not there if no row has any, or without a tokenizer
+    segment_texts           index of the text of each [all segments]
+    segment_marks           index in `MARKS` [all segments]
 """
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import zlib
@@ -38,6 +43,17 @@ from megatron_rl.metrics.terminal import UNSEEN
 
 LOGPROB_STEP = 0.002  # nats: log-probs are off by half of it at most, ratios by 0.1%
 NOT_A_NUMBER, LOWEST = -32768, -32767  # in steps; LOWEST: that, or less
+TURN_COLUMNS = {
+    "turns": ["int32", "turns of the policy"],
+    "results": ["int32", "turns with a tool call, by their text, and a result"],
+}
+"""Columns of the page alone, if rows have more than single turns."""
+MARKS = ("", "tool call", "tool result")
+CALL = re.compile(
+    r'tool[_▁]calls?|<function=|python_tag|functools\[|to=functions|"(arguments|parameters)"\s*:',
+    re.IGNORECASE,
+)
+"""Is in the text of a turn with a tool call, in the formats with a marker or with JSON."""
 _START = """<!doctype html>
 <html lang="en">
 <head>
@@ -88,11 +104,13 @@ def encode(table: Any, tokenizer: Any = None) -> tuple[dict[str, Any], dict[str,
         decoded = tokenizer.decode_batch(ids.reshape(-1, 1).tolist(), skip_special_tokens=False)
         pieces = [texts.setdefault(text, len(texts)) for text in decoded]
     arrays["pieces"] = np.array(pieces, "<i4")
+    arrays |= _turns(arrays["origins"], lengths, tokens, tokenizer, texts)
     raw = [text.encode("utf-8", "backslashreplace") for text in texts]
     arrays["text_bytes"] = np.frombuffer(b"".join(raw), np.uint8)
     arrays["text_ends"] = _packed(np.cumsum([len(one) for one in raw]))
     head = {"rows": table.num_rows, "step": LOGPROB_STEP, "lowest": LOWEST, "nan": NOT_A_NUMBER,
-            "columns": {n: about for n, about in COLUMNS.items() if f"column:{n}" in arrays},
+            "columns": {n: about for n, about in (COLUMNS | TURN_COLUMNS).items()
+                        if f"column:{n}" in arrays},
             "arrays": [[n, a.dtype.name, len(a)] for n, a in arrays.items()]}  # fmt: skip
     return head, arrays
 
@@ -102,7 +120,8 @@ def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) 
     from megatron_rl.scaling.plot import COLORS
 
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
-    shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern, "origins": ORIGINS}
+    shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern}
+    shown |= {"origins": ORIGINS, "marks": MARKS}
     text = json.dumps(shown).replace("<", "\\u003c")
     data = base64.b64encode(zlib.compress(raw)).decode()
     return fill(_TEMPLATE, _CODE, HEAD=text, DATA=data)
@@ -127,6 +146,46 @@ def run_tokenizer(run: Path) -> Any:
         folders += [Path(config[n]) for n in ("start_checkpoint", "model") if config.get(n)]
     files = filter(Path.is_file, (folder / "tokenizer.json" for folder in folders))
     return next((Tokenizer.from_file(str(path)) for path in files), None)
+
+
+def _turns(
+    origins: Any, lengths: Any, tokens: Any, tokenizer: Any, texts: dict[str, int]
+) -> dict[str, Any]:
+    """Return the arrays of segments and the columns of turns; none if all rows are single turns."""
+    count = len(lengths)
+    row_of = np.repeat(np.arange(count), lengths)
+    starts = np.flatnonzero(np.diff(row_of * len(ORIGINS) + origins, prepend=-1))
+    rows = row_of[starts]
+    own = np.isin(origins[starts], [ORIGINS.index("sampled"), ORIGINS.index("forced")])
+    talks = np.bincount(rows[~own], minlength=count) > 0
+    if not talks.any():
+        return {}
+    continued = np.append(False, own[:-1] & (rows[1:] == rows[:-1]))
+    turns = np.bincount(rows[own & ~continued], minlength=count)
+    if tokenizer is None:
+        return {"column:turns": turns.astype("<f8")}
+    shown, parts = talks[rows], dict[bytes, int]()
+    cut = itertools.compress(np.split(tokens, starts[1:]), shown)
+    which = [parts.setdefault(part.tobytes(), len(parts)) for part in cut]
+    decoded = tokenizer.decode_batch(
+        [np.frombuffer(ids, "<i4").tolist() for ids in parts], skip_special_tokens=False
+    )
+    calls, called, marks = [bool(CALL.search(text)) for text in decoded], -1, list[int]()
+    for row, is_own, part in zip(rows[shown].tolist(), own[shown], which, strict=True):
+        if is_own:
+            mark, called = ("tool call", row) if calls[part] else ("", called)
+        else:
+            mark, called = "tool result" if called == row else "", -1
+        marks.append(MARKS.index(mark))
+    is_result = np.array(marks) == MARKS.index("tool result")
+    codes = [texts.setdefault(text, len(texts)) for text in decoded]
+    return {
+        "column:turns": turns.astype("<f8"),
+        "column:results": np.bincount(rows[shown][is_result], minlength=count).astype("<f8"),
+        "segment_ends": _packed(np.cumsum(np.bincount(rows[shown], minlength=count))),
+        "segment_texts": np.array(codes, "<i4")[which],
+        "segment_marks": np.array(marks, np.uint8),
+    }
 
 
 def _lengths(column: Any) -> Any:

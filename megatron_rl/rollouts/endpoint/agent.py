@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from megatron_rl.rewards import Outcome, Verdict
@@ -20,10 +22,10 @@ class AgentRollout:
 
     An agent gives its client a `timeout` and `max_retries` of its own (the OpenAI client waits ten
     minutes and retries twice by default); a request that is retried gets the answer that it had.
-    The whole has `rollout.seconds`. A plain function runs in a thread, which cannot be killed: it
-    goes on after its time is up, its session refuses all further requests, and its value is
-    ignored; one that never returns keeps a thread of asyncio's pool, which has a few more than the
-    machine has cores, so that many rollouts at once want a coroutine function.
+    The whole has `rollout.seconds`. A plain function has a thread of its own, which cannot be
+    killed: it goes on after its time is up, its session refuses all further requests, and its value
+    is ignored. One that never returns keeps its thread up to the end of the process, and nothing
+    waits for it.
     """
 
     def __init__(self, agent: Agent, endpoint: Endpoint) -> None:
@@ -41,11 +43,15 @@ class AgentRollout:
         """
         session = self._endpoint.open(policy, prompt.limits)
         seconds = self._endpoint.settings.seconds
-        url, reward, error = self._endpoint.base_url(session), None, None
+        url, reward = self._endpoint.base_url(session), None
+        error: BaseException | None = None
         try:
             async with asyncio.timeout(seconds) as limit:
                 reward = await self._call(url, session.id, prompt.row)
-        except Exception as e:  # noqa: BLE001 - whatever an agent can raise; told below
+        except (Exception, SystemExit, asyncio.CancelledError) as e:  # whatever an agent can raise
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             error = e
         finally:
             self._endpoint.close(session)
@@ -68,7 +74,25 @@ class AgentRollout:
     async def _call(self, url: str, key: str, row: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._agent):
             return await self._agent(url, key, row)
-        return await asyncio.to_thread(self._agent, url, key, row)
+        return await _in_own_thread(self._agent, url, key, row)
+
+
+def _in_own_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    """Call a function in a new thread, for which no one waits at the end of the process.
+
+    A pool has an end of its threads, and the interpreter waits for them.
+    """
+    result: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as e:  # noqa: BLE001 - the one who waits has it
+            result.set_exception(e)
+
+    result.set_running_or_notify_cancel()  # so that no one cancels what goes on
+    threading.Thread(target=call, name="agent", daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 def _verdict(reward: Any, name: str) -> Verdict | None:

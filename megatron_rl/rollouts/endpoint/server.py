@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
-from megatron_rl.rollouts.endpoint.sessions import PolicyAnswer, RequestRefused, Session
+from megatron_rl.rollouts.endpoint.chat_requests import check, parsed
+from megatron_rl.rollouts.endpoint.sessions import PolicyAnswer, Session
 from megatron_rl.rollouts.rollout import RolloutPolicy
 
 MODEL = "policy"
@@ -23,41 +24,6 @@ PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 START_SECONDS = STOP_SECONDS = 10.0
 """Longest time of the server's start and of its end."""
 _POLL_SECONDS = 0.01
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": (),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": (),
-    "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "tool_choice": ("auto",),
-    "top_k": (-1, 0),
-    "top_logprobs": (0,),
-    "top_p": (1,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-"""Parameters that would change what is sampled or shown, and their values that do not; null is
-always one."""
 
 
 class Endpoint:
@@ -173,7 +139,7 @@ def _application(endpoint: Endpoint) -> Any:
         if session is None:
             return _error(404, _unknown(request))
         try:
-            body = await request.json()
+            body = parsed(await request.body())
             longest = check(body, endpoint.temperature)
             work = session.complete(body["messages"], body.get("tools"), longest)
             reply = await _while_connected(request, work)
@@ -196,37 +162,6 @@ def _application(endpoint: Endpoint) -> Any:
         ],
         exception_handlers={Exception: failed},
     )
-
-
-def check(body: Any, temperature: float) -> int | None:
-    """Return the longest answer that a request asks for; None: it does not say.
-
-    Raises:
-        ValueError: it is no request, or contradicts the run.
-    """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    ChatCompletionRequest.model_validate(json.loads(json.dumps(body)))  # it changes what it takes
-    if not body["messages"]:
-        raise RequestRefused("`messages` is empty")
-    for name, neutral in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and value not in neutral:
-            raise RequestRefused(
-                f"`{name}` is {value!r}: the policy is trained on what it samples, which the run"
-                " configures (`generation`); leave the parameter out"
-            )
-    wanted = body.get("temperature")
-    if wanted is not None and wanted != temperature:
-        raise RequestRefused(
-            f"`temperature` is {wanted}, and the run samples at {temperature}"
-            " (generation.temperature); leave the parameter out"
-        )
-    lengths = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-    given = [length for length in lengths if length is not None]
-    if any(length < 1 for length in given):
-        raise RequestRefused(f"the longest answer is {min(given)} tokens; give at least 1")
-    return min(given, default=None)
 
 
 async def _while_connected(

@@ -5,21 +5,18 @@ request that continues the conversation is appended to the exact ids of the turn
 """
 
 import asyncio
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
 from megatron_rl.rollouts.chat import ChatTemplate, History, HistoryError
+from megatron_rl.rollouts.endpoint.chat_requests import RequestRefused, comparable, for_template
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
 from megatron_rl.rollouts.tool_calls import CallParser
-
-
-class RequestRefused(ValueError):
-    """A request that the agent must not make (HTTP 400); its session is as it was before."""
+from megatron_rl.rollouts.turns import fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,8 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._asked: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] | None = None
+        self._parser: CallParser | None = None
+        """Of `_tools`, once there is a turn to parse."""
         self._context: list[int] = []
         self._new: tuple[bool, list[int]] = (False, [])
         self._reply: PolicyAnswer | None = None
@@ -70,7 +69,7 @@ class Session:
         tools: list[dict[str, Any]] | None = None,
         longest: int | None = None,
     ) -> PolicyAnswer:
-        """Answer with a turn of the policy.
+        """Answer with a turn of the policy to messages that `chat_requests.check` has passed.
 
         It has at most `longest` tokens, a forced phrase not counted. The last request once more
         gets the answer that it had: its client had lost it.
@@ -108,20 +107,20 @@ class Session:
         if self._closed or self.failure is not None:
             reason = f": {self.failure}" if self.failure else ""
             raise RequestRefused(f"session {self.id} has ended{reason}")
-        try:
-            compared = [comparable(m) for m in messages]
-        except (AttributeError, KeyError, TypeError) as e:
-            raise RequestRefused(f"a message is not one of the chat API: {e!r}") from e
+        compared = [comparable(m) for m in messages]
         same = self._history is not None and compared == self._asked and tools == self._tools
         if same and self._reply is not None:
             return self._reply
+        wanted = self._limits if longest is None else fitting(self._limits, longest)
+        if wanted is None:
+            raise RequestRefused(f"`max_tokens` is {longest}; a turn with thinking has at least 2")
         if self.rollout.turns >= self._settings.max_turns:
             self._use_up(f"its {self._settings.max_turns} turns (rollout.max_turns)")
         if not same:
             self._take(messages, compared, tools)
         begins, new = self._new
         context = new if begins else self._context + new
-        limits = self._turn_limits(len(context), longest)
+        limits = self._within(wanted, len(context))
         turn = await self._policy.generate(context, limits)
         if self._closed:
             raise RequestRefused(f"session {self.id} has ended")
@@ -129,7 +128,7 @@ class Session:
         (self.rollout.prompt if begins else self.rollout.give)(new)
         self.rollout.add(turn)
         self._context = context + turn.token_ids
-        message = self._message(turn.token_ids, tools)
+        message = self._message(turn.token_ids)
         calls = message.get("tool_calls", [])
         self.rollout.tool_calls += len(calls)
         assert self._history is not None
@@ -166,91 +165,30 @@ class Session:
         except HistoryError as e:
             self.failure = RolloutError("history", f"session {self.id}: {e}")
             raise RequestRefused(str(e)) from e
-        self._asked, self._tools, self._reply = compared, tools, None
+        if tools != self._tools:
+            self._tools, self._parser = tools, None
+        self._asked, self._reply = compared, None
 
-    def _turn_limits(self, context: int, longest: int | None) -> TurnLimits:
+    def _within(self, limits: TurnLimits, context: int) -> TurnLimits:
         """Return the limits of a turn after so many tokens."""
         space = self._policy.max_tokens - 1 - self._policy.forced_tokens - context
-        if space < 2:
+        if (own := fitting(limits, space)) is None:
             self._use_up(
                 f"the longest sequence of {self._policy.max_tokens} tokens (rollout.max_tokens);"
                 f" the conversation has {context}"
             )
-        return lowered(self._limits, space if longest is None else min(space, longest))
+        return own
 
-    def _use_up(self, what: str) -> None:
+    def _use_up(self, what: str) -> NoReturn:
         self.used_up = True
         self.rollout.finish_reason = "length"
         raise RequestRefused(f"session {self.id} has used up {what}")
 
-    def _message(self, token_ids: list[int], tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-        decode = self._policy.tokenizer.decode
-        if not tools:
-            return {"role": "assistant", "content": decode(token_ids, skip_special_tokens=True)}
-        parser = CallParser(self._settings.tool_parser, self._policy.tokenizer, tools)
-        return parser(decode(token_ids, skip_special_tokens=False), token_ids)
-
-
-def lowered(limits: TurnLimits, longest: int) -> TurnLimits:
-    """Return the limits, in proportion if they are longer than `longest` tokens together.
-
-    Thinking keeps at least one token: the interruption rule cannot begin without.
-    """
-    total = limits.thinking + limits.answer
-    if total <= longest:
-        return limits
-    thinking = min(longest, max(1, longest * limits.thinking // total)) if limits.thinking else 0
-    return TurnLimits(thinking, longest - thinking)
-
-
-def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message of the API as chat templates take it: text, and arguments as mappings.
-
-    Raises:
-        RequestRefused: it has something other than text.
-    """
-    result = {k: message[k] for k in ("role", "tool_call_id", "name") if message.get(k) is not None}
-    result["content"] = _text(message.get("content"))
-    if message.get("tool_calls"):
-        result["tool_calls"] = [
-            {
-                "id": call.get("id"),
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": _arguments(call["function"].get("arguments")),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
-    return result
-
-
-def comparable(message: dict[str, Any]) -> dict[str, Any]:
-    """Return what makes a message the same as another one, however its client writes it."""
-    plain = for_template(message)
-    functions = [call["function"] for call in plain.get("tool_calls", [])]
-    return {
-        "role": plain["role"],
-        "content": plain["content"],
-        "tool_calls": [(f["name"], json.dumps(f["arguments"], sort_keys=True)) for f in functions],
-        "tool_call_id": plain.get("tool_call_id"),
-    }
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if any(part.get("type") != "text" for part in content):
-        kinds = sorted({str(part.get("type")) for part in content})
-        raise RequestRefused(f"a message has content of type {', '.join(kinds)}; give text only")
-    return "".join(part["text"] for part in content)
-
-
-def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments or "{}")
-    except json.JSONDecodeError as e:
-        raise RequestRefused(f"arguments of a tool call are no JSON: {e}") from e
+    def _message(self, token_ids: list[int]) -> dict[str, Any]:
+        tokenizer = self._policy.tokenizer
+        if not self._tools:
+            content = tokenizer.decode(token_ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": content}
+        if self._parser is None:
+            self._parser = CallParser(self._settings.tool_parser, tokenizer, self._tools)
+        return self._parser(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)

@@ -5,7 +5,6 @@ It ends when its socket is closed, and with the process that started it.
 
 import asyncio
 import ctypes
-import importlib
 import importlib.util
 import inspect
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.import_path import imported
 from megatron_rl.rollouts.environments.protocol import (
     CallResult,
     Environment,
@@ -58,8 +58,7 @@ def load(path: str, options: dict[str, Any]) -> tuple[MakeEnvironment, Stop | No
 
         environments = VerifiersEnvironments(path.removeprefix(VERIFIERS), options)
         return environments.make, environments.stop
-    module, _, name = path.partition(":")
-    return partial(getattr(importlib.import_module(module), name), **options), None
+    return partial(imported(path), **options), None
 
 
 class RunningEpisode:

@@ -86,8 +86,27 @@ def text_at(arrays, code):
 
 
 def words():
-    """Return a tokenizer of the words a to z."""
-    return Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)}, "a"))
+    """Return a tokenizer of the words a to z, and of the begin of a tool call."""
+    letters = {chr(97 + i): i for i in range(26)}
+    return Tokenizer(models.WordLevel(letters | {"<tool_call>": 26}, "a"))
+
+
+def talk(index, token_ids, origins, versions=None):
+    """Return a row of several turns; `origins` are pairs of an index and a number of tokens."""
+    arrays = {name: bytes(4 * len(token_ids)) for name in ("logprobs", "ratios", "entropies")}
+    versions = versions or [(1, len(token_ids))]
+    ids = np.array(token_ids, "<i4").tobytes()
+    return row(index, token_ids=ids, origins=origins, versions=versions, **arrays)
+
+
+TALKS = [
+    # A prompt with tools; a turn with a call, and its result; a turn that an interruption parts.
+    talk(0, [0, 1, 26, 2, 3, 4, 5, 6], [(3, 2), (0, 2), (2, 1), (0, 1), (1, 1), (0, 1)],
+         [(1, 3), (2, 5)]),
+    talk(1, [1, 26], [(0, 1), (0, 1)]),  # a call in a single turn, after the question's prompt
+    talk(2, [0, 2, 3, 4], [(3, 1), (0, 1), (2, 1), (0, 1)]),  # an environment without tools
+    talk(3, [26, 1, 2], [(0, 1), (3, 1), (0, 1)]),  # the history begins again with the result
+]  # fmt: skip
 
 
 def test_the_page_has_every_value_of_the_rows() -> None:
@@ -130,6 +149,22 @@ def test_the_page_has_every_value_of_the_rows() -> None:
     own = [prompts[i].tolist() for i in arrays["prompt_of"]]
     assert own == table["prompt_token_ids"].to_pylist()
     assert len(prompts) == 2
+
+
+def test_turns_and_tool_results_are_columns_of_the_page() -> None:
+    head, arrays = read_page(render(*encode(table_of(TALKS), words()), {"title": "", "state": ""}))
+    assert arrays["column:turns"].tolist() == [2, 1, 2, 2]
+    assert arrays["column:results"].tolist() == [1, 0, 0, 1]
+    assert arrays["segment_ends"].tolist() == [6, 6, 10, 13]
+    texts = [text_at(arrays, code) for code in arrays["segment_texts"]]
+    marks = [head["marks"][mark] for mark in arrays["segment_marks"]]
+    first = [("a b", ""), ("<tool_call> c", "tool call"), ("d", "tool result")]
+    assert list(zip(texts, marks, strict=True))[:6] == [*first, ("e", ""), ("f", ""), ("g", "")]
+    assert marks[6:] == ["", "", "", "", "tool call", "tool result", ""]
+    _, plain = encode(table_of(TALKS))  # without a tokenizer
+    assert plain["column:turns"].tolist() == [2, 1, 2, 2]
+    assert "column:results" not in plain
+    assert "column:turns" not in encode(table_of(TALKS[1:2]), words())[1]
 
 
 def test_arrays_that_are_not_one_per_token_are_refused() -> None:
@@ -291,3 +326,35 @@ def test_tokens_are_colored_by_ratio_or_entropy_where_the_files_have_them(tmp_pa
     assert '<option value="logprob">' in shown
     assert '<option value="ratio">' not in shown
     assert "version 1</span>" in shown  # the color of a link that this page does not have
+
+
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
+def test_turns_are_one_below_the_other_with_roles_versions_and_calls(tmp_path) -> None:
+    words().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, 3, TALKS)
+    app(["view", str(tmp_path)], standalone_mode=False)
+    shown = dom(tmp_path / "view.html", "row=0", tmp_path / "talk")
+    conversation = shown[shown.index('id="talk"') : shown.index('id="legend"')]
+    heads = re.findall(r'<p class="note who">(.*?)</p><div class="text (\w+)">(.*?)<', conversation)
+    assert heads == [
+        ("Prompt: 2 tokens", "prompt", "a b"),
+        (
+            'Turn 1: 2 tokens, versions 1, 2 <b class="">tool call</b>',
+            "sampled",
+            "&lt;tool_call&gt; c",
+        ),
+        ("Given, tool result: 1 tokens", "given", "d"),
+        ("Turn 2: 1 tokens, version 2 ", "sampled", "e"),
+        ("Forced into turn 2: 1 tokens", "forced", "f"),
+        ("Turn 2, continued: 1 tokens, version 2 ", "sampled", "g"),
+    ]
+    assert "given: underlined" in shown
+    tokens = re.findall(r'class="token ([a-z]*)"', shown)  # without the question's three
+    assert tokens == ["prompt"] * 2 + ["sampled"] * 2 + ["given", "sampled", "forced", "sampled"]
+    shown = dom(tmp_path / "view.html", "turns=2&results=1..&row=1", tmp_path / "single")
+    assert 'data-rows="2"' in shown
+    conversation = shown[shown.index('id="talk"') : shown.index('id="legend"')]
+    assert re.findall(r'<div class="text (\w*)">(.*?)<', conversation) == [
+        ("prompt", "2+3=?"),
+        ("", "text 1"),
+    ]
