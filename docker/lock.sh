@@ -33,4 +33,4 @@ printf '%s\n' uv setuptools wheel >"$work/tools.txt"
 compile tools "$work/tools.txt"
 compile trainer setup.py --extra cuda --extra io --extra rewards --extra data \
   --override docker/trainer.txt
-compile generator setup.py --extra cuda --override docker/generator.txt
+compile generator setup.py --extra cuda --extra environments --override docker/generator.txt

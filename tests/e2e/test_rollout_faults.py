@@ -1,4 +1,4 @@
-"""A run whose environment raises, hangs, floods and dies: it goes on, and no failure is a reward."""
+"""A run whose environment raises, hangs, floods and dies goes on; no failure is a reward."""
 
 from __future__ import annotations
 

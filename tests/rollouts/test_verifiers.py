@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.data.tables import Source, read_questions
 from megatron_rl.rollouts.environments.host import EnvironmentHost
-from tests.rollouts.test_environments import children, fails, said, settings
-
-pytest.importorskip("verifiers", reason="the extra `environments` is not installed")
-
 from megatron_rl.rollouts.environments.verifiers_adapter import VerifiersEpisode, rows
+from tests.rollouts.test_environments import children, fails, said, settings
 
 
 def test_an_environment_of_verifiers_has_its_own_turns_tools_and_rewards(
@@ -76,11 +75,13 @@ def test_an_environment_of_verifiers_has_its_own_turns_tools_and_rewards(
     assert children(os.getpid()) == []
 
 
-def test_tasks_of_verifiers_are_rows_of_a_data_set() -> None:
+def test_tasks_of_verifiers_are_rows_of_a_data_set(tmp_path: Path) -> None:
     made = rows("tests.rollouts.verifiers_cases", {"taskset": {"length": 2}})
-    assert [r["meta"]["index"] for r in made] == [0, 1]
-    assert made[1]["messages"][1] == {"role": "user", "content": "1+1"}
-    assert made[1]["answer"] == "2"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    first, second = read_questions(Source(file), template=None)
+    assert (first.prompt, first.gold, first.meta["index"]) == ("0+0", "0", 0)
+    assert (second.prompt, second.gold, second.meta["index"]) == ("1+1", "2", 1)
 
 
 class Script:

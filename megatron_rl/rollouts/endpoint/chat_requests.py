@@ -88,19 +88,19 @@ def check(body: dict[str, Any], temperature: float) -> int | None:
     # The messages are checked above; of the rest a copy, for vLLM changes what it takes.
     rest = json.loads(json.dumps(body | {"messages": []}))
     try:
-        request = ChatCompletionRequest.model_validate(rest)
+        request = dict(ChatCompletionRequest.model_validate(rest))
     except ValidationError as e:
         wrong = [f"`{'.'.join(map(str, x['loc']))}`: {x['msg']}" for x in e.errors()]
         raise RequestRefused("; ".join(wrong)) from e
     except VLLMClientError as e:
         raise RequestRefused(str(e)) from e
-    if request.temperature is not None and request.temperature != temperature:
+    if request["temperature"] not in (None, temperature):
         raise RequestRefused(
-            f"`temperature` is {request.temperature}, and the run samples at {temperature}"
+            f"`temperature` is {request['temperature']}, and the run samples at {temperature}"
             " (generation.temperature); leave the parameter out"
         )
-    lengths = {name: getattr(request, name) for name in ("max_tokens", "max_completion_tokens")}
-    given = [length for length in lengths.values() if length is not None]
+    lengths = [request[name] for name in ("max_tokens", "max_completion_tokens")]
+    given = [length for length in lengths if length is not None]
     if any(length < 1 for length in given):
         raise RequestRefused(f"`max_tokens` is {min(given)}; give at least 1")
     return min(given, default=None)

@@ -52,7 +52,7 @@ def load(path: str, options: dict[str, Any]) -> tuple[MakeEnvironment, Stop | No
     if path.startswith(VERIFIERS):
         if importlib.util.find_spec("verifiers") is None:
             raise ModuleNotFoundError(
-                "the package `verifiers` is not installed: pip install verifiers==0.4.0"
+                'the package `verifiers` is not installed: pip install "megatron_rl[environments]"'
             )
         from megatron_rl.rollouts.environments.verifiers_adapter import VerifiersEnvironments
 

@@ -13,6 +13,7 @@ default `chat_harness`, which runs in the worker, and its runtime is this machin
 import asyncio
 import importlib
 import itertools
+import json
 import sys
 import time
 from typing import Any
@@ -32,11 +33,16 @@ Request = tuple[dict[str, Any], "asyncio.Future[dict[str, Any]]"]
 
 
 def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an environment's own tasks as rows of a data set, for a file of JSON lines.
+    """Return an environment's own tasks as rows of a data set, for a file of JSON Lines.
+
+    The verifier `exact` judges those rollouts only that reach a limit before their end.
 
     Args:
         name: as in `verifiers:NAME`.
         options: its configuration.
+
+    Raises:
+        ValueError: it has tasks without end.
     """
     tasks = VerifiersEnvironments(name, options).taskset
     if not tasks.bounded:
@@ -45,16 +51,11 @@ def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _row(name: str, index: int, task: Any) -> dict[str, Any]:
-    data = task.data
-    prompt: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
-    if data.prompt is None:  # the environment speaks first: a turn that names the task
-        prompt[0]["content"] = f"{name} {index}"
-    elif not isinstance(data.prompt, str):
-        prompt = [m.model_dump(exclude_none=True) for m in data.prompt]
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     return {
-        "messages": [*system, *prompt],
-        "answer": str(getattr(data, "answer", "")),
+        # An environment that speaks first has no prompt; the text names the task.
+        "prompt": task.data.prompt_text or f"{name} {index}",
+        "answer": str(getattr(task.data, "answer", "")).strip() or task.key,
+        "kind": "exact",
         "meta": {"index": index, "key": task.key},
     }
 
@@ -289,3 +290,9 @@ def _key(message: dict[str, Any]) -> tuple[Any, ...]:
         message.get("content") or "",
         *((c["name"], c["arguments"]) for c in calls),
     )
+
+
+if __name__ == "__main__":
+    environment, *configuration = sys.argv[1:]
+    for row in rows(environment, json.loads(configuration[0]) if configuration else {}):
+        print(json.dumps(row))
