@@ -94,6 +94,8 @@ class Wrong(Guess):
     """It returns what the protocol does not have."""
 
     def step(self, message: dict[str, Any]) -> Step:
+        if message["content"] == "surrogate":
+            return Step(messages=[{"role": "user", "content": "\ud800"}])
         if message["content"] == "type":
             return "done"  # type: ignore[return-value]
         return Step(reward="much", done=True)  # type: ignore[arg-type]

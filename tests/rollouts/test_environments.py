@@ -141,6 +141,7 @@ FAILURES = [
     ("AsyncGuess", "spin", "timed out", "was killed"),
     ("Flood", "1601", "flooded", "1601 characters, and 1600 are allowed"),
     ("Flood", "70000000", "flooded", "70000000 characters"),
+    ("Wrong", "surrogate", "raised", "text that is not Unicode"),
     ("Wrong", "type", "raised", "returned str instead of Step"),
     ("Wrong", "field", "raised", "Expected `float . null`, got `str`"),
 ]

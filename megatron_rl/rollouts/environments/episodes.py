@@ -82,7 +82,12 @@ class RunningEpisode:
         # A message that is too long stays here: the generator reads none of it.
         answer = reply.opening or reply.step
         longest = max((_characters(m) for m in answer.messages), default=0) if answer else 0
-        if longest > self._start.characters or len(frame(reply)) > MAX_REPLY:
+        try:
+            size = len(frame(reply))
+        except UnicodeEncodeError as e:  # half of a surrogate pair
+            text = f"{request.call} returned text that is not Unicode: {e}"
+            return CallResult(episode=request.episode, cause="raised", text=text[:MAX_TEXT])
+        if longest > self._start.characters or size > MAX_REPLY:
             text = (
                 f"the longest message of {request.call} has {longest} characters, and"
                 f" {self._start.characters} are allowed (16 x rollout.tool_result_tokens;"
