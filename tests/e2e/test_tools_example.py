@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.config import CONFIG_FILE, load_config
 from megatron_rl.data.lookup import lookup
+from megatron_rl.messages import ORIGINS, Segment, turn_ranges
 from megatron_rl.metrics.rollouts import read_rollouts
+from megatron_rl.orchestrator.replay import recorded_batch
 from tests.e2e.processes import finish, rows, start
+from tests.trainer.cases import world_of_one
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -74,6 +78,31 @@ def test_both_sides_agree_on_every_sampled_token_and_no_other_has_a_ratio(
         sampled = np.array(row["origins"]) == SAMPLED
         assert (np.isfinite(row["ratios"]) == sampled).all()
         assert (np.array(row["logprobs"])[~sampled] == 0).all()
+
+
+def test_the_trainer_has_the_log_probs_that_were_recorded_for_three_turns(
+    run: Path, rollouts: list[dict[str, Any]]
+) -> None:
+    from megatron_rl.trainer.model import Policy
+    from megatron_rl.trainer.step import Trainer
+
+    trained = [row for row in rollouts if row["step"] == 0 and row["trained"]]
+    assert any(len(turn_ranges(segments(row["origins"]))) >= 3 for row in trained)
+    config = load_config(run / CONFIG_FILE)
+    with world_of_one(config):
+        trainer = Trainer(config, Policy(config, run / "start" / "tiny_dense"))
+        metrics = trainer.train_step(recorded_batch(run / "rollouts", 0), 0).metrics
+    # All of them are of version 0.
+    sampled = sum(row["origins"].count(SAMPLED) for row in trained)
+    assert metrics["same_version_logprob_tokens"] == metrics["tokens_trained"] == sampled
+    assert metrics["same_version_logprob_error_max"] < 1e-4
+
+
+def segments(origins: list[int]) -> list[Segment]:
+    """Return the runs of equal origins."""
+    ends = np.flatnonzero(np.diff(origins, append=-1)) + 1
+    starts = [0, *ends[:-1].tolist()]
+    return [Segment(ORIGINS[origins[i]], i, int(j)) for i, j in zip(starts, ends, strict=True)]
 
 
 def test_turns_are_of_several_weight_versions_within_the_lag(
