@@ -16,6 +16,8 @@ from megatron_rl.rollouts.single_turn import single_turn
 if TYPE_CHECKING:
     from megatron_rl.generator.engine import Engine
 
+INNOCENT_ATTEMPTS = 10
+"""Times that a rollout is made here while others take the process of its environment down."""
 CountRunning = Callable[[int], None]
 """Is told +1 when a turn begins to be decoded, -1 at its end."""
 
@@ -107,25 +109,31 @@ class RolloutCalls:
             name = f"{request.evaluation} {request.group} {index}"
         if request.evaluation < 0 and self._engine.routes is None:
             grown = partial(self._grown, request.group, index)
-        policy = EnginePolicy(self._engine, request.temperature, name, self._count_running)
         prompt = RolloutPrompt(
             request.prompt, limits, request.task, request.row, request.evaluation >= 0, begun, grown
         )
         function = await self._function(request.task)
         seconds = None if function is single_turn else self.config.rollout.seconds
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                rollout = await function(prompt, policy)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            reason = f"it took longer than rollout.seconds = {seconds:g}"
-            self._send(_failed(request, index, "timed out", reason))
-        except RolloutError as e:
-            self._send(_failed(request, index, e.cause, str(e)))
-        else:
-            self._send(self._sample(request, index, rollout))
-        return policy.new_tokens
+        tokens, failed = 0, None
+        for _ in range(INNOCENT_ATTEMPTS):
+            policy = EnginePolicy(self._engine, request.temperature, name, self._count_running)
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    self._send(self._sample(request, index, await function(prompt, policy)))
+                    return tokens + policy.new_tokens
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                reason = f"it took longer than rollout.seconds = {seconds:g}"
+                failed = RolloutError("timed out", reason)
+            except RolloutError as e:
+                failed = e
+            tokens += policy.new_tokens
+            if not failed.innocent:
+                break
+        assert failed is not None
+        self._send(_failed(request, index, failed.cause, str(failed)))
+        return tokens
 
     async def close(self) -> None:
         """End what the rollout functions have started; the answers are cancelled before."""

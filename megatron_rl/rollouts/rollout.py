@@ -33,9 +33,11 @@ class RolloutError(RuntimeError):
     are counted; the message has the rest.
     """
 
-    def __init__(self, cause: str, message: str) -> None:
+    def __init__(self, cause: str, message: str, *, innocent: bool = False) -> None:
         super().__init__(message)
         self.cause = cause
+        self.innocent = innocent
+        """True if another rollout took its process down: it is no attempt of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ STEPS = 20
 TASKS = "tasks.jsonl"
 NAME = "tests.e2e.lookup_environment"
 ADAPTER = "megatron_rl.rollouts.environments.verifiers_adapter"
-SAMPLED, GIVEN, PROMPT = 0, 2, 3
+GIVEN, PROMPT = 2, 3
 SETTINGS = f"""
   --schedule.steps {STEPS} --schedule.prompts_per_step 6 --schedule.completions_per_prompt 4
   --sft.steps 200 --rollout.seconds 60 --rollout.workers 1

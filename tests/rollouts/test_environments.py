@@ -204,6 +204,19 @@ def test_others_of_a_dead_process_fail_and_those_of_another_go_on() -> None:
     run(work, "AsyncGuess", settings=settings(2, 10.0))
 
 
+def test_only_the_episode_whose_call_ended_a_process_has_had_an_attempt() -> None:
+    async def work(host: EnvironmentHost) -> None:
+        for word in ("exit", "spin"):
+            async with host.episode(row("3")) as guilty, host.episode(row("3")) as idle:
+                await asyncio.gather(guilty.reset(), idle.reset())
+                for episode, text, innocent in ((guilty, word, False), (idle, "2", True)):
+                    with pytest.raises(RolloutError) as failure:
+                        await episode.step(said(text))
+                    assert failure.value.innocent == innocent
+
+    run(work, "Guess")
+
+
 def test_others_of_a_process_with_a_stuck_call_go_on() -> None:
     """The process takes no new episode and ends with its last one."""
 

@@ -113,16 +113,19 @@ class Worker:
             self._writer.write(frame(Request(episode, "close")))
         self._retire()
 
-    def kill(self) -> None:
-        """Kill the process, and those of its group; its episodes fail."""
-        self.usable = False
-        if not self._killed:
+    def kill(self, *, by_a_call: bool = True) -> None:
+        """Kill the process, and those of its group; its episodes fail.
+
+        Those with a call in it may have caused that (`by_a_call`); the others have not.
+        """
+        self.usable, was_killed = False, self._killed
+        if not was_killed:
             self._killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._died())
+                future.set_exception(self._died(innocent=was_killed or not by_a_call))
 
     async def end(self) -> None:
         """Let the process close its episodes and end; kill it if it does not."""
@@ -144,15 +147,15 @@ class Worker:
         return f"the environment {self._start.path}"
 
     async def _ask(self, episode: int, message: bytes, seconds: float, what: str) -> CallResult:
-        if self._writer.is_closing():
-            raise self._died()
+        if self._killed or self._writer.is_closing():
+            raise self._died(innocent=True)
         self._waiting[episode] = future = asyncio.get_running_loop().create_future()
         self._writer.write(message)  # no drain: a worker that hangs must not hold up this loop
         try:
             return await asyncio.wait_for(future, seconds)
         except TimeoutError:
             del self._waiting[episode]
-            self.kill()
+            self.kill(by_a_call=False)  # of the others
             text = f"{self._name}: {what} took longer than {seconds:g} s; its process was killed"
             raise RolloutError("timed out", text) from None
         finally:
@@ -187,8 +190,9 @@ class Worker:
         if not self.usable and not self.episodes:
             self.kill()
 
-    def _died(self) -> RolloutError:
-        return RolloutError("died", f"{self._name}: the process of the episode died")
+    def _died(self, *, innocent: bool) -> RolloutError:
+        text = f"{self._name}: the process of the episode died"
+        return RolloutError("died", text, innocent=innocent)
 
 
 class Episode:
