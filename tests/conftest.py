@@ -51,6 +51,7 @@ LONGEST = (
     "tests/e2e/test_examples.py",
     "tests/e2e/test_pretrained_example.py",
     "tests/e2e/test_pretraining.py",
+    "tests/e2e/test_rollout_tasks.py",
     "tests/generator/test_engine.py",
     "tests/rewards/test_pool.py",
     "tests/trainer/test_transformer_engine.py",

@@ -23,7 +23,7 @@ def fails_always(question: str) -> bool:
 
 
 class FaultyLookups:
-    """Every tenth episode of a worker raises, every tenth hangs, and every tenth floods."""
+    """Every tenth episode of a worker raises, every tenth floods, and the sixth hangs."""
 
     def __init__(self) -> None:
         sandbox = SandboxSettings().model_dump(mode="json")
@@ -43,7 +43,7 @@ class FaultyLookups:
         match self._number % 10:
             case 3:
                 raise ConnectionError("the service is down")
-            case 5:
+            case 5 if self._number == 5:
                 await asyncio.sleep(3600)
             case 8:
                 return Step(messages=[{"role": "user", "content": "1" * 10**6}])

@@ -11,8 +11,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -39,11 +40,11 @@ PR_SET_PDEATHSIG = 1
 VERIFIERS = "verifiers:"
 
 MakeEnvironment = Callable[[], Environment]
-Stop = Callable[[], Awaitable[None]]
 
 
-def load(path: str, options: dict[str, Any]) -> tuple[MakeEnvironment, Stop | None]:
-    """Return what makes an environment for an episode, and what ends that which they share.
+@asynccontextmanager
+async def loaded(path: str, options: dict[str, Any]) -> AsyncIterator[MakeEnvironment]:
+    """Yield what makes an environment for an episode, while that which they share is up.
 
     Args:
         path: `package.module:Class`, or `verifiers:NAME`.
@@ -57,8 +58,10 @@ def load(path: str, options: dict[str, Any]) -> tuple[MakeEnvironment, Stop | No
         from megatron_rl.rollouts.environments.verifiers_adapter import VerifiersEnvironments
 
         environments = VerifiersEnvironments(path.removeprefix(VERIFIERS), options)
-        return environments.make, environments.stop
-    return partial(imported(path), **options), None
+        async with environments.serving():
+            yield environments.make
+    else:
+        yield partial(imported(path), **options)
 
 
 class RunningEpisode:
@@ -162,14 +165,24 @@ async def serve(connection: socket.socket) -> None:
     """Serve the host at the other end of the socket until it is closed; then end the process."""
     reader, writer = await asyncio.open_connection(sock=connection)
     start = msgspec.msgpack.decode(await receive(reader), type=Start)
-    try:
-        make, stop = load(start.path, start.options)
-    except Exception as e:  # noqa: BLE001 - code of the user, whose error the host reports
-        text = f"{type(e).__name__}: {e}"[:MAX_TEXT]
-        writer.write(frame(CallResult(episode=0, cause="raised", text=text)))
-        await writer.drain()
-        return
-    writer.write(frame(CallResult(episode=0)))
+    async with AsyncExitStack() as shared:
+        try:
+            make = await shared.enter_async_context(loaded(start.path, start.options))
+        except Exception as e:  # noqa: BLE001 - code of the user, whose error the host reports
+            text = f"{type(e).__name__}: {e}"[:MAX_TEXT]
+            writer.write(frame(CallResult(episode=0, cause="raised", text=text)))
+            await writer.drain()
+            return
+        writer.write(frame(CallResult(episode=0)))
+        await _serve_episodes(reader, writer, partial(RunningEpisode, make, start))
+    os._exit(0)  # calls may never end
+
+
+async def _serve_episodes(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    new_episode: Callable[[], RunningEpisode],
+) -> None:
     decode = msgspec.msgpack.Decoder(Request).decode
     episodes: dict[int, RunningEpisode] = {}
     tasks: set[asyncio.Task[None]] = set()
@@ -183,7 +196,7 @@ async def serve(connection: socket.socket) -> None:
         except (asyncio.IncompleteReadError, OSError):
             break
         if request.call == "reset":
-            episodes[request.episode] = RunningEpisode(make, start)
+            episodes[request.episode] = new_episode()
         episode = episodes.get(request.episode)
         if episode is None:
             continue  # closed without a reset
@@ -198,9 +211,6 @@ async def serve(connection: socket.socket) -> None:
         tasks.add(asyncio.create_task(answer(episode, Request(number, "close"))))
     if tasks:
         await asyncio.wait(tasks)  # the host kills a worker that takes too long
-    if stop is not None:
-        await stop()
-    os._exit(0)  # calls may never end
 
 
 def _die_with_parent(parent: int) -> None:

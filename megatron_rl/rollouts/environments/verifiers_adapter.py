@@ -16,6 +16,8 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import verifiers.v1 as vf
@@ -80,25 +82,29 @@ class VerifiersEnvironments:
         """The episode of each trace."""
         self._tasks: list[Any] = []
         self._rest = iter(self.taskset)
-        self._ready: asyncio.Future[Any] | None = None
-        self._stopping = asyncio.Event()
 
     def make(self) -> "VerifiersEpisode":
         """Return an environment for one episode."""
         return VerifiersEpisode(self)
 
-    async def context(self) -> Any:
-        """Return the model that the package asks, when its servers are up."""
-        if self._ready is None:
-            self._ready = asyncio.get_running_loop().create_future()
-            self._serving = asyncio.create_task(self._serve(self._ready))
-        return await asyncio.shield(self._ready)
-
-    async def stop(self) -> None:
-        """End the servers."""
-        self._stopping.set()
-        if self._ready is not None:
-            await self._serving
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve the model that the package asks (`context`) and the tools of the environment."""
+        app = web.Application(client_max_size=2**30)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        runner = web.AppRunner(app)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            client = vf.EvalClientConfig(
+                base_url=f"http://{host}:{port}/v1", api_key_var="MEGATRON_RL_POLICY_KEY"
+            )
+            self.context = vf.ModelContext(model="policy", client=client)
+            async with self.environment.serving():
+                yield
+        finally:
+            await runner.cleanup()
 
     def task(self, meta: dict[str, Any]) -> Any:
         """Return the task that a row names.
@@ -115,28 +121,6 @@ class VerifiersEnvironments:
         if index >= len(self._tasks) or meta.get("key", "") not in ("", self._tasks[index].key):
             raise ValueError(f"task {index} is not the one that the row was made from: {remedy}")
         return self._tasks[index]
-
-    async def _serve(self, ready: asyncio.Future[Any]) -> None:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(app)
-        try:
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            client = vf.EvalClientConfig(
-                base_url=f"http://{host}:{port}/v1", api_key_var="MEGATRON_RL_POLICY_KEY"
-            )
-            async with self.environment.serving():
-                ready.set_result(vf.ModelContext(model="policy", client=client))
-                await self._stopping.wait()
-        except Exception as e:
-            if ready.done():
-                raise
-            ready.set_exception(e)
-        finally:
-            await runner.cleanup()
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -177,10 +161,10 @@ class VerifiersEpisode:
 
     async def reset(self, row: dict[str, Any]) -> Opening:
         """Run the environment to its first request."""
-        context = await self._environments.context()
         task = await asyncio.to_thread(self._environments.task, row.get("meta") or {})
+        shared = self._environments
         self._run = asyncio.create_task(
-            self._environments.environment.run_episode(task, context, on_trace=self._register)
+            shared.environment.run_episode(task, shared.context, on_trace=self._register)
         )
         body = await self._request()
         if body is None:
