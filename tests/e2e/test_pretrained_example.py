@@ -1,4 +1,4 @@
-"""Six steps of `examples/scalerl_smollm.sh`: a pretrained model, its supervised stage, RL, its end.
+"""Four steps of `examples/scalerl_smollm.sh`: a pretrained model, its SFT stage, RL, its end.
 
 The example's own settings with small sizes. Two operands and a short supervised stage leave answers
 of which some are right and some wrong. A lag of one step makes the engine load every version.
@@ -23,14 +23,14 @@ from tests.e2e.processes import finish, hide, rows, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-STEPS, LAG, PROMPTS, COMPLETIONS, HELD_OUT = 6, 1, 3, 4, 4
+STEPS, LAG, PROMPTS, COMPLETIONS, HELD_OUT = 4, 1, 3, 4, 2
 # Two threads would wait for each other on cores that others use.
 SETTINGS = f"""
   --roles.trainer_threads 1
   --schedule.steps {STEPS} --schedule.max_lag_steps {LAG}
   --schedule.prompts_per_step {PROMPTS} --schedule.completions_per_prompt {COMPLETIONS}
   --task.operand_weights [1.0] --task.train_prompts 100 --task.heldout_prompts {HELD_OUT}
-  --sft.steps 5 --sft.prompts 100 --sft.tokens_per_step 300 --sft.warmup_steps 1
+  --sft.steps 4 --sft.prompts 80 --sft.tokens_per_step 300 --sft.warmup_steps 1
   --generation.answer_budget_tokens 32 --generation.concurrent_completions 16
   --generation.kv_cache_gib 0.1
   --evaluation.every_steps {STEPS} --evaluation.samples_per_prompt 1

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.processes import ONE_RANK, TORCHRUN, finish, hide, rows, start
-from tests.fleet.tiny_run import HELD_OUT, prepare
+from tests.e2e.processes import TORCHRUN, finish, hide, rows, start
+from tests.fleet.tiny_run import HELD_OUT
 from tests.workers import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -63,14 +63,10 @@ def read(output: Path) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    folder = tmp_path_factory.mktemp("seeds")
+def runs(tiny_start: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    folder, config = tmp_path_factory.mktemp("seeds"), tiny_start / "tiny.yaml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", hide(folder / "hidden", "wandb"))
-        with patch.context() as alone:
-            for variable, value in ONE_RANK.items():
-                alone.setenv(variable, value)
-            config = prepare(folder / "start")
         torchrun = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=0", "examples/scalerl_tiny.sh"]
         options = {
             name: [

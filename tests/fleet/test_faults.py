@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SECONDS = 600
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+@pytest.fixture
+def base(tiny_start: Path) -> Path:
+    return tiny_start
 
 
 def disturb(base: Path, *points: str) -> dict[str, list[str]]:
