@@ -25,3 +25,5 @@ def test_the_cuda_extra_resolves_to_the_pinned_versions(machine: str) -> None:
     versions = dict(PIN.findall(solution))
     assert {"torch", "vllm", "megatron-core", "transformer-engine-torch"} <= versions.keys()
     assert {n: v for n, v in versions.items() if pins.get(n) != v} == {}
+    # Two packages with the same files; verifiers asks for the other one.
+    assert "oss-harmony" in versions and "openai-harmony" not in versions
