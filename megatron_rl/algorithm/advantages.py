@@ -1,7 +1,12 @@
-"""Advantages of completions from their rewards."""
+"""From rewards and lengths to advantages and loss weights, and the bounds of lengths.
 
+The loss weights carry all means of the loss: the trainer computes `sum(loss_weight * term)` without
+further division, so a gradient cannot depend on micro-batches, data parallelism or packing.
+"""
+
+import random
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Literal
 
 import numpy as np
@@ -9,6 +14,7 @@ from numpy.typing import NDArray
 
 EPS = 1e-6
 Baseline = Literal["mean", "leave_one_out"]
+Normalization = Literal["batch", "prompt", "none"]
 Rewards = NDArray[np.float64]
 Returns = tuple[float, ...]
 """Rewards of a rollout from each of its turns on, or one for the whole."""
@@ -16,7 +22,7 @@ Returns = tuple[float, ...]
 
 def advantages(
     rewards: list[Rewards],
-    normalization: Literal["batch", "prompt", "none"],
+    normalization: Normalization,
     *,
     baseline: Baseline = "mean",
     others: Sequence[Rewards] = (),
@@ -56,36 +62,27 @@ def turn_returns(reward: float, turn_rewards: Sequence[float], turns: int) -> Re
 
 def by_turn(returns: Sequence[Returns]) -> list[Rewards]:
     """Return an array for each turn's number, of the rollouts of a group that have this turn."""
-    longest = max(map(len, returns), default=0)
-    return [np.array([r[turn] for r in returns if turn < len(r)]) for turn in range(longest)]
+    columns = zip_longest(*returns)
+    return [np.array([value for value in turn if value is not None]) for turn in columns]
 
 
 def turn_advantages(
     returns: list[list[Returns]],
-    normalization: Literal["batch", "prompt", "none"],
+    normalization: Normalization,
     *,
     baseline: Baseline = "mean",
     others: Sequence[list[Returns]] = (),
 ) -> list[list[Returns]]:
     """Return an advantage for each return, by `advantages` over its turn's number in its group.
 
-    Args:
-        returns: those of the rollouts of each trained group, as in the result.
-        normalization: as for `advantages`.
-        baseline: as for `advantages`.
-        others: returns of untrained groups that count in the batch's standard deviation.
+    The arguments are those of `advantages`, with returns of the rollouts of each group.
     """
-    flat = iter(
-        advantages(
-            [turn for group in returns for turn in by_turn(group)],
-            normalization,
-            baseline=baseline,
-            others=[turn for group in others for turn in by_turn(group)],
-        )
-    )
+    columns = [by_turn(group) for group in returns]
+    more = [turn for group in others for turn in by_turn(group)]
+    flat = iter(advantages(sum(columns, []), normalization, baseline=baseline, others=more))
     result = []
-    for group in returns:
-        turns = [iter(next(flat).tolist()) for _ in range(max(map(len, group), default=0))]
+    for group, own in zip(returns, columns, strict=True):
+        turns = [iter(next(flat).tolist()) for _ in own]
         result.append([tuple(next(turn) for turn in turns[: len(r)]) for r in group])
     return result
 
@@ -95,3 +92,63 @@ def _centered(rewards: Rewards, baseline: Baseline) -> Rewards:
     if baseline == "leave_one_out" and len(rewards) > 1:
         return centered * (len(rewards) / (len(rewards) - 1))
     return centered
+
+
+def token_weights(
+    token_counts: list[NDArray[np.int64]],
+    aggregation: Literal["prompt", "sample", "token", "constant"],
+    constant_length_tokens: int | None = None,
+) -> list[NDArray[np.float64]]:
+    """Return the loss weight of a token in each completion of each group.
+
+    Args:
+        token_counts: trained (sampled, not forced) tokens of each completion, one array per trained
+            group; a completion with 0 tokens gets weight 0.
+        aggregation: `prompt`: mean over a group's tokens, then over groups (ScaleRL, DAPO);
+            `sample`: mean over a completion's tokens, then over all completions (GRPO);
+            `token`: mean over all tokens; `constant`: sum over a completion's tokens divided by a
+            constant length, then mean over all completions (Dr. GRPO).
+        constant_length_tokens: for `constant`.
+
+    Returns:
+        One array per group; `sum(weight * tokens)` is 1 (0 without tokens), except for `constant`.
+
+    Example: groups [1, 3] and [2, 2] under `prompt` weigh [1/8, 1/8] and [1/8, 1/8].
+    """
+    groups = sum(bool(c.sum()) for c in token_counts)
+    samples = sum(int((c > 0).sum()) for c in token_counts)
+    tokens = sum(int(c.sum()) for c in token_counts)
+
+    def weight(c: NDArray[np.int64]) -> NDArray[np.float64] | float:
+        if aggregation == "prompt":
+            return 1.0 / (groups * int(c.sum()))
+        if aggregation == "constant":
+            assert constant_length_tokens is not None
+            return 1.0 / (samples * constant_length_tokens)
+        return 1.0 / (samples * np.maximum(c, 1)) if aggregation == "sample" else 1.0 / tokens
+
+    return [np.where(c > 0, weight(c) if c.any() else 0.0, 0.0) for c in token_counts]
+
+
+def length_penalty(
+    lengths: NDArray[np.int64], max_tokens: int, cache_tokens: int
+) -> NDArray[np.float64]:
+    """Return clip((max - length) / cache - 1, -1, 0) of each completion.
+
+    It is 0 up to `max - cache` tokens and falls to -1 at `max`: ScaleRL's length penalty (applied
+    to correct completions) and DAPO's soft overlong punishment (applied to all).
+
+    Example: ScaleRL's max 14,336 and cache 2,048 (A.10) give 0 up to 12,288 tokens, -.35 at 13,000
+    and -1 from 14,336 on.
+    """
+    return np.clip((max_tokens - lengths) / cache_tokens - 1.0, -1.0, 0.0)
+
+
+def thinking_budgets(seed: int, group: int, count: int, bounds: tuple[int, int]) -> list[int]:
+    """Draw the thinking budget [tokens] of each completion of a group, uniform in `bounds`.
+
+    Both bounds are included; ScaleRL interrupts thinking in [10k, 12k]. The draw depends on seed
+    and group only, so a group that is generated again after a resume has the same budgets.
+    """
+    rng = random.Random(f"thinking budget {seed} {group}")
+    return [rng.randint(*bounds) for _ in range(count)]

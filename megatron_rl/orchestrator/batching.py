@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.algorithm.advantages import Returns, by_turn, turn_advantages, turn_returns
-from megatron_rl.algorithm.aggregation import token_weights
-from megatron_rl.algorithm.length_control import length_penalty
+from megatron_rl.algorithm.advantages import (
+    Returns,
+    by_turn,
+    length_penalty,
+    token_weights,
+    turn_advantages,
+    turn_returns,
+)
 from megatron_rl.config import Algorithm
 from megatron_rl.messages import (
     Batch,

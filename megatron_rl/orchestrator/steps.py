@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from megatron_rl import messages as m
+from megatron_rl.algorithm.advantages import thinking_budgets
 from megatron_rl.algorithm.curriculum import Curriculum
-from megatron_rl.algorithm.length_control import thinking_budgets
 from megatron_rl.config import RunConfig
 from megatron_rl.data import PromptSet
 from megatron_rl.data.mixture import Mixture, shares

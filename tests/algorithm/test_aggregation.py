@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.aggregation import token_weights
+from megatron_rl.algorithm.advantages import token_weights
 
 
 def counts(*groups):

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.algorithm.length_control import length_penalty, thinking_budgets
+from megatron_rl.algorithm.advantages import length_penalty, thinking_budgets
 from megatron_rl.config import load_config
 
 TINY = Path(__file__).parents[2] / "examples" / "scalerl_tiny.yaml"
