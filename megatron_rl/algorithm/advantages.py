@@ -78,8 +78,9 @@ def turn_advantages(
     The arguments are those of `advantages`, with returns of the rollouts of each group.
     """
     columns = [by_turn(group) for group in returns]
+    trained = [turn for group in columns for turn in group]
     more = [turn for group in others for turn in by_turn(group)]
-    flat = iter(advantages(sum(columns, []), normalization, baseline=baseline, others=more))
+    flat = iter(advantages(trained, normalization, baseline=baseline, others=more))
     result = []
     for group, own in zip(returns, columns, strict=True):
         turns = [iter(next(flat).tolist()) for _ in own]
