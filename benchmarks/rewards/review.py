@@ -25,8 +25,7 @@ from typing import Any
 
 from benchmarks.machine import processor
 from benchmarks.rewards.golden_vs_stock import stock
-from megatron_rl.data.golds import gold_text
-from megatron_rl.data.question import DataError
+from megatron_rl.data.question import DataError, gold_text
 from megatron_rl.rewards.math import verify
 
 ROOT = Path(__file__).parents[2]

@@ -32,18 +32,14 @@ class ObjectiveTerms(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of a micro-batch; add them over micro-batches and ranks."""
+    """Sums of `ObjectiveTerms` over a micro-batch; add them over micro-batches and ranks."""
 
     loss: Tensor
-    """With gradient."""
     tokens: Tensor
     """Tokens of positive weight; the other counts are subsets."""
     clipped: Tensor
-    """Tokens whose ratio the loss clipped, or that it masked."""
     corrected: Tensor
-    """Tokens that the importance correction truncated or masked."""
     reference_kl: Tensor
-    """k3 of KL(pi || pi_ref) in nats, unweighted."""
 
 
 def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
@@ -58,16 +54,14 @@ def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
     reference_kl_T = tokens.loss_weights_T.new_zeros(())
     if algorithm.kl_coefficient:
         if tokens.reference_logprobs_T is None:
-            key = f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}"
-            raise ValueError(f"{key}: the KL term needs the reference policy's log-probs")
+            raise ValueError("algorithm.kl_coefficient needs the reference policy's log-probs")
         difference_T = tokens.reference_logprobs_T - tokens.logprobs_T
         k3_T = difference_T.exp() - difference_T - 1
         total_T = total_T + algorithm.kl_coefficient * k3_T
         reference_kl_T = k3_T.detach()
     if algorithm.entropy_coefficient:
         if tokens.entropy_T is None:
-            key = f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}"
-            raise ValueError(f"{key}: the entropy term needs entropies")
+            raise ValueError("algorithm.entropy_coefficient needs entropies")
         total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
     loss_T = tokens.loss_weights_T * total_T
     return ObjectiveTerms(loss_T, terms.clipped_T, correction.corrected_T, reference_kl_T)

@@ -41,25 +41,13 @@ class ArithmeticProblem:
     operands: tuple[int, ...]
     operators: tuple[str, ...]
 
-    @property
-    def question(self) -> str:
-        """Text of the question."""
-        return "".join(map(str, self._parts)) + "=?"
-
-    @property
-    def question_in_words(self) -> str:
-        """Text of the question in English, with the form of the answer."""
-        return f"What is {' '.join(WORDS[x] for x in self._parts)}? {BOX_INSTRUCTION}"
-
-    @property
-    def _parts(self) -> list[int | str]:
+    def question(self, in_words: bool) -> str:
+        """Return the text of the question, or a sentence with the form of the answer."""
         pairs = zip(self.operands, (*self.operators, ""), strict=True)
-        return [x for pair in pairs for x in pair][:-1]
-
-    @property
-    def answer(self) -> int:
-        """Value of the expression."""
-        return _solve(self)[-1][3]
+        *parts, _ = [x for pair in pairs for x in pair]
+        if in_words:
+            return f"What is {' '.join(WORDS[x] for x in parts)}? {BOX_INSTRUCTION}"
+        return "".join(map(str, parts)) + "=?"
 
 
 def make_split(
@@ -85,7 +73,7 @@ def questions(task: ArithmeticTask, problems: Iterable[ArithmeticProblem]) -> li
     """Convert problems to questions, numbered from 0."""
     kind = "math" if task.in_words else "exact"
     return [
-        Question(str(i), kind, p.question_in_words if task.in_words else p.question, str(p.answer))
+        Question(str(i), kind, p.question(task.in_words), str(_solve(p)[-1][3]))
         for i, p in enumerate(problems)
     ]
 
@@ -103,14 +91,14 @@ def demonstrations(
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for _ in range(count):
         problem = _draw_outside(heldout, rng, task)
+        question = problem.question(task.in_words)
         for _ in range(per_problem):
             body, answer = _demonstration(rng, problem)
             if task.in_words:
-                response = "; ".join(body) + ". " * bool(body) + f"\\boxed{{{answer}}}"
-                yield problem.question_in_words, response
+                yield question, "; ".join(body) + ". " * bool(body) + f"\\boxed{{{answer}}}"
             else:
                 text = ";".join(body)[:thinking]
-                yield TINY(problem.question), f"{text}</think>\\boxed{{{answer}}}<eos>"
+                yield TINY(question), f"{text}</think>\\boxed{{{answer}}}<eos>"
 
 
 def _demonstration(rng: random.Random, problem: ArithmeticProblem) -> tuple[list[str], int]:

@@ -59,8 +59,7 @@ def make_split(task: LookupTask, seed: int) -> tuple[list[Question], list[Questi
             f" train_prompts + heldout_prompts = {size}: lower them"
         )
     drawn = random.Random(f"lookup split {seed}").sample(pool, size)
-    heldout, train = drawn[: task.heldout_prompts], drawn[task.heldout_prompts :]
-    return _questions(train), _questions(heldout)
+    return _questions(drawn[task.heldout_prompts :]), _questions(drawn[: task.heldout_prompts])
 
 
 def demonstrations(task: LookupTask, seed: int, count: int, each: int) -> Iterator[tuple[str, str]]:
@@ -92,6 +91,6 @@ def _questions(drawn: list[tuple[int, int]]) -> list[Question]:
         answer = str(key)
         for _ in range(hops):
             answer = lookup(answer)
-        meta = {"ended_thinking": False}
-        questions.append(Question(str(i), "math", f"{hops};{key}?", answer, meta=meta))
+        question = Question(str(i), "math", f"{hops};{key}?", answer, {"ended_thinking": False})
+        questions.append(question)
     return questions

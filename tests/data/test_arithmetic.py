@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.config import ArithmeticTask, RunConfig
 from megatron_rl.data import load_prompts
-from megatron_rl.data.arithmetic import ArithmeticProblem, demonstrations, make_split
+from megatron_rl.data.arithmetic import ArithmeticProblem, demonstrations, make_split, questions
 from megatron_rl.data.prompt_format import TINY, TOKENS, save_tiny_tokenizer
 from megatron_rl.rewards import Outcome, verify_exact
 
@@ -13,14 +13,12 @@ TASK = ArithmeticTask(train_prompts=500, heldout_prompts=100)
 
 
 def test_precedence_is_respected():
-    problem = ArithmeticProblem((5, 7, 5, 8), ("+", "+", "*"))
-    assert problem.question == "5+7+5*8=?"
-    assert TINY(problem.question) == "<bos>5+7+5*8=?<think>"
-    assert problem.answer == 52
+    (question,) = questions(TASK, [ArithmeticProblem((5, 7, 5, 8), ("+", "+", "*"))])
+    assert (question.prompt, question.gold) == ("5+7+5*8=?", "52")
+    assert TINY(question.prompt) == "<bos>5+7+5*8=?<think>"
 
 
 def test_in_words_the_question_asks_for_a_box_and_the_demonstrations_have_it():
-    from megatron_rl.data.arithmetic import questions
     from megatron_rl.rewards.task_verifiers import make_verifier
     from megatron_rl.rewards.verifier_settings import VerifierSettings
 
@@ -43,15 +41,15 @@ def test_in_words_the_question_asks_for_a_box_and_the_demonstrations_have_it():
 
 
 def test_answers_equal_pythons_own():
-    for problem in make_split(TASK, 3)[0]:
-        assert problem.answer == eval(problem.question.removesuffix("=?"))
+    for question in questions(TASK, make_split(TASK, 3)[0]):
+        assert int(question.gold) == eval(question.prompt.removesuffix("=?"))
 
 
 def test_heldout_problems_are_unique_and_in_neither_stage():
     train, held = make_split(TASK, 3)
-    heldout = {TINY(p.question) for p in held}
+    heldout = {TINY(p.question(False)) for p in held}
     assert len(heldout) == 100
-    assert not heldout & {TINY(p.question) for p in train}
+    assert not heldout & {TINY(p.question(False)) for p in train}
     assert not heldout & {prompt for prompt, _ in demonstrations(TASK, 3, 500, 2, 28)}
 
 

@@ -11,8 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.data.golds import unreadable
-from megatron_rl.data.question import BOX_INSTRUCTION, DataError, Question, apply_template
+from megatron_rl.data.question import (
+    BOX_INSTRUCTION,
+    DataError,
+    Question,
+    apply_template,
+    unreadable,
+)
 from megatron_rl.data.tables import Fields, Source, make_conversation, read_questions, read_rows
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72.\n#### 1,072"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.data.golds import gold_text
+from megatron_rl.data.question import gold_text
 from megatron_rl.rewards.math import math_verdict, verify
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings

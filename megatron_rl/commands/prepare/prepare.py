@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.convert.resumable import file_sum
-from megatron_rl.data.golds import unreadable
 from megatron_rl.data.overlap import Overlap, words
 from megatron_rl.data.prompt_format import read_format
-from megatron_rl.data.question import DataError, Question, apply_template
+from megatron_rl.data.question import DataError, Question, apply_template, unreadable
 from megatron_rl.data.tables import Fields, Source, make_question, read_rows
 from megatron_rl.files import naming_full_disk
 from megatron_rl.rewards.math import verify
