@@ -7,12 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_rl.rewards.math.extract import (
-    NoAnswer,
-    bare_answer,
-    last_box,
-    strip_math_delimiters,
-)
+from megatron_rl.rewards.math.extract import NoAnswer, bare_answer, last_box, strip_math_delimiters
 from megatron_rl.rewards.math.node import OverLimit
 
 BOX_INSTRUCTION = "Put the final answer in \\boxed{}."

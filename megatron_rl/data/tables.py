@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.data.prompt_format import Turn
-from megatron_rl.data.question import (
-    DataError,
-    Question,
-    apply_template,
-    gold_text,
-    unreadable,
-)
+from megatron_rl.data.question import DataError, Question, apply_template, gold_text, unreadable
 from megatron_rl.rewards.task_verifiers import KINDS
 
 LOADERS = {".parquet": "parquet", ".arrow": "arrow"}
