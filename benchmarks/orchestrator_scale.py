@@ -197,7 +197,7 @@ class Fleet:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         form = read_format(model, config.generation.think_start)
         prompts = load_prompts(config, tokenizer, form)
-        self.golds = {p.id: p.gold for p in prompts.train}
+        self.golds = {p.id: p.question.gold for p in prompts.train}
         self.encode = lambda text: m.int_bytes(tokenizer.encode(text, add_special_tokens=False).ids)
         digits = m.ints(self.encode("0123456789"))
         rng = np.random.default_rng(0)

@@ -5,7 +5,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,30 +33,22 @@ from megatron_rl.data.tables import Fields, Source, read_questions
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question. Example: `Prompt(id=3, text="<bos>2+3=?<think>", ..., gold="5")`."""
+    """A question as the model reads it."""
 
     id: int
     """Index in its list (training, or held-out and evaluation sets), over all tasks."""
     text: str
     token_ids: list[int]
-    gold: str
-    """Right answer."""
+    question: Question
     task: str = "arithmetic"
     """Name of its task, or of its evaluation set."""
-    kind: str = "exact"
-    """Verifier of its completions."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the verifier."""
-    difficulty: str = ""
-    """Level, if there is one."""
-    question: str = ""
-    """Its text alone, without the model's chat template."""
 
     @property
     def row(self) -> dict[str, Any]:
         """The start of rollouts of several turns, instead of the text."""
-        messages = [{"role": "user", "content": self.question}]
-        return {"messages": messages, "gold": self.gold, "meta": self.meta}
+        q = self.question
+        messages = [{"role": "user", "content": q.prompt}]
+        return {"messages": messages, "gold": q.gold, "meta": q.meta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +79,7 @@ class PromptSet:
     @property
     def verifiers(self) -> list[str]:
         """Verifiers of the prompts."""
-        return sorted({p.kind for p in (*self.train, *self.evaluated)})
+        return sorted({p.question.kind for p in (*self.train, *self.evaluated)})
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, form: PromptFormat = TINY) -> PromptSet:
@@ -182,7 +174,7 @@ def make_prompt(q: Question, i: int, task: str, tokenizer: Tokenizer, form: Prom
     text = form(q.prompt)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     meta = {"eos": form.eos, **q.meta} if q.kind == "exact" else q.meta
-    return Prompt(i, text, ids, q.gold, task, q.kind, meta, q.difficulty, q.prompt)
+    return Prompt(i, text, ids, replace(q, meta=meta), task)
 
 
 def load_split(task: Task, seed: int) -> tuple[list[Question], list[Question]]:

@@ -67,10 +67,11 @@ class Verification:
             outcome, reason, reward = sample.verdict
             return Verdict(Outcome(outcome), reason, reward)
         text = self._decode(ints(sample.last_turn).tolist())
-        if (verify := self._inline.get(prompt.kind)) is not None:
-            return verify(text, prompt.gold, prompt.meta)
-        assert self.pool is not None, f"no verifier was started for {prompt.kind}"
-        task = asyncio.create_task(self.pool.verify(prompt.kind, text, prompt.gold, prompt.meta))
+        q = prompt.question
+        if (verify := self._inline.get(q.kind)) is not None:
+            return verify(text, q.gold, q.meta)
+        assert self.pool is not None, f"no verifier was started for {q.kind}"
+        task = asyncio.create_task(self.pool.verify(q.kind, text, q.gold, q.meta))
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -18,7 +18,7 @@ so does the path of another file in this format, without variants: `--recipe my_
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,14 @@ KEYS = VARIANT_KEYS | {"base", "variants"}
 class Recipe:
     """A recipe, with the values of its bases."""
 
-    name: str
-    summary: str
-    source: str
-    notes: str
-    base: str
-    """Recipe that it is based on, or empty."""
-    values: dict[str, Any]
-    """Nested values of the configuration."""
-    inferred: dict[str, str]
-    """Dotted keys of values that the source implies, and why."""
-    choices: dict[str, str]
-    """Dotted keys of values on which the source says nothing, and why."""
+    name: str = ""
+    summary: str = ""
+    source: str = ""
+    notes: str = ""
+    base: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    inferred: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -65,24 +61,19 @@ def load(name: str) -> Recipe:
         entries = {**entries, name: _read(Path(name), KEYS - {"variants"})}
     if name not in entries:
         raise ConfigError(f"recipe is {name!r}: no such recipe; there are {', '.join(entries)}")
-    entry = entries[name]
-    base = load(entry["base"]) if entry.get("base") else Recipe("", "", "", "", "", {}, {}, {})
-    own = entry.get("values") or {}
-    values = merge(base.values, own)
-    inferred, choices = entry.get("inferred") or {}, entry.get("choices") or {}
-    keys, given = dict(flatten(values)).keys(), {**inferred, **choices}.keys()
+    own = Recipe(name, **{k: v for k, v in entries[name].items() if v and k != "variants"})
+    base = load(own.base) if own.base else Recipe()
+    values = merge(base.values, own.values)
+    keys, given = dict(flatten(values)).keys(), {**own.inferred, **own.choices}.keys()
     if unknown := sorted(given - keys):
         raise ConfigError(f"recipe {name}: {unknown} of inferred or choices have no value in it")
-    above = keys - given - dict(flatten(own)).keys()
-    return Recipe(
-        name=name,
-        summary=entry["summary"],
-        source=entry.get("source") or base.source,
-        notes=entry.get("notes", ""),
-        base=entry.get("base", ""),
+    above = keys - given - dict(flatten(own.values)).keys()
+    return replace(
+        own,
+        source=own.source or base.source,
         values=values,
-        inferred={k: v for k, v in base.inferred.items() if k in above} | inferred,
-        choices={k: v for k, v in base.choices.items() if k in above} | choices,
+        inferred={k: v for k, v in base.inferred.items() if k in above} | own.inferred,
+        choices={k: v for k, v in base.choices.items() if k in above} | own.choices,
     )
 
 

@@ -87,7 +87,7 @@ def test_a_heldout_set_of_its_own_is_never_trained_on(tmp_path: Path, tokenizer:
     rows = [{"question": "77+1=?", "answer": "78"}, {"question": "3+3=?", "answer": "6"}]
     own.write_text("".join(json.dumps(r) + "\n" for r in rows))
     prompts = load_prompts(data_set(tmp_path, heldout=str(own), train_prompts=20), tokenizer)
-    assert [p.gold for p in prompts.heldout] == ["78", "6"]
+    assert [p.question.gold for p in prompts.heldout] == ["78", "6"]
     assert len(prompts.train) == 20
     assert "<bos>3+3=?<think>" not in {p.text for p in prompts.train}
     with pytest.raises(DataError, match="evaluation set 'nowhere' is unknown"):
@@ -98,9 +98,9 @@ def test_rows_carry_verifier_and_meta(tmp_path: Path, tokenizer: Tokenizer) -> N
     c = data_set(tmp_path, verifier="tests.rewards.custom_rewards:even", meta_fields=("source",))
     prompts = load_prompts(c, tokenizer)
     assert prompts.verifiers == ["tests.rewards.custom_rewards:even"]
-    assert prompts.train[0].meta == {"source": "x"}
+    assert prompts.train[0].question.meta == {"source": "x"}
     exact = load_prompts(data_set(tmp_path, verifier="exact"), tokenizer)
-    assert exact.train[0].meta == {"eos": "<eos>"}
+    assert exact.train[0].question.meta == {"eos": "<eos>"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import zmq.asyncio
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt, PromptSet
+from megatron_rl.data.question import Question
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.state import State, load_state
@@ -76,7 +77,7 @@ def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
     def some(size, base):
         named = [name for name, task in config.tasks.items() for _ in range(getattr(task, size))]
         return [
-            Prompt(i, f"p{base + i}", [1, base + i, 3], str(i), name, kind)
+            Prompt(i, f"p{base + i}", [1, base + i, 3], Question("", kind, "", str(i)), name)
             for i, name in enumerate(named)
         ]
 
@@ -84,7 +85,8 @@ def prompt_set(config: RunConfig, kind="exact") -> PromptSet:
     for name in config.evaluation.sets:
         first = len(heldout) + sum(map(len, sets.values()))
         sets[name] = [
-            Prompt(first + i, f"{name}{i}", [1, 7, 3], str(i), name, kind) for i in range(3)
+            Prompt(first + i, f"{name}{i}", [1, 7, 3], Question("", kind, "", str(i)), name)
+            for i in range(3)
         ]
     fingerprints = {name: f"{len(one)} of {name}" for name, one in sets.items()}
     return PromptSet(some("train_prompts", 100), heldout, "fingerprint", sets, fingerprints)

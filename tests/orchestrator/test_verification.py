@@ -13,6 +13,7 @@ import pytest
 
 from megatron_rl.config import RunConfig, load_config
 from megatron_rl.data import Prompt
+from megatron_rl.data.question import Question
 from megatron_rl.messages import Sample, VersionSpan, float_bytes, floats, int_bytes
 from megatron_rl.orchestrator.batching import build_batch
 from megatron_rl.orchestrator.groups import Group
@@ -203,7 +204,7 @@ def test_rewards_are_plus_and_minus_one_from_the_math_verifier_to_the_batch():
     config = load_config(None, ["--recipe", "scalerl"])
     right, unboxed, unended = "</think>\\boxed{4}", "</think>It is 4.", "\\boxed{4}"
     texts = [right] * 8 + [unboxed] * 4 + [unended, unended, "</think>\\boxed{2 3}", "</think>"]
-    prompt = Prompt(0, "2+2", [1, 2], "4", kind="math")
+    prompt = Prompt(0, "2+2", [1, 2], Question("", "math", "", "4"))
     group = Group(0, 0, len(texts), values=config.verifier.values)
     for i in range(len(texts)):
         group.samples[i] = Sample(
@@ -241,13 +242,11 @@ def test_cheap_verdicts_are_made_at_once_and_need_no_process():
     )
     assert verification.pool is None and not verification.full
 
-    class Prompt:
-        kind, gold, meta = "exact", "5", {}
-
     class Sample:
         verdict, last_turn = None, int_bytes([1])
 
-    verdict = verification.start(Prompt, Sample)
+    prompt = Prompt(0, "2+3", [1], Question("", "exact", "", "5"))
+    verdict = verification.start(prompt, Sample)
     assert isinstance(verdict, Verdict) and verdict.outcome is Outcome.CORRECT
 
 

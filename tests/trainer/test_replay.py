@@ -19,6 +19,7 @@ from megatron_rl import messages as m
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.data import Prompt
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
+from megatron_rl.data.question import Question
 from megatron_rl.metrics import read_metrics
 from megatron_rl.metrics.rollouts import read_rollouts
 from megatron_rl.orchestrator.batching import build_batch
@@ -34,8 +35,9 @@ from tests.workers import run_ranks
 
 STEPS, SAVED, GROUPS, SIZE = 4, 2, 3, 4
 rng = np.random.default_rng(3)
+QUESTION = Question("", "exact", "", "1")
 PROMPTS = [
-    Prompt(i, f"p{i}", rng.integers(0, ODD_VOCABULARY, 3 + i).tolist(), "1", "sums", "exact")
+    Prompt(i, f"p{i}", rng.integers(0, ODD_VOCABULARY, 3 + i).tolist(), QUESTION, "sums")
     for i in range(STEPS * GROUPS)
 ]
 

@@ -92,17 +92,17 @@ def completion_rows(
             "data": data,
             "id": question_id,
             "sample": sample.index,
-            "kind": prompt.kind,
-            "difficulty": prompt.difficulty,
+            "kind": prompt.question.kind,
+            "difficulty": prompt.question.difficulty,
             "prompt": prompt.text,
-            "gold": prompt.gold,
+            "gold": prompt.question.gold,
             "completion": text,
             "tokens": sample.own_tokens,
             "truncated": sample.finish_reason == "length",
             "interrupted": sample.count("forced") > 0,
             "verdict": verdict.outcome.value,
             "reason": verdict.reason,
-            "vote": vote(prompt.kind, text, verdict, think_end),
+            "vote": vote(prompt.question.kind, text, verdict, think_end),
         }
         rows.append(row)
     for _, group in groupby(rows, lambda row: (row["data"], row["id"])):

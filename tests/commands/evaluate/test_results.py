@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from megatron_rl.commands.evaluate import results
 from megatron_rl.data import Prompt
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
+from megatron_rl.data.question import Question
 from megatron_rl.messages import Sample, int_bytes
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.scaling.io import read
@@ -175,7 +176,7 @@ def test_completions_have_prompt_gold_and_verdict_of_their_set(tmp_path: Path) -
     save_tiny_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     sets = {
-        name: [(f"id {name}", Prompt(0, f"q {name}", [1], "gold", kind="exact"))]
+        name: [(f"id {name}", Prompt(0, f"q {name}", [1], Question("", "exact", "", "gold")))]
         for name in ("a", "b")
     }
     ids = tokenizer.encode("</think>\\boxed{5}<eos>").ids

@@ -174,9 +174,9 @@ def test_sets_are_the_runs_own_and_files_by_name(tmp_path: Path, tiny: Any) -> N
     sets = load_sets(["run", str(path)], *tiny, kind="exact", limit=3)
     assert {name: len(prompts) for name, prompts in sets.items()} == {"run": 3, "sums": 3}
     (_, first), (_, second), _ = sets["sums"]
-    assert first.text == "<bos>1+0=?<think>" and first.gold == "1"
-    assert first.kind == "exact" and first.meta == {"eos": "<eos>"}
-    assert second.difficulty == "1"
+    assert first.text == "<bos>1+0=?<think>" and first.question.gold == "1"
+    assert first.question.kind == "exact" and first.question.meta == {"eos": "<eos>"}
+    assert second.question.difficulty == "1"
 
 
 def test_sets_of_one_name_are_refused(tiny: Any) -> None:
