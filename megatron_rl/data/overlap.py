@@ -60,7 +60,7 @@ class Overlap:
         Raises `DataError`, with the remedy, if one is unknown or cannot be loaded.
         """
         for entry in against:
-            for question in load_benchmark(entry, plain=True):
+            for question in load_benchmark(entry):
                 self.add(f"{entry.partition('=')[0]}/{question.id}", question.prompt)
 
     def find(self, text: str) -> str | None:

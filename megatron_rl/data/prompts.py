@@ -150,7 +150,7 @@ def _evaluation_sets(
     """Load `evaluation.sets`; warn of training questions that overlap with theirs."""
     sets = {}
     for name, one in config.evaluation.sets.items():
-        plain, overlap = load_benchmark(one.source, kind=one.verifier, plain=True), Overlap()
+        plain, overlap = load_benchmark(one.source, kind=one.verifier), Overlap()
         texts = {q.prompt for q in plain}
         for q in plain:
             overlap.add(q.id, q.prompt)
@@ -216,7 +216,7 @@ def _split_data_set(
     elif task.heldout.endswith(".jsonl"):
         heldout = read(Source(task.heldout))
     else:
-        heldout = load_benchmark(task.heldout, plain=True)
+        heldout = load_benchmark(task.heldout)
     heldout = heldout[: task.heldout_prompts]
     excluded = {q.prompt for q in heldout}
     train = [q for q in questions if q.prompt not in excluded][: task.train_prompts]

@@ -34,8 +34,8 @@ _DAY = r"(\d{4}-\d\d-\d\d)?"
 _WITH_DATES = re.compile(rf"(.+)@{_DAY}\.\.{_DAY}")
 
 
-def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> list[Question]:
-    """Load the questions of an evaluation set.
+def load_benchmark(entry: str, *, kind: str = "math") -> list[Question]:
+    """Load the questions of an evaluation set, without a template.
 
     Example: `livecodebench@2025-01-01..2025-06-30` are the problems of half a year.
 
@@ -45,7 +45,6 @@ def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> li
             a slash in its path, or `owner/name` on the hub. With `@FIRST..LAST` after it, the rows
             with a `contest_date` from the first to the last day; either may be left out.
         kind: verifier of a table's rows that name none.
-        plain: leave out the answer-format instruction.
 
     Raises `DataError`, with the remedy, if the name is unknown or the set cannot be loaded.
     """
@@ -64,10 +63,6 @@ def load_benchmark(entry: str, *, kind: str = "math", plain: bool = False) -> li
     elif benchmark is None:
         remedy = f"use one of {', '.join(BENCHMARKS)}, a file, or owner/name"
         raise DataError(f"evaluation set {entry!r} is unknown: {remedy}")
-    return read_questions(
-        Source(os.path.expanduser(local or benchmark.source), split=benchmark.split),
-        kind=benchmark.kind,
-        fields=benchmark.fields,
-        template="{prompt}" if plain else None,
-        dates=dates,
-    )
+    path = os.path.expanduser(local or benchmark.source)
+    table, fields = Source(path, split=benchmark.split), benchmark.fields
+    return read_questions(table, kind=benchmark.kind, fields=fields, dates=dates)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.data.prompt_format import Turn
-from megatron_rl.data.question import DataError, Question, apply_template, gold_text, unreadable
+from megatron_rl.data.question import DataError, Question, gold_text, unreadable
 from megatron_rl.rewards.task_verifiers import KINDS
 
 LOADERS = {".parquet": "parquet", ".arrow": "arrow"}
@@ -113,23 +113,19 @@ def read_questions(
     *,
     kind: str = "math",
     fields: Fields | None = None,
-    template: str | None = "{prompt}",
     dates: tuple[date, date] | None = None,
 ) -> list[Question]:
-    """Read all questions of a table.
+    """Read all questions of a table, without a template.
 
     Args:
         source: the table.
         kind: verifier of rows without a field `kind`.
         fields: names of the fields.
-        template: text with `{prompt}` in it; None appends the verifier's answer-format instruction.
         dates: keep the rows whose `contest_date` is in this range, both ends included.
 
     Raises `DataError`, with the location: unreadable source, broken row, repeated id, no rows, an
         answer that the verifier cannot read.
     """
-    if template is not None and "{prompt}" not in template:
-        raise DataError(f"template {template!r}: it must contain {{prompt}}")
     is_file = Path(source.path).is_file()
     questions: dict[str, Question] = {}
     for index, row in enumerate(read_rows(source)):
@@ -145,7 +141,7 @@ def read_questions(
             raise DataError(f"{location}: {e}") from None
         if question.id in questions:
             raise DataError(f"{location}: id {question.id!r} occurs twice")
-        questions[question.id] = apply_template(question, template)
+        questions[question.id] = question
     if not questions:
         within = "" if dates is None else f" with a contest_date from {dates[0]} to {dates[1]}"
         raise DataError(f"{source.path}: no questions{within}")

@@ -111,7 +111,9 @@ def test_each_shape_has_its_gold_in_a_run_and_in_prepare(tmp_path: Path) -> None
         assert unreadable(run[i]) == "", name
         assert (files[i]["answer"], files[i]["kind"]) == (gold, "math"), name
         assert files[i]["prompt"] == f"{i}: {prompt}\n{BOX_INSTRUCTION}", name
-    again = read_questions(Source(tmp_path / "out" / "train.jsonl"), template=None)
+    again = [
+        apply_template(q, None) for q in read_questions(Source(tmp_path / "out" / "train.jsonl"))
+    ]
     assert [(q.prompt, q.gold) for q in again] == [(f["prompt"], f["answer"]) for f in files]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.published import BENCHMARKS, load_benchmark
-from megatron_rl.data.question import DataError, Question, fingerprint
+from megatron_rl.data.question import DataError, Question, apply_template, fingerprint
 from megatron_rl.data.tables import Fields, Source, read_questions
 
 TESTS = '[{"input": "4", "output": "8"}]'
@@ -24,9 +24,9 @@ def test_the_usual_field_names_are_found(tmp_path: Path) -> None:
         {"problem": "1+1?", "answer": 2, "level": 3, "unique_id": "a"},
         {"question": "2+2?", "gold": "4", "kind": "exact", "meta": {"eos": "<eos>"}},
     ]
-    assert read_questions(Source(write(tmp_path / "q.jsonl", *rows)), template="Q: {prompt}") == [
-        Question("a", "math", "Q: 1+1?", "2", {}, "3"),
-        Question("1", "exact", "Q: 2+2?", "4", {"eos": "<eos>"}, ""),
+    assert read_questions(Source(write(tmp_path / "q.jsonl", *rows))) == [
+        Question("a", "math", "1+1?", "2", {}, "3"),
+        Question("1", "exact", "2+2?", "4", {"eos": "<eos>"}, ""),
     ]
 
 
@@ -37,9 +37,8 @@ def test_named_fields_come_first_and_meta_fields_are_kept(tmp_path: Path) -> Non
     assert question == Question("x", "math", "yes", "1", {"extra": 7}, "")
 
 
-def test_a_template_with_other_braces_is_no_trap(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", {"prompt": "{a}", "answer": "1"})
-    (question,) = read_questions(Source(path), template="{prompt} Use \\boxed{}.")
+def test_a_template_with_other_braces_is_no_trap() -> None:
+    question = apply_template(Question("1", "math", "{a}", "1"), "{prompt} Use \\boxed{}.")
     assert question.prompt == "{a} Use \\boxed{}."
 
 
@@ -83,12 +82,9 @@ def test_a_folder_has_the_files_of_the_split(tmp_path: Path) -> None:
     assert [q.gold for q in read_questions(Source(tmp_path))] == ["4"]
 
 
-def test_a_missing_file_and_a_bad_template_are_errors(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         read_questions(Source(tmp_path / "none.jsonl"))
-    path = write(tmp_path / "q.jsonl", {"prompt": "x", "answer": "1"})
-    with pytest.raises(DataError, match="must contain"):
-        read_questions(Source(path), template="no place")
 
 
 def test_another_data_set_has_another_fingerprint() -> None:
@@ -109,7 +105,6 @@ def test_benchmarks_are_found_by_name_and_read_from_a_local_copy(tmp_path: Path)
     for name in ("MATH-500", "math500"):
         (question,) = load_benchmark(f"{name}={path}")
         assert (question.id, question.gold, question.difficulty) == ("u/1", "7", "5")
-        assert "\\boxed{}" in question.prompt
     assert load_benchmark(str(path))[0].gold == "7"
     assert {"aime2024", "aime2025", "math500", "livecodebench"} <= set(BENCHMARKS)
 
@@ -179,7 +174,7 @@ def test_code_that_tests_call_by_name_is_part_of_the_prompt(tmp_path: Path) -> N
     assert "```python\nclass Solution:\n    def count(self, nums):\n```" in called.prompt
     assert called.prompt.startswith("Count the even ones.")
     assert called.meta == {"metadata": '{"func_name": "count"}'}
-    assert read.prompt.startswith("Read a number.\nAnswer with one complete Python program")
+    assert apply_template(read, None).prompt.startswith("Read a number.\nAnswer with one complete")
     assert "complete this code" not in read.prompt
 
 
@@ -205,32 +200,19 @@ def test_a_prompt_may_be_one_users_turn_and_no_other_structure(tmp_path: Path) -
             read_questions(Source(path))
 
 
-def test_an_evaluation_set_can_be_read_without_the_answer_format(tmp_path: Path) -> None:
-    path = write(tmp_path / "e.jsonl", {"prompt": "1+1?", "answer": "2"})
-    assert load_benchmark(str(path), plain=True)[0].prompt == "1+1?"
-    assert load_benchmark(str(path), kind="exact")[0].prompt == "1+1?"
-    formatted = load_benchmark(str(path))[0].prompt
-    assert formatted == "1+1?\nPut the final answer in \\boxed{}."
-    again = write(tmp_path / "again.jsonl", {"prompt": formatted, "answer": "2"})
-    assert load_benchmark(str(again))[0].prompt == formatted
-
-
 def test_a_prompt_ends_with_the_answer_format_of_its_verifier(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1?", "answer": "2"},
         {"prompt": "Print 2.", "answer": TESTS, "kind": "code"},
         {"prompt": "A poem.", "answer": "", "kind": "my.rewards:score"},
+        {"prompt": "2", "answer": "2", "kind": "exact"},
     ]
     path = write(tmp_path / "mixed.jsonl", *rows)
-    maths, code, own = read_questions(Source(path), template=None)
+    maths, code, own, exact = (apply_template(q, None) for q in read_questions(Source(path)))
     assert maths.prompt == "1+1?\nPut the final answer in \\boxed{}."
     assert code.prompt.startswith("Print 2.\nAnswer with one complete Python program")
-    assert (own.prompt, own.gold) == ("A poem.", "")
-    complete = [
-        {**row, "prompt": q.prompt} for row, q in zip(rows, (maths, code, own), strict=True)
-    ]
-    again = read_questions(Source(write(tmp_path / "complete.jsonl", *complete)), template=None)
-    assert [q.prompt for q in again] == [maths.prompt, code.prompt, own.prompt]
+    assert (own.prompt, own.gold, exact.prompt) == ("A poem.", "", "2")
+    assert [apply_template(q, None) for q in (maths, code, own)] == [maths, code, own]
 
 
 def test_a_reward_function_may_need_no_answer(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_rl.data import Prompt, load_prompts, read_format
 from megatron_rl.data.prompt_format import PromptFormat
 from megatron_rl.data.prompts import make_prompt
 from megatron_rl.data.published import load_benchmark
-from megatron_rl.data.question import DataError
+from megatron_rl.data.question import DataError, apply_template
 from megatron_rl.generator.supervisor import engine_name
 from megatron_rl.models.start_checkpoint import start_directory
 from megatron_rl.orchestrator import RunError
@@ -118,7 +118,7 @@ def load_sets(
         else:
             file = name.partition("=")[0]
             label = Path(file).stem if file.endswith(".jsonl") else file
-            numbered = enumerate(load_benchmark(name, kind=kind))
+            numbered = enumerate(apply_template(q, None) for q in load_benchmark(name, kind=kind))
             new[label] = [(q.id, make_prompt(q, i, label, tokenizer, form)) for i, q in numbered]
         if doubled := sets.keys() & new:
             raise DataError(f"evaluation sets: {', '.join(doubled)} is named twice")
