@@ -32,13 +32,11 @@ class Curriculum:
         self._prompts, self._seed = prompts, seed
         self._threshold = float("inf") if threshold is None else threshold
         self._statistic, self._at_least = statistic, at_least
-        self.epoch = 0
-        """Passes over the pool, the current one included."""
+        self.epoch = 0  # passes over the pool, the current one included
         self._order: list[int] = []
         self._passed: dict[int, float] = {}
         self._visits: dict[int, int] = {}
-        self.excluded = 0
-        """Prompts left out of the current epoch."""
+        self.excluded = 0  # prompts left out of the current epoch
 
     def next(self) -> int:
         """Consume and return the next prompt id."""

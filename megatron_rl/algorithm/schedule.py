@@ -30,7 +30,6 @@ class Schedule(Section):
     packing: bool = True
     """Pack many sequences into one row of a micro-batch, instead of one padded row per sequence;
     the gradient is the same."""
-
     max_empty_batches: PositiveInt = 50
     """Batches in a row without anything to learn (no prompt has two rewards) after which the run
     ends. Each is skipped: it takes no optimizer step and publishes no weights."""

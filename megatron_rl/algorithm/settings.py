@@ -91,33 +91,28 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for conflict in (*self._loss_conflicts(), *self._other_conflicts()):
+        for conflict in self._conflicts():
             raise ValueError(conflict)
         return self
 
-    def _loss_conflicts(self) -> Iterator[str]:
-        kind, reference = self.loss.kind, self.loss.ratio_reference
-        correction = self.correction.kind
+    def _conflicts(self) -> Iterator[str]:
+        reference, loss = self.loss.ratio_reference, f"algorithm.loss.kind = {self.loss.kind!r}"
+        corrects = self.correction.kind != "none"
+        start = f"algorithm.correction.kind is {self.correction.kind!r}:"
         if self.old_policy == "trainer" and reference != "old":
             yield (
-                f"algorithm.old_policy is 'trainer': algorithm.loss.kind = {kind!r} has no ratio to"
-                " an old policy of the trainer; use 'generator'"
+                f"algorithm.old_policy is 'trainer': {loss} has no ratio to an old policy of the"
+                " trainer; use 'generator'"
             )
-        if correction == "none":
-            return
-        start = f"algorithm.correction.kind is {correction!r}:"
-        loss = f"algorithm.loss.kind = {kind!r}"
-        if reference == "generator":
+        if corrects and reference == "generator":
             yield f"{start} {loss} weighs with pi / pi_gen already; use 'none'"
-        if reference == "old" and self.old_policy == "generator":
+        if corrects and reference == "old" and self.old_policy == "generator":
             yield (
-                f"{start} with algorithm.old_policy = 'generator' the ratio starts at the generator"
-                " and needs no correction; use old_policy 'trainer', or correction 'none'"
+                f"{start} with algorithm.old_policy = 'generator' the ratio starts at the"
+                " generator and needs no correction; use old_policy 'trainer', or correction 'none'"
             )
-        if kind == "mini_rl":
+        if corrects and self.loss.kind == "mini_rl":
             yield f"{start} {loss} has its own importance weight (max_weight_ratio); use 'none'"
-
-    def _other_conflicts(self) -> Iterator[str]:
         if self.kl_reset_steps is not None and not self.kl_coefficient:
             yield (
                 f"algorithm.kl_reset_steps is {self.kl_reset_steps}: algorithm.kl_coefficient is 0,"

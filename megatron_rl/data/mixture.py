@@ -17,14 +17,8 @@ from megatron_rl.data.question import DataError
 class Mixture:
     """Draws prompts from several tasks by weight; each task keeps its own curriculum.
 
-    Prompt ids are global: those of a task start at its offset. It has the interface of a single
-    task's curriculum (`next`, `record`, `state`, `restore`, `excluded`, `epoch`).
-
-    Args:
-        curricula: task -> its curriculum, over ids from 0.
-        sizes: task -> number of its prompts.
-        weights: task -> weight (any positive unit).
-        seed: seed of the order.
+    Prompt ids are global: those of a task start at its offset, and at 0 in its curriculum. The
+    arguments are by task, `sizes` in prompts and `weights` in any unit.
 
     Raises `DataError` without a task, or if the arguments have different tasks.
     """
@@ -82,7 +76,7 @@ class Mixture:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         streams = {task: c.state() for task, c in self.curricula.items()}
-        return {"credit": dict(self._credit), "shares": dict(self._shares), "streams": streams}
+        return {"credit": self._credit.copy(), "shares": self._shares.copy(), "streams": streams}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved `state()`; `DataError` if it is of other tasks or weights."""
