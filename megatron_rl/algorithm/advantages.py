@@ -16,8 +16,7 @@ EPS = 1e-6
 Baseline = Literal["mean", "leave_one_out"]
 Normalization = Literal["batch", "prompt", "none"]
 Rewards = NDArray[np.float64]
-Returns = tuple[float, ...]
-"""Rewards of a rollout from each of its turns on, or one for the whole."""
+Returns = tuple[float, ...]  # rewards of a rollout from each of its turns on, or one for the whole
 
 
 def advantages(

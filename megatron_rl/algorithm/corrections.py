@@ -32,8 +32,7 @@ class Factor(NamedTuple):
     """The correction of each token, without gradient."""
 
     factor_T: Tensor
-    corrected_T: Tensor
-    """bool: truncated or masked."""
+    corrected_T: Tensor  # bool: truncated or masked
 
 
 class Correction(Section):

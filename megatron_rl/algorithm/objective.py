@@ -21,22 +21,17 @@ if TYPE_CHECKING:
 class ObjectiveTerms(NamedTuple):
     """The objective of each token."""
 
-    loss_T: Tensor
-    """Weighted loss with gradient."""
-    clipped_T: Tensor
-    """bool: the loss clipped the token's ratio or masked the token."""
-    corrected_T: Tensor
-    """bool: the importance correction truncated or masked the token."""
-    reference_kl_T: Tensor
-    """k3 of KL(pi || pi_ref) in nats, unweighted and without gradient; 0 without a KL term."""
+    loss_T: Tensor  # weighted loss with gradient
+    clipped_T: Tensor  # bool: the loss clipped the token's ratio or masked the token
+    corrected_T: Tensor  # bool: the importance correction truncated or masked the token
+    reference_kl_T: Tensor  # k3 in nats, unweighted and without gradient; 0 without a KL term
 
 
 class Sums(NamedTuple):
     """Sums of `ObjectiveTerms` over a micro-batch; add them over micro-batches and ranks."""
 
     loss: Tensor
-    tokens: Tensor
-    """Tokens of positive weight; the other counts are subsets."""
+    tokens: Tensor  # tokens of positive weight; the other counts are subsets
     clipped: Tensor
     corrected: Tensor
     reference_kl: Tensor

@@ -24,12 +24,9 @@ from megatron_rl.data.prompts import demonstrations, load_split
 from megatron_rl.data.question import DataError
 from megatron_rl.data.tables import Fields, Source, make_conversation, read_rows
 
-Example = tuple[list[int], list[int]]
-"""(prompt, completion) as token ids."""
-Row = tuple[list[Turn], str]
-"""(turns before the response, response)."""
-ENCODED_ROWS = 64
-"""Rows that the tokenizer's threads encode at once."""
+Example = tuple[list[int], list[int]]  # (prompt, completion) as token ids
+Row = tuple[list[Turn], str]  # (turns before the response, response)
+ENCODED_ROWS = 64  # rows that the tokenizer's threads encode at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +34,9 @@ class Position:
     """Place in the order of rows, after those that were taken."""
 
     epoch: int = 0
-    rows: int = 0
-    """Rows taken in this epoch."""
-    digest: str = ""
-    """Hash of these rows: a resumed stage rejects changed data."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Reason -> rows dropped since the start, in all epochs."""
+    rows: int = 0  # rows taken in this epoch
+    digest: str = ""  # hash of these rows: a resumed stage rejects changed data
+    dropped: dict[str, int] = field(default_factory=dict)  # in all epochs, by reason
 
     def after(self, row: Row, reason: str = "") -> Self:
         """Return the position after one more row, dropped if there is a reason."""

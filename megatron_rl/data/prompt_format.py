@@ -16,12 +16,10 @@ from tokenizers import Tokenizer
 
 from megatron_rl.data.question import DataError
 
-Turn = dict[str, Any]
-"""A turn of a conversation: `role`, `content`, and what else a chat template knows."""
+Turn = dict[str, Any]  # `role`, `content`, and what else a chat template knows
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIAL = (PAD, BOS, EOS, "<think>", "</think>")
-TOKENS = (*SPECIAL, "\\boxed{", "}", *"0123456789+-*=;?()")
-"""Vocabulary of the tiny models."""
+TOKENS = (*SPECIAL, "\\boxed{", "}", *"0123456789+-*=;?()")  # vocabulary of the tiny models
 CALL, CALL_END = '<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>'
 RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"
 TOOL_TOKENS = (CALL, CALL_END, RESPONSE, RESPONSE_END)
@@ -54,14 +52,10 @@ class PromptFormat:
     Example: `PromptFormat()("2+3=?")` is `<bos>2+3=?<think>`.
     """
 
-    bos: str = BOS
-    """Marker that opens a sequence; empty if the model has none."""
-    eos: str = EOS
-    """Marker that ends a completion."""
-    think_start: str = "<think>"
-    """Marker that opens thinking, unless the chat template has opened it; may be empty."""
-    chat: Callable[[list[Turn]], str] | None = None
-    """Formats the turns before the assistant's, and opens it."""
+    bos: str = BOS  # marker that opens a sequence; empty if the model has none
+    eos: str = EOS  # marker that ends a completion
+    think_start: str = "<think>"  # opens thinking, unless the chat template has; may be empty
+    chat: Callable[[list[Turn]], str] | None = None  # of the turns before the assistant's
 
     def __call__(self, question: str | list[Turn]) -> str:
         """Return the text of a prompt: of a question, or of the turns before a response.
@@ -90,8 +84,7 @@ class PromptFormat:
         return response if response.endswith(self.eos) else response + self.eos
 
 
-TINY = PromptFormat()
-"""The format of the tiny models."""
+TINY = PromptFormat()  # the format of the tiny models
 
 
 def read_format(directory: Path, think_start: str) -> PromptFormat:

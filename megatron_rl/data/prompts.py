@@ -35,13 +35,11 @@ from megatron_rl.data.tables import Fields, Source, read_questions
 class Prompt:
     """A question as the model reads it."""
 
-    id: int
-    """Index in its list (training, or held-out and evaluation sets), over all tasks."""
+    id: int  # index in its list (training, or held-out and evaluation sets), over all tasks
     text: str
     token_ids: list[int]
     question: Question
-    task: str = "arithmetic"
-    """Name of its task, or of its evaluation set."""
+    task: str = "arithmetic"  # name of its task, or of its evaluation set
 
     @property
     def row(self) -> dict[str, Any]:
@@ -60,10 +58,8 @@ class PromptSet:
 
     train: list[Prompt]
     heldout: list[Prompt]
-    fingerprint: str
-    """Hash of all texts and answers: a resumed run rejects a changed data set."""
-    sets: dict[str, list[Prompt]] = field(default_factory=dict)
-    """Prompts of each of `evaluation.sets`; their ids continue those of `heldout`."""
+    fingerprint: str  # hash of all texts and answers: a resumed run rejects a changed data set
+    sets: dict[str, list[Prompt]] = field(default_factory=dict)  # ids continue those of `heldout`
     set_fingerprints: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -17,12 +17,10 @@ class DataSet:
     """A data set on the hub. Example: `DataSet("math-ai/aime25", split="test")`."""
 
     source: str
-    kind: str = "math"
-    """Verifier of its rows."""
+    kind: str = "math"  # verifier of its rows
     fields: Fields = field(default_factory=Fields)
     split: str = "train"
-    subsets: tuple[str | None, ...] = (None,)
-    """Configurations that are read one after the other."""
+    subsets: tuple[str | None, ...] = (None,)  # configurations that are read one after the other
 
 
 _FILE = resources.files(__package__) / "published.yaml"

@@ -34,18 +34,12 @@ class DataError(ValueError):
 class Question:
     """Example: `Question("aime/3", "math", "Find the sum ...", "204", difficulty="hard")`."""
 
-    id: str
-    """Unique in its data set, and the same in every run."""
-    kind: str
-    """Verifier: `exact`, `math`, `code`, `reasoning`, `custom`, or an import path."""
-    prompt: str
-    """Text of the question, without any chat template."""
-    gold: str
-    """Right answer; JSON of the tests for `code`."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the verifier; JSON."""
-    difficulty: str = ""
-    """Level for the per-difficulty table; empty if there is none."""
+    id: str  # unique in its data set, and the same in every run
+    kind: str  # verifier: `exact`, `math`, `code`, `reasoning`, `custom`, or an import path
+    prompt: str  # text of the question, without any chat template
+    gold: str  # right answer; JSON of the tests for `code`
+    meta: dict[str, Any] = field(default_factory=dict)  # further arguments of the verifier; JSON
+    difficulty: str = ""  # level for the per-difficulty table; empty if there is none
 
 
 def apply_template(question: Question, template: str | None) -> Question:

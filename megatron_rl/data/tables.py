@@ -18,8 +18,7 @@ from megatron_rl.data.prompt_format import Turn
 from megatron_rl.data.question import DataError, Question, gold_text, unreadable
 from megatron_rl.rewards.task_verifiers import KINDS
 
-LOADERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""File types of the `datasets` library."""
+LOADERS = {".parquet": "parquet", ".arrow": "arrow"}  # file types of the `datasets` library
 SUFFIXES = (".jsonl", ".csv", ".json", *LOADERS)
 
 _SURROGATE = re.compile(r"\\u[dD]")
@@ -52,12 +51,9 @@ class Fields:
     gold: str = ""
     difficulty: str = ""
     id: str = ""
-    starter: str = ""
-    """Code that the solution of a programming problem must begin with."""
-    response: str = ""
-    """Text that the supervised stage trains on."""
-    meta: tuple[str, ...] = ()
-    """Fields that go into `Question.meta` under their own names."""
+    starter: str = ""  # code that the solution of a programming problem must begin with
+    response: str = ""  # text that the supervised stage trains on
+    meta: tuple[str, ...] = ()  # fields that go into `Question.meta` under their own names
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +68,17 @@ class Source:
     split: str = "train"
     """Split; in a folder of files, those whose names begin with it. If none does, `train` means
     all files."""
-    revision: str | None = None
-    """Commit on the hub; pin it, or the data may change under a run."""
+    revision: str | None = None  # commit on the hub; pin it, or the data may change under a run
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
     """One row. Example: `TableRow("data/train.jsonl", 17, {"problem": "1+1", "answer": "2"})`."""
 
-    file: str
-    """File relative to the source; for a data set of the hub, its configuration or name."""
-    line: int
-    """Line in a text file, otherwise the number of the row, from 1."""
+    file: str  # file relative to the source; for a data set of the hub, its configuration or name
+    line: int  # line in a text file, otherwise the number of the row, from 1
     values: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """Reason why the row is broken; empty if it is not."""
+    problem: str = ""  # reason why the row is broken; empty if it is not
 
 
 def read_rows(source: Source) -> Iterator[TableRow]:

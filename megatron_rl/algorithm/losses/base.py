@@ -28,25 +28,16 @@ class Tokens:
     Example: two completions of 2 and 1 tokens have `sequences_T = [0, 0, 1]`.
     """
 
-    logprobs_T: Tensor
-    """Under the trained policy, with gradient."""
-    generator_logprobs_T: Tensor
-    """The generator's own, at sampling time; 0 for forced tokens."""
-    old_logprobs_T: Tensor
-    """Under the old policy: the generator's, or the trainer's (`algorithm.old_policy`)."""
+    logprobs_T: Tensor  # under the trained policy, with gradient
+    generator_logprobs_T: Tensor  # the generator's own, at sampling time; 0 for forced tokens
+    old_logprobs_T: Tensor  # the generator's, or the trainer's (`algorithm.old_policy`)
     advantages_T: Tensor
-    loss_weights_T: Tensor
-    """All normalization; 0 for tokens that are not trained."""
-    sequences_T: Tensor
-    """int64: number of the token's sequence in the step."""
-    sequences: int
-    """Sequences of the step (S)."""
-    entropy_T: Tensor | None = None
-    """Entropy of the trained distribution [nats], with gradient if the objective needs it."""
-    reference_logprobs_T: Tensor | None = None
-    """Under the frozen reference policy."""
-    complete: bool = True
-    """True for all tokens of the micro-batch, False for a chunk of them."""
+    loss_weights_T: Tensor  # all normalization; 0 for tokens that are not trained
+    sequences_T: Tensor  # int64: number of the token's sequence in the step
+    sequences: int  # sequences of the step (S)
+    entropy_T: Tensor | None = None  # [nats], with gradient if the objective needs it
+    reference_logprobs_T: Tensor | None = None  # under the frozen reference policy
+    complete: bool = True  # True for all tokens of the micro-batch, False for a chunk of them
     add_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sum of a tensor over the ranks that hold other tokens of these sequences; None without such
     ranks. Collective: all of them call it the same number of times."""
@@ -83,10 +74,8 @@ class Tokens:
 class LossTerms(NamedTuple):
     """The loss of each token."""
 
-    loss_T: Tensor
-    """Unweighted loss; its gradient by `logprobs_T` defines the algorithm."""
-    clipped_T: Tensor
-    """bool: the ratio was clipped at a bound, or the token was masked for it."""
+    loss_T: Tensor  # unweighted loss; its gradient by `logprobs_T` defines the algorithm
+    clipped_T: Tensor  # bool: the ratio was clipped at a bound, or the token was masked for it
 
 
 class Loss(Section):
