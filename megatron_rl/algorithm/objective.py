@@ -49,14 +49,16 @@ def objective_terms(algorithm: Algorithm, tokens: Tokens) -> ObjectiveTerms:
     reference_kl_T = tokens.loss_weights_T.new_zeros(())
     if algorithm.kl_coefficient:
         if tokens.reference_logprobs_T is None:
-            raise ValueError("algorithm.kl_coefficient needs the reference policy's log-probs")
+            key = f"algorithm.kl_coefficient is {algorithm.kl_coefficient:g}"
+            raise ValueError(f"{key}: the KL term needs the reference policy's log-probs")
         difference_T = tokens.reference_logprobs_T - tokens.logprobs_T
         k3_T = difference_T.exp() - difference_T - 1
         total_T = total_T + algorithm.kl_coefficient * k3_T
         reference_kl_T = k3_T.detach()
     if algorithm.entropy_coefficient:
         if tokens.entropy_T is None:
-            raise ValueError("algorithm.entropy_coefficient needs entropies")
+            key = f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient:g}"
+            raise ValueError(f"{key}: the entropy term needs entropies")
         total_T = total_T - algorithm.entropy_coefficient * tokens.entropy_T
     loss_T = tokens.loss_weights_T * total_T
     return ObjectiveTerms(loss_T, terms.clipped_T, correction.corrected_T, reference_kl_T)
