@@ -30,9 +30,9 @@ def _others() -> dict[str, Any]:
     from megatron_rl.commands.doctor.cli import app as doctor_app
     from megatron_rl.commands.evaluate.cli import app as evaluate_app
     from megatron_rl.commands.list_runs import app as runs_app
-    from megatron_rl.commands.model.cli import app as model_app
+    from megatron_rl.commands.model.fetch_model import app as model_app
     from megatron_rl.commands.plan.cli import app as plan_app
-    from megatron_rl.commands.prepare.cli import app as data_app
+    from megatron_rl.commands.prepare import app as data_app
     from megatron_rl.commands.recipes import app as recipes_app
     from megatron_rl.commands.report.cli import app as report_app
     from megatron_rl.commands.study.cli import app as study_app

@@ -16,7 +16,7 @@ import torch
 from megatron_rl import run_lock
 from megatron_rl.commands.convert import to_megatron
 from megatron_rl.commands.convert.resumable import Output
-from megatron_rl.commands.prepare.prepare import PrepareSettings, prepare
+from megatron_rl.commands.prepare import PrepareSettings, prepare
 from megatron_rl.config import RunConfig, save_config
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.files import DiskFull
@@ -83,7 +83,7 @@ def prepare_data(disk: Path) -> None:
     source = disk.with_name("rows.jsonl")
     rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(400)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare(PrepareSettings(str(source), "sums", heldout=1), disk / "data", print)
+    prepare(PrepareSettings(str(source), "sums", heldout=1), disk / "data")
 
 
 def row_of_the_supervised_stage(disk: Path) -> None:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from megatron_rl.commands.prepare.cli import prepare
+from megatron_rl.commands.prepare import prepare_command
 
 if __name__ == "__main__":
-    typer.run(prepare)
+    typer.run(prepare_command)

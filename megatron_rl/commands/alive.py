@@ -25,10 +25,7 @@ def alive(
     take follows from the `timeouts` of its run; torchrun has as long to restart one.
     """
     folder = node_folder()
-    if run_dir is None:
-        files = signs(folder)
-    else:
-        files = signs_of(run_dir)
+    files = signs(folder) if run_dir is None else signs_of(run_dir)
     status, text = int(not idle_ok), f"no run has signed in {folder} ({FOLDER} names another)"
     if files:
         status, text = judge(files)

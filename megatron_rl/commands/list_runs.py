@@ -46,22 +46,17 @@ class RunOverview(msgspec.Struct, kw_only=True):
 
     folder: str
     state: str = "unknown"
-    note: str = ""
-    """Error of a run that failed; what was seen of one that does not go on."""
-    step: int | None = None
-    """Optimizer steps done, of `steps`."""
+    note: str = ""  # error of a run that failed; what was seen of one that does not go on
+    step: int | None = None  # optimizer steps done, of `steps`
     steps: int | None = None
     pass_rate: float | None = None
     pass_rate_step: int | None = None
-    fit: dict[str, Any] | None = None
-    """Entry `fit` of summary.json, if the last start of the run has written it."""
-    last_sign: float | None = None
-    """Last sign of life; as `started`, the last start of the ranks, in seconds since 1970."""
-    started: float | None = None
+    fit: dict[str, Any] | None = None  # as in summary.json, if the last start has written it
+    last_sign: float | None = None  # of life; like the start, in seconds since 1970
+    started: float | None = None  # last start of the ranks
     model: str | None = None
     recipe: str | None = None
-    problems: list[str] = []
-    """Files that cannot be read, and why."""
+    problems: list[str] = []  # files that cannot be read, and why
 
 
 @app.command()

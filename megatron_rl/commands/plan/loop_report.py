@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_rl.commands.plan import loop_times
 from megatron_rl.commands.plan.layouts import layout_problems
 from megatron_rl.commands.plan.loop_simulation import (
     LoopRates,
@@ -19,19 +20,13 @@ from megatron_rl.commands.plan.loop_simulation import (
     LoopTimes,
     lognormal,
 )
-from megatron_rl.commands.plan.loop_times import (
-    Assumptions,
-    RecordedLoop,
-    assumed_times,
-    recorded_loop,
-)
+from megatron_rl.commands.plan.loop_times import Assumptions, RecordedLoop
 from megatron_rl.commands.plan.memory import estimate
-from megatron_rl.commands.plan.plan_report import read_architecture
+from megatron_rl.commands.plan.tensors import read_architecture
 from megatron_rl.config import ConfigError, RunConfig
 
 SCHEMA = "megatron_rl.loop_plan/1"
 TRAINERS, LAG = "roles.trainer_ranks", "schedule.max_lag_steps"
-CONCURRENT = "generation.concurrent_completions"
 ALIKE = 0.02  # of the tokens per hour: of choices so near to the best, the smallest lag is marked
 Choice = dict[str, Any]
 """Dotted key -> value."""
@@ -39,39 +34,41 @@ Choice = dict[str, Any]
 
 def loop_plan(
     run: RunConfig,
-    recording: Path | None = None,
-    assume: Sequence[str] = (),
-    vary: Sequence[str] = (),
-    steps: int = 40,
-    json_path: Path | None = None,
+    recording: Path | None,
+    assume: Sequence[str],
+    vary: Sequence[str],
+    steps: int,
+    json_path: Path | None,
 ) -> None:
     """Simulate a run and choices around it, and print their rates.
 
-    Args:
-        run: the configuration.
-        recording: folder of a run whose times and lengths are taken; None: they are assumed.
-        assume: `name=value` of fields of `Assumptions` or `LoopTimes`.
-        vary: `key=value,value`: all combinations are simulated. By default one key at a time.
-        steps: of each simulation.
-        json_path: file for the result as JSON.
+    Times and lengths are those of the run in the folder `recording`, else they are assumed;
+    `assume` has `name=value` of fields of `Assumptions` or `LoopTimes`. All combinations of `vary`
+    (`key=value,value`) are simulated, by default one key at a time.
 
     Raises:
         ConfigError: an unknown name or value, or a configuration that cannot run.
         MetricsError: the recorded run has too little.
     """
-    recorded = None if recording is None else recorded_loop(recording)
+    recorded = None if recording is None else loop_times.recorded_loop(recording)
     given, known = _pairs(assume), {f.name for f in fields(Assumptions)}
     a = replace(Assumptions(), **{k: v for k, v in given.items() if k in known})
     replaced = {k: v for k, v in given.items() if k not in known}
-    lines, results = _header(run, recorded, a, replaced), []
-    print(*lines, sep="\n")
+    print(*_header(run, recorded, a, replaced), sep="\n")
+    results = []
     for choice in _choices(run, vary):
         problem, rates = "", None
         try:
             variant = _with(run, choice)
             times, problem = _times_of(variant, recorded, a)
             if not problem:
-                rates = _simulate(variant, replace(times, **replaced), recorded, a, given, steps)
+                size = variant.schedule.completions_per_prompt
+                longest = variant.generation.completion_tokens
+                lengths = lognormal(variant.seed, a.mean_tokens, a.sigma, longest, size)
+                if recorded is not None and "mean_tokens" not in given:
+                    lengths = recorded.lengths
+                prompt, times = a.prompt_tokens * (recorded is None), replace(times, **replaced)
+                rates = LoopSimulation(variant, times, lengths, prompt).rates(steps)
         except ValidationError as e:
             problem = e.errors()[0]["msg"].removeprefix("Value error, ")
         results.append((choice, rates, problem))
@@ -111,13 +108,14 @@ def _choices(run: RunConfig, vary: Sequence[str]) -> Iterator[Choice]:
     if given:
         yield from (dict(zip(given, v, strict=True)) for v in itertools.product(*given.values()))
         return
-    own = run.roles.trainer_ranks, run.schedule.max_lag_steps, run.generation.concurrent_completions
-    for ranks in (own[0] // 2, own[0] * 3 // 2, own[0] * 2, own[0] * 3):
-        if 0 < ranks < run.roles.world_size and ranks != own[0]:
+    own, concurrent = run.roles.trainer_ranks, run.generation.concurrent_completions
+    for ranks in (own // 2, own * 3 // 2, own * 2, own * 3):
+        if 0 < ranks < run.roles.world_size and ranks != own:
             yield {TRAINERS: ranks}
-    yield from ({LAG: lag} for lag in (1, 2, 4, 8, 16) if lag != own[1])
+    yield from ({LAG: lag} for lag in (1, 2, 4, 8, 16) if lag != run.schedule.max_lag_steps)
     yield {"schedule.mode": "synchronous"}
-    yield from ({CONCURRENT: max(int(own[2] * by), 1)} for by in (0.5, 2))
+    for number in (max(concurrent // 2, 1), concurrent * 2):
+        yield {"generation.concurrent_completions": number}
 
 
 def _with(run: RunConfig, choice: Choice) -> RunConfig:
@@ -158,24 +156,8 @@ def _times_of(
         problems = memory.misfits
         if held < run.generation.concurrent_completions:
             problems.append(f"the KV cache of an engine holds {held} completions of mean length")
-    times = assumed_times(run, architecture, a)
+    times = loop_times.assumed_times(run, architecture, a)
     return times, problems[0].partition(";")[0] if problems else ""
-
-
-def _simulate(
-    run: RunConfig,
-    times: LoopTimes,
-    recorded: RecordedLoop | None,
-    a: Assumptions,
-    given: dict[str, float],
-    steps: int,
-) -> LoopRates:
-    size, longest = run.schedule.completions_per_prompt, run.generation.completion_tokens
-    lengths = lognormal(run.seed, a.mean_tokens, a.sigma, longest, size)
-    if recorded is not None and "mean_tokens" not in given:
-        lengths = recorded.lengths
-    prompt = a.prompt_tokens if recorded is None else 0.0
-    return LoopSimulation(run, times, lengths, prompt).rates(steps)
 
 
 def _header(
@@ -189,7 +171,7 @@ def _header(
             "  measured: " + _line(recorded.rates),
         ]
     else:
-        times = replace(assumed_times(run, read_architecture(run), a), **replaced)
+        times = replace(loop_times.assumed_times(run, read_architecture(run), a), **replaced)
         lines = ["assumptions, none of them measured (--assume NAME=VALUE):"]
         lines.append("  " + ", ".join(f"{k} {v:g}" for k, v in asdict(a).items()))
     values = ", ".join(f"{name} {value:.3g}" for name, value in asdict(times).items())
@@ -197,11 +179,11 @@ def _header(
 
 
 def _line(r: LoopRates) -> str:
-    waits = f"trainer {r.trainer_wait:.0%}, generators {abs(r.generator_wait):.0%}"
     return (
-        f"{r.steps_per_hour:,.1f} steps/h of {r.step_seconds:.4g} s, {r.tokens_per_hour / 1e6:,.2f}"
-        f" M tokens/h, waiting: {waits};"
-        f" {r.running:.1f} requests per engine; lag {r.lag_mean:.1f}, at most {max(r.lag)}"
+        f"{3600 / r.step_seconds:,.1f} steps/h of {r.step_seconds:.4g} s,"
+        f" {r.tokens_per_hour / 1e6:,.2f} M tokens/h, waiting: trainer {r.trainer_wait:.0%},"
+        f" generators {abs(r.generator_wait):.0%}; {r.running:.1f} requests per engine; lag"
+        f" {r.lag_mean:.1f}, at most {max(r.lag)}"
     )
 
 

@@ -9,6 +9,7 @@ evaluations, verifiers, refilled prompts, checkpoints and preempted requests are
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from bisect import bisect_right
@@ -63,11 +64,6 @@ class LoopRates:
     lag: dict[int, float]  # steps -> tokens
 
     @property
-    def steps_per_hour(self) -> float:
-        """Steps an hour."""
-        return 3600 / self.step_seconds
-
-    @property
     def lag_mean(self) -> float:
         """Mean lag of a token in steps."""
         return sum(lag * n for lag, n in self.lag.items()) / sum(self.lag.values())
@@ -97,15 +93,12 @@ class SimulatedEngine:
         self._running: list[tuple[float, float, int, int]] = []  # heap: end, start, group, index
         self._waiting: deque[tuple[int, int, int]] = deque()  # group, index, tokens
         self._swaps, self._versions = [0.0], [0]
-        self.changes = 0
-        """Number of times that the time of the next end has changed."""
-        self.busy = self.request_seconds = 0.0
-        """Seconds with requests, and their sum over requests."""
+        self.changes = 0  # of the time of the next end
+        self.busy = self.request_seconds = 0.0  # time with requests, and their sum over requests
 
     def advance(self, now: float, *, ends: bool = False) -> None:
         """Decode until now; `ends` if now is when the next request ends."""
-        count = len(self._running)
-        if count:
+        if count := len(self._running):
             self.busy += now - self._now
             self.request_seconds += count * (now - self._now)
             done = self._left() if ends else self._iterations(now - max(self._now, self._free_at))
@@ -132,8 +125,7 @@ class SimulatedEngine:
         """Return when the next request ends, if nothing changes; None without one."""
         if not self._running:
             return None
-        linear, quadratic = self._speed()
-        left = self._left()
+        (linear, quadratic), left = self._speed(), self._left()
         return max(self._now, self._free_at) + linear * left + quadratic * left**2 / 2
 
     def add(self, group: int, tokens: Sequence[int]) -> None:
@@ -188,7 +180,7 @@ class LoopSimulation:
         self._schedule = run.schedule.model_copy(update={"steps": ENDLESS})
         self._times, self._lengths, self._now = times, lengths, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = 0
+        self._numbers = itertools.count()
         self._groups = GroupQueue(run.schedule.prompts_per_step, lambda group: False)
         self._generators, self._stores = Generators(run), Stores(run)
         self._engines: dict[str, SimulatedEngine] = {}
@@ -205,16 +197,15 @@ class LoopSimulation:
         self._groups_changed, self._announced_at, self._waited = True, 0.0, 0.0
         self._rows: list[tuple[float, ...]] = [(0.0,) * 5]  # sums at the end of each step
 
-    def rates(self, steps: int, warm: int | None = None) -> LoopRates:
-        """Simulate, and return the rates of `steps` steps, to a phase's end, after `warm` ones.
+    def rates(self, steps: int) -> LoopRates:
+        """Simulate, and return the rates of `steps` steps, to a phase's end.
 
-        By default those are two phases, or twice as many as the lag may be.
+        Before them, two phases or twice as many steps as the lag may be do not count.
         """
         if not self._engines:
             raise ValueError("a run without engines cannot be simulated: set roles.generator_ranks")
         s = self._schedule
-        if warm is None:
-            warm = 2 * max(s.max_lag_steps + 1, s.updates_per_phase)
+        warm = 2 * max(s.max_lag_steps + 1, s.updates_per_phase)
         steps += -(warm + steps) % s.updates_per_phase
         self._announce(0)
         self._request()
@@ -236,8 +227,7 @@ class LoopSimulation:
         )
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (when, self._number, event))
+        heapq.heappush(self._events, (when, next(self._numbers), event))
 
     # ------------------------------------------------------------ the orchestrator
     def _dispatch(self) -> None:
@@ -248,16 +238,13 @@ class LoopSimulation:
             if (g := self._generators.free(self._oldest)) is None:
                 self._may_dispatch = False
                 return
-            group, indices = self._groups.dispatch(lambda: 0, self._new_group)
+            make = partial(Group, size=self._schedule.completions_per_prompt)
+            group, indices = self._groups.dispatch(lambda: 0, make)
             g.give((-1, group.index), indices)
-            tokens = self._lengths(group.index)[: group.size]
             engine = self._engines[g.name]
             engine.advance(self._now)
-            engine.add(group.index, tokens)
+            engine.add(group.index, self._lengths(group.index)[: group.size])
             self._watch(g.name)
-
-    def _new_group(self, index: int, prompt_id: int) -> Group:
-        return Group(index, prompt_id, self._schedule.completions_per_prompt)
 
     def _answer_trainer(self) -> None:
         """Give the next batch, under the conditions of `Orchestrator._answer_trainer`."""

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import Parallel, RunConfig
+from megatron_rl.config import ConfigError, Parallel, RunConfig
 from megatron_rl.models.divisibility import layers_of_stage
 
 if TYPE_CHECKING:
@@ -33,19 +33,29 @@ class SentUnit:
     sent: int  # bytes as they travel
 
 
-def count_stages(architecture: Architecture, parallel: Parallel) -> list[Counter[str]]:
+def read_architecture(run: RunConfig) -> Architecture:
+    """Return the architecture of a run's model, from its directory or its name.
+
+    Raises:
+        ConfigError: no config.json, an unsupported one, or no torch.
+    """
+    try:
+        from megatron_rl.models import architecture
+    except ModuleNotFoundError as e:
+        text = f"counting the parameters of a model needs {e.name}: pip install 'megatron_rl[cpu]'"
+        raise ConfigError(text) from None
+    config = run.model_config_json()
+    try:
+        return architecture(config)
+    except ValueError as e:
+        raise ConfigError(f"model {run.model}: {e}") from None
+
+
+def count_stages(architecture: Architecture, p: Parallel) -> list[Counter[str]]:
     """Count `dense` and `expert` parameters of any rank of each stage, padding included."""
-    stages: list[Counter[str]] = [Counter() for _ in range(parallel.pipeline)]
-    for stage, count in enumerate(stages):
-        for kind, elements in rank_tensors(architecture, parallel, stage):
-            count[kind] += elements
-    return stages
-
-
-def rank_tensors(architecture: Architecture, p: Parallel, stage: int) -> list[tuple[str, int]]:
-    """Return (`dense` or `expert`, elements) of each parameter of a rank of a stage."""
-    by_part = _rank_tensors(architecture, p.tensor, p.expert, p.expert_tensor)
-    return [tensor for part in stage_parts(architecture, p, stage) for tensor in by_part[part]]
+    by_part = _counts_by_part(architecture, p.tensor, p.expert, p.expert_tensor)
+    stages = (stage_parts(architecture, p, stage) for stage in range(p.pipeline))
+    return [sum((by_part[part] for part in parts), Counter()) for parts in stages]
 
 
 def stage_parts(architecture: Architecture, p: Parallel, stage: int) -> list[Part]:
@@ -103,15 +113,15 @@ def _part(weight: Weight) -> Part:
 
 
 @functools.lru_cache(maxsize=256)
-def _rank_tensors(
+def _counts_by_part(
     architecture: Architecture, tensor: int, expert: int, expert_tensor: int
-) -> dict[Part, list[tuple[str, int]]]:
-    tensors: dict[Part, list[tuple[str, int]]] = defaultdict(list)
+) -> dict[Part, Counter[str]]:
+    counts: dict[Part, Counter[str]] = defaultdict(Counter)
     for weight in architecture.weights():
         kind, size = ("dense", tensor) if weight.expert is None else ("expert", expert_tensor)
         if weight.expert is None or weight.expert < architecture.experts // expert:
-            tensors[_part(weight)].append((kind, math.prod(weight.shard_shape(size))))
-    return tensors
+            counts[_part(weight)][kind] += math.prod(weight.shard_shape(size))
+    return counts
 
 
 def _units_by_part(run: RunConfig, architecture: Architecture) -> dict[Part, list[SentUnit]]:

@@ -1,5 +1,6 @@
 """`megatron-rl study`, and `megatron-rl ablate`, the same for recipes on the tiny task."""
 
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ def study(
     Any key of the configuration can follow as a dotted option, for all runs. The same command
     continues an interrupted study; runs can be added.
     """
+    from megatron_rl.commands.study import jobs as cluster
     from megatron_rl.commands.study import runs, study_file, study_results
 
     changes: dict[str, Any] = {"seeds": seeds} if seeds else {}
@@ -50,18 +52,31 @@ def study(
         study, options = "ablation", [study, *options]
     above = (output, tuple(config or ()), start_checkpoint, tuple(options))
     loaded = study_file.load(study, changes, *above)
+    members = loaded.runs()
     if plan:
-        loaded.print_plan()
-    elif jobs is not None and template is not None:
-        from megatron_rl.commands.study.jobs import write
-
-        unfinished = [run for run in loaded.runs() if run.ended_by() is None]
-        print(*write(unfinished, loaded.name, template, jobs), sep="\n")
-    elif jobs is not None:
-        raise typer.BadParameter("--jobs needs --template")
-    else:
-        try:
-            study_results.execute(loaded, only_fit=results)
-        except runs.RunFailed as e:
-            typer.secho(f"megatron-rl study: {e}", err=True)
-            raise typer.Exit(1) from None
+        loaded.print_plan(members)
+        return
+    if jobs is not None:
+        if template is None:
+            raise typer.BadParameter("--jobs needs --template")
+        unfinished = [run for run in members if run.ended_by() is None]
+        print(*cluster.write(unfinished, loaded.name, template, jobs), sep="\n")
+        return
+    # The current run is its own process group: interrupt it when this process is terminated.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for run in members:
+        run.check_folder()
+    done = [r for r in members if r.rows() or r.rows("eval")] if results else []
+    try:
+        if done:
+            study_results.write(done, loaded.output, loaded.values.get("shared_a"))
+        for run in () if results else runs.execute(members):
+            done.append(run)
+            study_results.write(done, loaded.output, loaded.values.get("shared_a"))
+    except runs.RunFailed as e:
+        typer.secho(f"megatron-rl study: {e}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        if done:
+            print((loaded.output / "comparison.md").read_text())
+            print(f"{loaded.output}/comparison.json, .md, .png")

@@ -60,15 +60,14 @@ class Run:
         cost, s = self.entry.get("gpu_hours_per_completion"), self.config.schedule
         return cost and s.steps * s.prompts_per_step * s.completions_per_prompt * cost
 
-    def rows(self) -> list[Row]:
-        """Read the rows of metrics.jsonl so far."""
+    def rows(self, kind: str = "step") -> list[Row]:
+        """Return the rows of a kind in metrics.jsonl so far."""
         path = self.config.output_dir / "metrics.jsonl"
-        return read_metrics(path) if path.exists() and path.stat().st_size else []
+        return last_rows(read_metrics(path), kind) if path.exists() and path.stat().st_size else []
 
     def steps_done(self) -> int:
         """Return the optimizer steps in metrics.jsonl."""
-        steps = last_rows(self.rows(), "step")
-        return steps[-1]["step"] + 1 if steps else 0
+        return max((row["step"] + 1 for row in self.rows()), default=0)
 
     def ended_by(self) -> str | None:
         """Return `steps` or the budget that ended the run, or None for an unfinished one."""
@@ -79,7 +78,7 @@ class Run:
 
     def exhausted(self) -> str | None:
         """Return the budget that the last step has reached, or None."""
-        for row in last_rows(self.rows(), "step")[-1:] if self.budget else ():
+        for row in self.rows()[-1:] if self.budget else ():
             for name, limit in self.budget.items():
                 key, unit = BUDGETS[name]
                 if row[key] >= limit * unit:
@@ -155,7 +154,7 @@ def call(arguments: list[str], log: IO[bytes], stop: Callable[[], bool] = lambda
     return process.wait()
 
 
-def execute(runs: list[Run], say: Callable[[str], None]) -> Iterator[Run]:
+def execute(runs: list[Run]) -> Iterator[Run]:
     """Execute the unfinished runs one after the other; yield each finished run, in order.
 
     A run that fails is left for the next call, and the others continue.
@@ -176,14 +175,15 @@ def execute(runs: list[Run], say: Callable[[str], None]) -> Iterator[Run]:
         head, started = f"[{i}/{len(runs)}] {run.name}", time.monotonic()
         if run.ended_by() is None:
             _make_start(run)
-            say(f"{head}: running, from step {run.steps_done()}")
+            print(f"{head}: running, from step {run.steps_done()}", flush=True)
             try:
                 run.execute()
             except RunFailed as e:
                 failed.append(str(e))
-                say(f"{head}: {e}")
+                print(f"{head}: {e}", flush=True)
                 continue
-        say(f"{head}: ended by {run.ended_by()}, {time.monotonic() - started:.0f} s in this call")
+        seconds = time.monotonic() - started
+        print(f"{head}: ended by {run.ended_by()}, {seconds:.0f} s in this call", flush=True)
         yield run
     if failed:
         raise RunFailed("; ".join(failed) + " (the same command tries again)")

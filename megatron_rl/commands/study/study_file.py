@@ -53,9 +53,9 @@ class Study:
             raise ConfigError(f"study {self.name}: several runs are {sorted(doubled)}: name them")
         return sorted(runs, key=lambda run: run.turn)
 
-    def print_plan(self) -> None:
-        """Print state, sizes, estimated GPU-hours and commands of the runs."""
-        runs, total = self.runs(), 0.0
+    def print_plan(self, runs: list[Run]) -> None:
+        """Print state, sizes, estimated GPU-hours and commands of its runs."""
+        total = 0.0
         print(f"{self.name}: {self.values.get('summary', '')}\n")
         width = max(len(run.name) for run in runs)
         form = f"{{:{width}}}  {{:16}}{{:>8}}{{:>10}}{{:>6}}{{:>11}}{{:>8}}"

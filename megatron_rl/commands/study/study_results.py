@@ -13,16 +13,12 @@ comparison.json, schema `megatron_rl.study/1`:
 """
 
 import json
-import signal
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.commands.study import runs
 from megatron_rl.commands.study.runs import Run
-from megatron_rl.commands.study.study_file import Study
 from megatron_rl.metrics.curves import UNITS, fit_curve
-from megatron_rl.metrics.metrics_file import last_rows
 
 SCHEMA = "megatron_rl.study/1"
 COLUMNS = "recipe or run | runs | ended by | steps | tokens | minutes | pass rate | A | B"
@@ -77,33 +73,10 @@ def write(runs: list[Run], folder: Path, shared_a: Any = None) -> dict[str, Any]
     return results
 
 
-def execute(study: Study, only_fit: bool) -> None:
-    """Execute the runs, or take those that have begun, and fit them.
-
-    Raises:
-        RunFailed: as from `runs.execute`.
-    """
-    # The current run is its own process group: interrupt it when this process is terminated.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    members, shared_a, done = study.runs(), study.values.get("shared_a"), list[Run]()
-    for run in members:
-        run.check_folder()
-    if only_fit and (done := [run for run in members if run.rows()]):
-        write(done, study.output, shared_a)
-    try:
-        for run in () if only_fit else runs.execute(members, lambda text: print(text, flush=True)):
-            done.append(run)
-            write(done, study.output, shared_a)
-    finally:
-        if done:
-            print((study.output / "comparison.md").read_text())
-            print(f"{study.output}/comparison.json, .md, .png")
-
-
 def _fit(name: str, runs: list[Run], measure: str) -> tuple[dict[str, Any], Any]:
     """Return the result of these runs together, and the fit or None."""
-    steps = [rows[-1] for run in runs if (rows := last_rows(run.rows(), "step"))]
-    evaluations = [rows for run in runs if (rows := last_rows(run.rows(), "eval"))]
+    steps = [rows[-1] for run in runs if (rows := run.rows())]
+    evaluations = [rows for run in runs if (rows := run.rows("eval"))]
     fit, curve = fit_curve([row for rows in evaluations for row in rows], measure, name=name)
     result = {
         "runs": len(runs),

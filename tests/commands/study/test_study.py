@@ -75,7 +75,7 @@ def study(folder: Path, *overrides: str, start: Path | None = None, **changes: A
 
 
 def execute(folder: Path, *overrides: str, **changes: Any) -> list[runs.Run]:
-    return list(runs.execute(study(folder, *overrides, **changes).runs(), lambda _: None))
+    return list(runs.execute(study(folder, *overrides, **changes).runs()))
 
 
 def test_every_recipe_runs_with_every_seed_from_one_start(tmp_path: Path, fake: FakeRuns) -> None:

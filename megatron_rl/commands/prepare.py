@@ -1,4 +1,4 @@
-"""From a data set to prompts: checked, without duplicates, decontaminated, split.
+"""`megatron-rl data prepare`: from a data set to checked, decontaminated, split prompts.
 
 Written into the output folder, UTF-8 with one JSON object per line; the same input gives the same
 bytes:
@@ -14,21 +14,40 @@ bytes:
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
 
 from megatron_rl.commands.convert.resumable import file_sum
 from megatron_rl.data.overlap import Overlap, words
 from megatron_rl.data.prompt_format import read_format
+from megatron_rl.data.published import TRAINING_SETS, DataSet
 from megatron_rl.data.question import DataError, Question, apply_template, unreadable
 from megatron_rl.data.tables import Fields, Source, make_question, read_rows
 from megatron_rl.files import naming_full_disk
 from megatron_rl.rewards.math import verify
 
+app = typer.Typer(no_args_is_help=True, help="Prompt sets: prepare one.")
+app.callback()(lambda: None)  # without a callback Typer makes a sole command the whole program
+
+SOURCE = "polaris, deepcoder, another data set's name on the hub, a file or a folder."
+OUTPUT = "Folder for train.jsonl, heldout.jsonl, dropped.jsonl, report.json."
+LOCAL = "Local copy to read instead of the hub: file or folder."
+KIND = "Verifier: math, code, exact, custom; default: math."
+SUBSET = "Configuration on the hub. Can be repeated."
+AGAINST = (
+    "Evaluation set to decontaminate against: aime2024, aime2025, math500, livecodebench,"
+    " NAME=PATH of a local copy, or a .jsonl. Can be repeated."
+)
+OVERLAP = "Share of common n-grams from which two questions overlap."
+TOKENIZER = "Folder with a tokenizer.json, for --max-tokens."
 FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
 REASONS = {
@@ -50,21 +69,18 @@ class PrepareSettings:
     """All inputs of the written files; they are recorded in report.json."""
 
     source: str
-    name: str
-    """Prefix of the questions' ids."""
+    name: str  # prefix of the questions' ids
     kind: str = "math"
     fields: Fields = field(default_factory=Fields)
     subsets: tuple[str | None, ...] = (None,)
     split: str = "train"
     revision: str | None = None
     template: str | None = None
-    against: tuple[str, ...] = ()
-    """Evaluation sets: `name`, `name=path of a local copy`, or a .jsonl."""
+    against: tuple[str, ...] = ()  # evaluation sets: `name`, `name=path of a copy`, or a .jsonl
     ngram_words: int = 8
     overlap: float = 0.5
     heldout: int = 1000
-    tokenizer: str | None = None
-    """Folder with a tokenizer.json, or the file."""
+    tokenizer: str | None = None  # folder with a tokenizer.json, or the file
     max_tokens: int = 2048
     max_answer_kib: int = 4096
     seed: int = 0
@@ -88,10 +104,67 @@ class _Entry:
         self.reason, self.detail = reason, detail
 
 
-def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+@app.command("prepare")
+def prepare_command(
+    source: Annotated[str, Argument(help=SOURCE)],
+    output: Annotated[Path, Argument(help=OUTPUT)],
+    local: Annotated[Path | None, Option(help=LOCAL)] = None,
+    kind: Annotated[str | None, Option(help=KIND)] = None,
+    subset: Annotated[list[str] | None, Option(help=SUBSET)] = None,
+    split: Annotated[str | None, Option(help="Split; default: train.")] = None,
+    revision: Annotated[str | None, Option(help="Commit on the hub; pin it.")] = None,
+    prompt_field: Annotated[str, Option(help="Field of the question.")] = "",
+    answer_field: Annotated[str, Option(help="Field of answer or tests.")] = "",
+    template: Annotated[str | None, Option(help="Text of a prompt with {prompt}.")] = None,
+    against: Annotated[list[str] | None, Option(help=AGAINST)] = None,
+    ngram_words: Annotated[int, Option(min=2, help="Words of an n-gram.")] = 8,
+    overlap: Annotated[float, Option(help=OVERLAP)] = 0.5,
+    heldout: Annotated[int, Option(min=0, help="Held-out questions.")] = 1000,
+    tokenizer: Annotated[str | None, Option(help=TOKENIZER)] = None,
+    max_tokens: Annotated[int, Option(min=1, help="Longest prompt [tokens].")] = 2048,
+    max_answer_kib: Annotated[int, Option(min=1, help="Longest answer or tests.")] = 4096,
+    seed: Annotated[int, Option(help="Seed of the held-out split.")] = 0,
+) -> None:
+    """Make a prompt set: checked, without duplicates, decontaminated, with a held-out split.
+
+    The same input gives the same bytes. Dropped rows are in dropped.jsonl, with line and reason.
+    """
+    known = TRAINING_SETS.get(source, DataSet(source))
+    prompt, gold = prompt_field or known.fields.prompt, answer_field or known.fields.gold
+    settings = PrepareSettings(
+        source=str(local or known.source),
+        name=source if source in TRAINING_SETS else Path(source).stem,
+        kind=kind or known.kind,
+        fields=replace(known.fields, prompt=prompt, gold=gold),
+        subsets=tuple(subset) if subset else known.subsets,
+        split=split or known.split,
+        revision=revision,
+        template=template,
+        against=tuple(against or ()),
+        ngram_words=ngram_words,
+        overlap=overlap,
+        heldout=heldout,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        max_answer_kib=max_answer_kib,
+        seed=seed,
+    )
+    try:
+        report = prepare(settings, output)
+    except DataError as e:
+        print(f"megatron-rl data prepare: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(f"{report['rows']} rows: {report['train']} to train on, {report['heldout']} held out")
+    for reason, count in report["dropped"].items():
+        if count:
+            print(f"  {count} dropped, {reason}: {REASONS[reason]}")
+    print(f"in {output}: train.jsonl, heldout.jsonl, dropped.jsonl (by line), report.json")
+
+
+def prepare(settings: PrepareSettings, output: Path) -> dict[str, Any]:
     """Read, check, split and write a data set; return the report, as in report.json.
 
-    Files in `output` are replaced; `warn` gets `file:line: problem` of the first broken rows.
+    Files in `output` are replaced; the first broken rows are named on standard error.
 
     Raises:
         DataError: the source or an evaluation set cannot be read, or too little is left.
@@ -106,15 +179,14 @@ def prepare(settings: PrepareSettings, output: Path, warn: Callable[[str], None]
         tempfile.TemporaryDirectory(dir=output, prefix=".prepare-") as folder,
     ):
         work = Path(folder)
-        entries = _read(settings, work / "all.jsonl", warn)
-        heldout = _select(settings, entries)
-        report = _write(settings, entries, heldout, work)
+        entries = _read(settings, work / "all.jsonl")
+        report = _write(settings, entries, _select(settings, entries), work)
         for name in (*FILES, "report.json"):
             os.replace(work / name, output / name)
     return report
 
 
-def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) -> list[_Entry]:
+def _read(settings: PrepareSettings, path: Path) -> list[_Entry]:
     """Examine every row; write one line for each to `path`, its prompt or an empty line.
 
     Prompts stay on disk because the tests of programming problems may not fit into memory.
@@ -146,7 +218,7 @@ def _read(settings: PrepareSettings, path: Path, warn: Callable[[str], None]) ->
     if not entries:
         raise DataError(f"{settings.source}: no rows")
     for entry in [e for e in entries if e.reason == "broken"][:MAX_WARNINGS]:
-        warn(f"{entry.file}:{entry.line}: {entry.detail}")
+        print(f"{entry.file}:{entry.line}: {entry.detail}", file=sys.stderr)
     return entries
 
 

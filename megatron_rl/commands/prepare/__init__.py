@@ -1,1 +1,0 @@
-"""`megatron-rl data prepare`: turn published data sets into files of a run."""
