@@ -20,20 +20,23 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+from megatron_rl import run_lock
 from megatron_rl.commands.alive import judge, signs_of
 from megatron_rl.config import ConfigError
 from megatron_rl.liveness import signs
 from megatron_rl.metrics import run_report
 from megatron_rl.metrics.metrics_file import MetricsError, latest_rows
 from megatron_rl.metrics.terminal import visible
-from megatron_rl.run_lock import FINAL_ERROR_FILE, last_error, last_start
+from megatron_rl.run_lock import last_error, last_start
 
 app = typer.Typer()
 SCHEMA = "megatron_rl.runs/1"
 WIDTH = 160  # of a pipe or a file
 COLUMNS = ("run", "state", "step", "pass rate", "A", "last sign", "started [UTC]", "model, recipe")
 UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
-MARKS = {"config.yaml", "metrics.jsonl", "alive.json", FINAL_ERROR_FILE}
+READ = ("run.lock", "config.yaml", "metrics.jsonl", "summary.json", "alive.json",
+        run_lock.FINAL_ERROR_FILE)  # fmt: skip
+MARKS = {*READ} - {"run.lock", "summary.json"}
 """A folder with one of these files is a run's."""
 INSIDE = {"checkpoints", "final", "rollouts", "start", "tensorboard", "tokens", "wandb", ""}
 """Names, up to a dot, of folders that have no runs in them."""
@@ -128,57 +131,47 @@ def find_runs(folder: Path) -> Iterator[Path]:
 def overview(folder: Path) -> RunOverview:
     """Return the row of a run."""
     run = RunOverview(folder=str(folder))
-    readers = {"run.lock": _read_lock, "config.yaml": _read_config, "metrics.jsonl": _read_metrics,
-               "summary.json": _read_summary, "alive.json": _read_sign,
-               FINAL_ERROR_FILE: _read_error}  # fmt: skip
-    for name, read in readers.items():
-        path = folder / name
+    for path in map(folder.joinpath, READ):
         try:
             if path.exists():
-                read(run, path)
+                _read(run, path)
         except (OSError, ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as e:
             text = str(e) if isinstance(e, MetricsError) else f"{path}: {type(e).__name__}: {e}"
             run.problems.append(" ".join(text.split()))
     return run
 
 
-def _read_lock(run: RunOverview, path: Path) -> None:
-    run.started = last_start(path.parent)
-
-
-def _read_error(run: RunOverview, path: Path) -> None:
-    run.state = "failed"
-    run.note = last_error(path.parent) or f"{path} holds no error"
-
-
-def _read_config(run: RunOverview, path: Path) -> None:
-    # The C loader takes a tenth of the time.
-    values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    run.steps, run.model = int(values["schedule"]["steps"]), Path(values["model"]).name
-    run.recipe = values["recipe"] and str(values["recipe"])
-
-
-def _read_metrics(run: RunOverview, path: Path) -> None:
-    rows, last = latest_rows(path, ("step", "eval"))
-    if last is None:
-        run.problems.append(f"{path}: its last line is torn")
-    for kind, row in rows.items():
-        run.last_sign = max(run.last_sign or 0.0, float(row["unix_seconds"]))
-        if kind == "step":
-            run.step = int(row["step"]) + 1
-        else:
-            run.pass_rate, run.pass_rate_step = float(row["pass_rate"]), int(row["step"])
-
-
-def _read_summary(run: RunOverview, path: Path) -> None:
-    if path.stat().st_mtime < (run.started or 0.0):
-        return  # an earlier start has written it
-    summary = json.loads(path.read_bytes())
-    if summary["schema"] != run_report.SCHEMA:
-        raise MetricsError(f"{path}: schema {summary['schema']!r}, expected {run_report.SCHEMA!r}")
-    run.state = "interrupted" if summary["run"].get("interrupted") else "ended"
-    fit_text(summary["fit"])  # else it cannot be shown
-    run.fit = summary["fit"]
+def _read(run: RunOverview, path: Path) -> None:
+    """Take what a file of `READ` says, which goes before what the files before it say."""
+    match path.name:
+        case "run.lock":
+            run.started = last_start(path.parent)
+        case "config.yaml":
+            # The C loader takes a tenth of the time.
+            values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            run.steps, run.model = int(values["schedule"]["steps"]), Path(values["model"]).name
+            run.recipe = values["recipe"] and str(values["recipe"])
+        case "metrics.jsonl":
+            rows, last = latest_rows(path, ("step", "eval"))
+            if last is None:
+                run.problems.append(f"{path}: its last line is torn")
+            run.last_sign = max((float(row["unix_seconds"]) for row in rows.values()), default=None)
+            if (row := rows.get("step")) is not None:
+                run.step = int(row["step"]) + 1
+            if (row := rows.get("eval")) is not None:
+                run.pass_rate, run.pass_rate_step = float(row["pass_rate"]), int(row["step"])
+        case "summary.json" if path.stat().st_mtime >= (run.started or 0.0):  # of this start
+            summary = json.loads(path.read_bytes())
+            if (schema := summary["schema"]) != run_report.SCHEMA:
+                raise MetricsError(f"{path}: schema {schema!r}, expected {run_report.SCHEMA!r}")
+            run.state = "interrupted" if summary["run"].get("interrupted") else "ended"
+            fit_text(summary["fit"])  # else it cannot be shown
+            run.fit = summary["fit"]
+        case "alive.json":
+            _read_sign(run, path)
+        case run_lock.FINAL_ERROR_FILE:
+            run.state = "failed"
+            run.note = last_error(path.parent) or f"{path} holds no error"
 
 
 def _read_sign(run: RunOverview, path: Path) -> None:
