@@ -41,14 +41,11 @@ def _others() -> dict[str, Any]:
     from megatron_rl.scaling.cli import app as scaling_app
 
     others = typer.Typer()
-    for a in scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app:
-        others.add_typer(a)
-    others.add_typer(view_app)
-    others.add_typer(report_app)
-    others.add_typer(runs_app)
-    others.add_typer(recipes_app, name="recipes")
-    others.add_typer(data_app, name="data")
-    others.add_typer(model_app, name="model")
+    for each in (
+        *(scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app),
+        *(view_app, report_app, runs_app, recipes_app, data_app, model_app),
+    ):
+        others.add_typer(each)
     return dict(typer.main.get_group(others).commands)
 
 

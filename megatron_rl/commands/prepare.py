@@ -34,7 +34,7 @@ from megatron_rl.data.tables import Fields, Source, make_question, read_rows
 from megatron_rl.files import naming_full_disk
 from megatron_rl.rewards.math import verify
 
-app = typer.Typer(no_args_is_help=True, help="Prompt sets: prepare one.")
+app = typer.Typer(name="data", no_args_is_help=True, help="Prompt sets: prepare one.")
 app.callback()(lambda: None)  # without a callback Typer makes a sole command the whole program
 
 SOURCE = "polaris, deepcoder, another data set's name on the hub, a file or a folder."
@@ -48,7 +48,6 @@ AGAINST = (
 )
 OVERLAP = "Share of common n-grams from which two questions overlap."
 TOKENIZER = "Folder with a tokenizer.json, for --max-tokens."
-FORMAT = "megatron_rl.prompts/1"
 FILES = ("train.jsonl", "heldout.jsonl", "dropped.jsonl")
 REASONS = {
     "broken": "the row is not a JSON object, lacks question or answer, or has another verifier",
@@ -213,19 +212,16 @@ def _read(settings: PrepareSettings, path: Path) -> list[_Entry]:
                     entry.kind, entry.gold = q.kind, "" if q.kind == "code" else q.gold.strip()
                     entry.drop(*check(q))
                     if not entry.reason:
-                        file.write(_prompt_row(q, settings.template))
+                        q = apply_template(q, settings.template)
+                        names = {"id": q.id, "kind": q.kind, "prompt": q.prompt, "answer": q.gold}
+                        rest = {"difficulty": q.difficulty, "meta": q.meta}
+                        file.write(json.dumps(names | rest, ensure_ascii=False))
                 file.write("\n")
     if not entries:
         raise DataError(f"{settings.source}: no rows")
     for entry in [e for e in entries if e.reason == "broken"][:MAX_WARNINGS]:
         print(f"{entry.file}:{entry.line}: {entry.detail}", file=sys.stderr)
     return entries
-
-
-def _prompt_row(question: Question, template: str | None) -> str:
-    q = apply_template(question, template)
-    row = {"id": q.id, "kind": q.kind, "prompt": q.prompt, "answer": q.gold}
-    return json.dumps({**row, "difficulty": q.difficulty, "meta": q.meta}, ensure_ascii=False)
 
 
 def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
@@ -243,12 +239,11 @@ def _select(settings: PrepareSettings, entries: list[_Entry]) -> set[str]:
     # The lowest hashes with the seed: rows that are added later change few of them.
     ordered = sorted(kept, key=lambda e: _digest(f"{settings.seed}\0{e.key}"))
     heldout = {e.id for e in ordered[: settings.heldout]}
-    train, questions = [], Overlap(settings.ngram_words, settings.overlap)
+    questions = Overlap(settings.ngram_words, settings.overlap)
     for entry in kept:
         if entry.id in heldout:
             questions.add(entry.id, entry.text)
-        else:
-            train.append(entry)
+    train = [e for e in kept if e.id not in heldout]
     _drop_overlapping(train, questions, "near_heldout")
     if all(e.reason for e in train):
         raise DataError(
@@ -312,7 +307,7 @@ def _write(
         values[key] = values[key] and Path(values[key]).name
     values["against"] = [a.partition("=")[0] for a in settings.against]
     report = {
-        "format": FORMAT,
+        "format": "megatron_rl.prompts/1",
         "rows": len(entries),
         "train": reasons[""] - len(heldout),
         "heldout": len(heldout),
@@ -329,11 +324,7 @@ def _digest(text: str) -> str:
 
 
 def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, str]]:
-    """Make the check of a question: returns (reason, detail) to drop it, or two empty strings.
-
-    Raises:
-        DataError: `settings.tokenizer` does not exist.
-    """
+    """Make the check of a question: returns (reason, detail) to drop it, or two empty strings."""
     tokenizer = None
     if settings.tokenizer is not None:
         from tokenizers import Tokenizer
@@ -345,16 +336,15 @@ def _make_check(settings: PrepareSettings) -> Callable[[Question], tuple[str, st
         tokenizer, form = Tokenizer.from_file(str(path)), read_format(path.parent, "<think>")
 
     def check(question: Question) -> tuple[str, str]:
-        kib = len(question.gold.encode()) / 1024
-        if kib > settings.max_answer_kib:
+        if (kib := len(question.gold.encode()) / 1024) > settings.max_answer_kib:
             return "large", f"{kib:.0f} KiB"
         if problem := unreadable(question):
             return "unreadable", problem
         if tokenizer is not None:
             text = form(apply_template(question, settings.template).prompt)
-            tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
-            if tokens > settings.max_tokens:
-                return "long", f"{tokens} tokens"
+            tokens = tokenizer.encode(text, add_special_tokens=False).ids
+            if len(tokens) > settings.max_tokens:
+                return "long", f"{len(tokens)} tokens"
         return "", ""
 
     return check

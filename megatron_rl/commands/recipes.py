@@ -4,8 +4,16 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
 
-app = typer.Typer(help="Recipes: lists them; `show NAME` and `diff A B` print values.")
+from megatron_rl import recipes
+from megatron_rl.config import load_config
+
+app = typer.Typer(
+    name="recipes", help="Recipes: lists them; `show NAME` and `diff A B` print values."
+)
 
 Name = Annotated[str, typer.Argument(help="Name of a recipe (`megatron-rl recipes`).")]
 All = Annotated[bool, typer.Option("--all", help="All keys, with those of machine and task.")]
@@ -18,20 +26,13 @@ REASONS = {"inferred": "inferred from the source", "choices": "on which the sour
 @app.callback(invoke_without_command=True)
 def list_recipes(context: typer.Context) -> None:
     """List every recipe with its summary."""
-    if context.invoked_subcommand is not None:
-        return
-    from megatron_rl import recipes
-
-    _print_table(("recipe", "summary"), [(n, recipes.load(n).summary) for n in recipes.names()])
+    if context.invoked_subcommand is None:
+        _print_table(("recipe", "summary"), ((n, recipes.load(n).summary) for n in recipes.names()))
 
 
 @app.command()
 def show(name: Name, every: All = False) -> None:
     """Print the values of a recipe as YAML, with its bases and the defaults."""
-    import yaml
-
-    from megatron_rl import recipes
-
     recipe, values = recipes.load(name), resolved(name)
     given = dict(recipes.flatten(recipe.values))
     print(f"# {recipe.name}: {recipe.summary}")
@@ -55,29 +56,18 @@ def diff(a: Name, b: Name) -> None:
 
 
 def resolved(name: str) -> dict[str, Any]:
-    """Return the whole configuration of a recipe as plain values.
-
-    Raises:
-        ConfigError: no such recipe.
-    """
-    from megatron_rl.config import load_config
-
+    """Return the configuration of a recipe as plain values; `ConfigError` if there is none."""
     return load_config(None, ["--recipe", name]).model_dump(mode="json")
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str]]:
     """List (dotted key, value in a, value in b) where they differ; `-` for a missing key."""
-    from megatron_rl.recipes import flatten
-
-    left, right = dict(flatten(a)), dict(flatten(b))
+    left, right = dict(recipes.flatten(a)), dict(recipes.flatten(b))
     rows = [(k, str(left.get(k, "-")), str(right.get(k, "-"))) for k in {**left, **right}]
     return [(key, x, y) for key, x, y in rows if x != y and key != "recipe"]
 
 
 def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(*columns, header_style="bold")
     for row in rows:
         table.add_row(*row)

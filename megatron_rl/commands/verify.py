@@ -11,15 +11,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer import Argument, Option
 
+from megatron_rl.data.question import DataError
+from megatron_rl.data.tables import read_lines
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierError
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 app = typer.Typer(help="Verdicts on answers.")
-rewards = typer.Typer(no_args_is_help=True, help="Try reward functions.")
-app.add_typer(rewards, name="rewards")
+rewards = typer.Typer(name="rewards", no_args_is_help=True, help="Try reward functions.")
+app.add_typer(rewards)
 
-EXIT_WRONG, EXIT_ERROR = 1, 2
 CASES = "JSON Lines with gold, answer and optionally the expected verdict."
 SAMPLES = "JSON Lines with completion, gold, optionally kind and meta."
 FUNCTION = "Import path package.module:function of a custom reward."
@@ -28,7 +29,7 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object per verdict.
 
 def _fail(message: str) -> NoReturn:
     print(f"megatron-rl: {message}", file=sys.stderr)
-    raise typer.Exit(EXIT_ERROR)
+    raise typer.Exit(2)
 
 
 @app.command()
@@ -66,7 +67,7 @@ def verify(
             print(f"{verdict.outcome} (expected {expected}): {verdict.reason}")
     if file is not None and not as_json:
         print(f"{len(verdicts)} answers: {_counts(verdicts)}")
-    raise typer.Exit(0 if good else EXIT_WRONG)
+    raise typer.Exit(0 if good else 1)
 
 
 @rewards.command("try")
@@ -115,9 +116,6 @@ def _counts(verdicts: list[Verdict]) -> str:
 
 def _read(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
     """Read the rows of a JSON Lines file, which must have these texts or numbers."""
-    from megatron_rl.data.question import DataError
-    from megatron_rl.data.tables import read_lines
-
     if not path.is_file():
         _fail(f"{path}: no such file")
     try:

@@ -12,8 +12,7 @@ from megatron_rl.commands.convert import resumable
 from megatron_rl.commands.convert.resumable import ConvertError
 from megatron_rl.models import CheckpointError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
+app = typer.Typer()
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LIKE = """Hugging Face directory that a Megatron checkpoint was trained from: source of config.json,
 tokenizer and untrained tensors. Default: the one in the checkpoint."""

@@ -134,15 +134,13 @@ class MegatronCheckpoint:
             self._metadata = self._reader.read_metadata()
         except (pickle.UnpicklingError, EOFError) as e:
             raise ConvertError(f"{self.folder / '.metadata'}: torn or unreadable: {e}") from None
+        self._stacked = not any(".layers.0." in key for key in self._metadata.state_dict_metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def _find(self, weight: Weight) -> tuple[str, Any, StoredParameter]:
         """Return key, metadata and position of a parameter of the expected shape."""
-        layouts = (
-            stored_parameter(self.architecture, weight, stacked) for stacked in (True, False)
-        )
-        by_key = {key: stored for stored in layouts for key in stored.keys}
-        for key, stored in by_key.items():
+        stored = stored_parameter(self.architecture, weight, self._stacked)
+        for key in stored.keys:
             tensor = self._metadata.state_dict_metadata.get(key)
             if not isinstance(tensor, dcp.TensorStorageMetadata):
                 continue
@@ -153,7 +151,7 @@ class MegatronCheckpoint:
                 raise ConvertError(f"{self.folder}: {key} is {size}, but config.json: {expected}")
             return key, tensor, stored
         raise ConvertError(
-            f"{self.folder}: no tensor of the names {', '.join(by_key)}: the checkpoint is of"
+            f"{self.folder}: no tensor of the names {', '.join(stored.keys)}: the checkpoint is of"
             " another model than config.json, or of a format that is not supported (fsdp_dtensor,"
             " singleton shards)"
         )

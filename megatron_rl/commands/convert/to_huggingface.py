@@ -25,8 +25,7 @@ def convert(
     """Convert a Megatron checkpoint (`distributed.locate`) that was written by any layout.
 
     `like` is the Hugging Face directory that the training started from (default: the one that a
-    converted checkpoint contains), `dtype` that of the trained tensors, such as "bfloat16"
-    (default: as stored). A tensor above the `file_bytes` of `output` gets its own file.
+    converted checkpoint contains), `dtype` that of the trained tensors, such as "bfloat16".
 
     Raises:
         ConvertError: no checkpoint, one of another model, or no Hugging Face directory.
@@ -53,8 +52,7 @@ def convert(
     tensors: dict[str, Tensor] = {}
     for weight in (w for w in arch.weights() if w.exported):
         kind = checkpoint.dtype(weight) if dtype is None else getattr(torch, dtype)
-        for name in weight.hf:
-            tensors[name] = torch.empty(shapes[name], dtype=kind, device="meta")
+        tensors |= {n: torch.empty(shapes[n], dtype=kind, device="meta") for n in weight.hf}
     if untouched is not None:
         tensors |= {n: untouched.tensors[n] for n in arch.passthrough(untouched.tensors)}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=output.file_bytes)

@@ -115,10 +115,9 @@ class CheckpointPlan(DefaultSavePlanner):
             self._weights[index] = weight
             data = planner.TensorWriteData(chunk, self.contents[key].properties, size)
             if self._filled and self._filled + count * row_bytes > self.part_bytes:
-                self.parts.append([])
-                self._filled = 0
-            item = planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)
-            self.parts[-1].append(item)
+                self.parts, self._filled = [*self.parts, []], 0
+            shard = planner.WriteItemType.SHARD
+            self.parts[-1].append(planner.WriteItem(index, shard, tensor_data=data))
             self._filled += count * row_bytes
 
     def resolve_data(self, write_item: planner.WriteItem) -> Tensor | io.BytesIO:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Option
 
 from megatron_rl.commands.doctor import Result, node_checks, software_checks
 from megatron_rl.commands.doctor.script import report
 from megatron_rl.commands.plan.nodes import nodes_of
 from megatron_rl.config import RunConfig, load_config
+from megatron_rl.launch import generator_python
 from megatron_rl.weights.store import SHARED_MEMORY
 
 app = typer.Typer()
@@ -45,10 +47,6 @@ def doctor(
         raise typer.Exit(0 if report(script, write) else 1)
     if script is not None or write is not None:
         raise typer.BadParameter("--write needs --script, which prints no --json")
-    from rich.console import Console
-
-    from megatron_rl.launch import generator_python
-
     run = load_config(config, context.args)
     python = generator_python(run) or sys.executable
     ports = port or [int(os.environ.get("MASTER_PORT") or RENDEZVOUS_PORT)]
@@ -57,11 +55,10 @@ def doctor(
     for name, result in run_checks(run, python, ports, quick):
         checks.append({"check": name, **asdict(result)})
         failed += [name] * (result.status == "fail")
-        if as_json:
-            continue
-        console.print(f"{MARKS[result.status]} {name}: ", end="")
-        remedy = f"\n     -> {result.remedy}" if result.remedy else ""
-        console.print(result.detail + remedy, markup=False)
+        if not as_json:
+            console.print(f"{MARKS[result.status]} {name}: ", end="")
+            remedy = f"\n     -> {result.remedy}" if result.remedy else ""
+            console.print(result.detail + remedy, markup=False)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": checks}, indent=1))
     elif failed:
@@ -88,10 +85,9 @@ def run_checks(
     shared, in_directory = node_checks.stored_bytes(run)
     # Whether nodes of this run take versions from others.
     root, needed = run.weights.directory or SHARED_MEMORY, bool(nodes_of(run).stores)
+    fp8 = run.weights.quantization == "fp8"
     checks: dict[str, Callable[[], Result | dict[str, Result]]] = {
-        "versions": partial(
-            software_checks.check_versions, answer, cuda=cuda, fp8=run.weights.quantization == "fp8"
-        ),
+        "versions": partial(software_checks.check_versions, answer, cuda=cuda, fp8=fp8),
         "Transformer Engine": partial(software_checks.check_transformer_engine, cuda=cuda),
         "fp32 products": software_checks.check_fp32_products,
         "compiled kernels": partial(software_checks.check_kernels, cuda=cuda),

@@ -34,8 +34,7 @@ def version_of(name: str) -> str | None:
         from megatron_rl.compat.running_code import code_of
     except ModuleNotFoundError:
         return None
-    code = code_of(name)
-    return None if code is None else str(code)
+    return None if (code := code_of(name)) is None else str(code)
 
 
 def nccl() -> dict[str, Any]:

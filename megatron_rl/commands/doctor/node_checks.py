@@ -183,10 +183,7 @@ def check_directory(folder: Path, num_bytes: float) -> Result:
 
 
 def check_store(root: Path, *, cuda: bool) -> Result:
-    """Check that a version in a store below `root` is loaded bit for bit, as a generator does it.
-
-    With `cuda`, its memory is page-locked, too.
-    """
+    """Check that a version in a store below `root` (page-locked with `cuda`) is loaded as it is."""
     import torch
 
     from megatron_rl.weights.loading import NodeStores
@@ -225,6 +222,5 @@ def check_reads(python: str, *, needed: bool) -> Result:
         " reasons; or set weights.directory to a folder that all nodes share"
     )
     detail = f"{python} reads the memory of {sys.executable}: {error}"
-    if needed:
-        return Result("fail", detail, remedy)
-    return Result("note", f"{detail}; only runs on several nodes need it", remedy)
+    detail += "" if needed else "; only runs on several nodes need it"
+    return Result("fail" if needed else "note", detail, remedy)

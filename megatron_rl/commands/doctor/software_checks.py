@@ -211,10 +211,9 @@ def check_upstream_fixes(answer: dict[str, Any]) -> dict[str, Result]:
         # Without `value`, megatron_rl is missing there, which has its own line.
         for name, package, releases, state in side.get("upstream_fixes", {}).get("value", []):
             remedy = f"{side['python']} -m pip install '{package}{releases}'"
-            if "value" in state:
-                needed, detail = state["value"]
-                result = Result("ok" if needed else "note", detail)
-            else:
+            needed, detail = state.get("value", (False, ""))
+            result = Result("ok" if needed else "note", detail)
+            if "error" in state:
                 result = Result("fail", state["error"], remedy)
             if package == role_package:
                 results[f"upstream fix {name}"] = result

@@ -24,7 +24,7 @@ from megatron_rl.files import replace_file
 from megatron_rl.models import CheckpointError
 from megatron_rl.models.start_checkpoint import fetched_folder
 
-app = typer.Typer(no_args_is_help=True, help="Pretrained models: fetch one.")
+app = typer.Typer(name="model", no_args_is_help=True, help="Pretrained models: fetch one.")
 app.callback()(lambda: None)  # without a callback Typer makes a sole command the whole program
 
 NAME = "Name of the model: smollm2-135m."

@@ -15,10 +15,7 @@ from megatron_rl.orchestrator.run_plan import print_plan
 
 
 def dry_run(config: RunConfig, path: Path | None, overrides: list[str]) -> int:
-    """Print the resolved configuration, roles, paths, memory plan and launch lines.
-
-    Return the exit status of `megatron-rl plan`; missing paths are reported and do not count.
-    """
+    """Print configuration, roles, paths, memory plan and launch lines; return the plan's status."""
     print("# configuration")
     print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip())
     print("\n# plan", flush=True)
@@ -85,10 +82,9 @@ def launch_lines(config: RunConfig, path: Path | None, overrides: list[str]) -> 
         script += ["--config", str(path)]
     command = " ".join([*script, *overrides])
     ranks, nodes = config.roles.world_size, nodes_of(config).ranks
-    per_node = len(nodes[0])
     if len(nodes) == 1:
         return [f"torchrun --nproc-per-node {ranks} {command}"]
-    if ranks % per_node:
+    if ranks % (per_node := len(nodes[0])):
         text = f"{ranks} ranks do not fill nodes of {per_node} GPUs, but torchrun starts the same"
         return [f"{text} number on every node; change roles"]
     return [

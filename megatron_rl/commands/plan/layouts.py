@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from megatron_rl.commands.plan.memory import RESERVE_GIB, LayoutMemory, estimate, generator_memory
 from megatron_rl.config import Parallel, RunConfig
 from megatron_rl.models.divisibility import divisibility_errors
+from megatron_rl.recipes import flatten
 
 if TYPE_CHECKING:
     from megatron_rl.models.base import Architecture
@@ -48,10 +49,8 @@ def layout_values(run: RunConfig) -> dict[str, dict[str, Any]]:
 
 def layout_options(run: RunConfig) -> str:
     """Return the sizes as command-line options; `parallel` without its defaults."""
-    parallel = run.parallel.model_dump(exclude_defaults=True)
-    options = [f"--roles.{key} {value}" for key, value in layout_values(run)["roles"].items()]
-    options += [f"--parallel.{key} {str(value).lower()}" for key, value in parallel.items()]
-    return " ".join(options)
+    values = layout_values(run) | {"parallel": run.parallel.model_dump(exclude_defaults=True)}
+    return " ".join(f"--{key} {str(value).lower()}" for key, value in flatten(values))
 
 
 def layout_problems(run: RunConfig, architecture: Architecture) -> list[str]:

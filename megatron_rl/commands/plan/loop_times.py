@@ -15,7 +15,7 @@ from megatron_rl.commands.plan.loop_simulation import Lengths, LoopRates, LoopTi
 from megatron_rl.commands.plan.memory import generator_memory
 from megatron_rl.commands.plan.nodes import update_time
 from megatron_rl.config import RunConfig, load_config
-from megatron_rl.metrics.metrics_file import MetricsError, last_rows, read_metrics
+from megatron_rl.metrics.metrics_file import MetricsError, last_rows, mean, read_metrics
 from megatron_rl.metrics.rollouts import read_rollouts
 
 if TYPE_CHECKING:
@@ -105,39 +105,33 @@ def recorded_loop(folder: Path, skip: int | None = None) -> RecordedLoop:
             f"{folder}: {len(used)} steps after the first {skip}, {len(windows['train'])}"
             " completions in rollout files: too few to measure the loop"
         )
-    first, seconds = rows[skip - 1], _seconds(rows[skip - 1], used[-1])
+    first, last = rows[skip - 1], used[-1]
+    # Without what evaluations and lost work took.
+    names = ("wall_seconds", "compute_train_device_hours", "compute_device_hours")
+    wall, train, every = (last[name] - first[name] for name in names)
+    seconds = float(wall * train / every)
     tokens, lags = sum(r["tokens"] for r in used), Counter[int]()
     for row in used:
         lags.update({int(k): n for k, n in row["lag_histogram"].items()})
     inside = windows["train"] & (windows["end"] > first["unix_seconds"])
-    inside &= windows["end"] <= used[-1]["unix_seconds"]
+    inside &= windows["end"] <= last["unix_seconds"]
     duration = windows["end"] - windows["start"]
     rates = LoopRates(
         step_seconds=seconds / len(used),
         tokens_per_hour=3600 * tokens / seconds,
-        trainer_wait=sum(r["trainer_wait_fraction"] * r["step_seconds"] for r in used)
-        / sum(r["step_seconds"] for r in used),
+        trainer_wait=mean(used, "trainer_wait_fraction", "step_seconds") or 0.0,
         generator_wait=_mean(used, "generator_wait_fraction"),
         running=float(duration[inside].sum() / seconds / run.roles.engines),
         lag=dict(sorted(lags.items())),
     )
     pause = _mean(used, "pause_seconds")
     decode, error = _decode_times(windows, inside, pause)
-    lengths = _lengths(windows)
     times = replace(decode, pause=pause, **_trainer_times(run, rows, used, windows, pause))
-    return RecordedLoop(run, times, lengths, rates, len(used), error)
+    return RecordedLoop(run, times, _lengths(windows), rates, len(used), error)
 
 
 def _mean(rows: list[Any], name: str) -> float:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return float(np.mean(values)) if values else 0.0
-
-
-def _seconds(first: Any, last: Any) -> float:
-    """Return the time between two rows that evaluations and lost work did not take."""
-    names = ("wall_seconds", "compute_train_device_hours", "compute_device_hours")
-    wall, train, every = (last[name] - first[name] for name in names)
-    return float(wall * train / every)
+    return mean(rows, name, "") or 0.0
 
 
 def _windows(table: Any, capacity: int) -> dict[str, NDArray[Any]]:

@@ -87,10 +87,9 @@ def _kubernetes(name: str, run: Run, template: Path, folder: Path) -> Path:
             for variable in container["env"]:
                 if variable["name"] in values:
                     variable["value"] = values[variable["name"]]
-            per_node = f"--nproc-per-node={roles.gpus_per_node}"
-            arguments = container["args"]
-            container["args"] = [re.sub(r"--nproc-per-node=\d+", per_node, a) for a in arguments]
-            container["resources"]["limits"]["nvidia.com/gpu"] = str(roles.gpus_per_node)
+            option, per_node = r"(?<=--nproc-per-node=)\d+", str(roles.gpus_per_node)
+            container["args"] = [re.sub(option, per_node, text) for text in container["args"]]
+            container["resources"]["limits"]["nvidia.com/gpu"] = per_node
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump_all(objects, sort_keys=False, width=100))
     return path

@@ -174,7 +174,13 @@ def execute(runs: list[Run]) -> Iterator[Run]:
     for i, run in enumerate(runs, start=1):
         head, started = f"[{i}/{len(runs)}] {run.name}", time.monotonic()
         if run.ended_by() is None:
-            _make_start(run)
+            start = run.config.start_checkpoint
+            if run.supervised and not (start and (start / "model.safetensors").exists()):
+                path = Path(run.supervised[-1]) / "log.txt"
+                with _locked(path) as log:
+                    if status := call(run.supervised, log):
+                        problem = f"the supervised stage ended with status {status}: see {path}"
+                        raise ConfigError(problem)
             print(f"{head}: running, from step {run.steps_done()}", flush=True)
             try:
                 run.execute()
@@ -187,14 +193,3 @@ def execute(runs: list[Run]) -> Iterator[Run]:
         yield run
     if failed:
         raise RunFailed("; ".join(failed) + " (the same command tries again)")
-
-
-def _make_start(run: Run) -> None:
-    """Make the start checkpoint of a tiny model, once for all runs of its configuration."""
-    start = run.config.start_checkpoint
-    if not run.supervised or (start is not None and (start / "model.safetensors").exists()):
-        return
-    log = Path(run.supervised[-1]) / "log.txt"
-    with _locked(log) as output:
-        if status := call(run.supervised, output):
-            raise ConfigError(f"the supervised stage ended with status {status}: see {log}")

@@ -83,7 +83,11 @@ class Study:
         """
         file = self._base(entry.get("config"))
         given = ["--start_checkpoint", str(self.start_checkpoint)] if self.start_checkpoint else []
-        shared = [*self._options(entry), *self.overrides]
+        values = {key: value for key, value in entry.items() if key not in NOT_OF_RUNS}
+        if (recipe := self.folder / str(values.get("recipe"))).is_file():
+            values["recipe"] = str(recipe.resolve())
+        options = (word for key, value in values.items() for word in (f"--{key}", _text(value)))
+        shared = [*options, *self.overrides]
         try:
             base = load_config(file, [*shared, *given])
         except ConfigError as e:
@@ -111,12 +115,6 @@ class Study:
         file = FOLDER / f"{config}.yaml" if config in BASES else self.folder / config
         others = {load_config(path).model: path for path in self.configs[1:]}
         return others.get(load_config(file).model, file)
-
-    def _options(self, entry: dict[str, Any]) -> list[str]:
-        values = {key: value for key, value in entry.items() if key not in NOT_OF_RUNS}
-        if (file := self.folder / str(values.get("recipe"))).is_file():
-            values["recipe"] = str(file.resolve())
-        return [word for key, value in values.items() for word in (f"--{key}", _text(value))]
 
 
 def load(study: str, changes: dict[str, Any], output: Path | None = None, *rest: Any) -> Study:
