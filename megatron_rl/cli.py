@@ -1,6 +1,7 @@
 """The `megatron-rl` command."""
 
 import os
+import pkgutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -24,28 +25,21 @@ class _Commands(TyperGroup):
         return [*super().list_commands(ctx), *_others()]
 
 
+OTHERS = """
+verify study.cli convert.cli plan.cli doctor.cli evaluate.cli view.cli report.cli list_runs recipes
+prepare model.fetch_model
+"""
+"""Modules in `commands` whose `app` has one or several commands."""
+
+
 @cache
 def _others() -> dict[str, Any]:
-    from megatron_rl.commands.convert.cli import app as convert_app
-    from megatron_rl.commands.doctor.cli import app as doctor_app
-    from megatron_rl.commands.evaluate.cli import app as evaluate_app
-    from megatron_rl.commands.list_runs import app as runs_app
-    from megatron_rl.commands.model.fetch_model import app as model_app
-    from megatron_rl.commands.plan.cli import app as plan_app
-    from megatron_rl.commands.prepare import app as data_app
-    from megatron_rl.commands.recipes import app as recipes_app
-    from megatron_rl.commands.report.cli import app as report_app
-    from megatron_rl.commands.study.cli import app as study_app
-    from megatron_rl.commands.verify import app as verify_app
-    from megatron_rl.commands.view.cli import app as view_app
     from megatron_rl.scaling.cli import app as scaling_app
 
     others = typer.Typer()
-    for each in (
-        *(scaling_app, verify_app, study_app, convert_app, plan_app, doctor_app, evaluate_app),
-        *(view_app, report_app, runs_app, recipes_app, data_app, model_app),
-    ):
-        others.add_typer(each)
+    others.add_typer(scaling_app)
+    for name in OTHERS.split():
+        others.add_typer(pkgutil.resolve_name(f"megatron_rl.commands.{name}:app"))
     return dict(typer.main.get_group(others).commands)
 
 

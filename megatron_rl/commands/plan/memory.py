@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -77,8 +77,8 @@ class LayoutMemory:
     worst: StageMemory  # the stage with the fullest ranks
     generator: GeneratorMemory
     hosts: list[nodes.HostMemory]  # of all nodes, neighbors that need the same as one
-    misfits: list[str]  # reasons why it does not fit
-    notes: list[str]  # reasons why it is slow, or may end at a time-out
+    misfits: list[str] = field(default_factory=list)  # reasons why it does not fit
+    notes: list[str] = field(default_factory=list)  # why it is slow, or may end at a time-out
 
 
 def estimate(
@@ -89,7 +89,7 @@ def estimate(
     stages = [_stage_memory(run, architecture, count, stage) for stage, count in counts]
     worst = max(stages, key=lambda stage: stage.total)
     generator, hosts = generator_memory(run, architecture), nodes.host_memory(run, architecture)
-    memory = LayoutMemory(run, stages, worst, generator, hosts, [], [])
+    memory = LayoutMemory(run, stages, worst, generator, hosts)
     memory.misfits.extend(_misfits(memory, reserve_gib))
     memory.notes.extend(_notes(memory, architecture))
     return memory
@@ -157,8 +157,7 @@ def _notes(memory: LayoutMemory, architecture: Architecture) -> Iterator[str]:
         )
     count, rate = len(nodes.nodes_of(run).ranks), nodes.SHARED_FILES
     read = count * update.num_bytes
-    seconds = ENGINE_START_SECONDS + read / rate
-    if seconds > limits.startup_seconds:
+    if (seconds := ENGINE_START_SECONDS + read / rate) > limits.startup_seconds:
         yield (
             f"{count} nodes read {read / 1e12:.1f} TB of the start checkpoint at"
             f" {rate / 1e9:g} GB/s before the engines start, about {seconds:.0f} s, and"
@@ -195,12 +194,11 @@ def _stage_memory(
     run: RunConfig, architecture: Architecture, count: Counter[str], stage: int
 ) -> StageMemory:
     p, bf16 = run.parallel, run.precision.params == "bf16"
-    width = 2 if bf16 else 4
-    replicas = run.roles.trainer_ranks // (p.tensor * p.pipeline)
-    expert_replicas = run.roles.trainer_ranks // (p.expert * p.expert_tensor * p.pipeline)
-    if not p.distributed_optimizer or replicas == 1:
-        replicas = expert_replicas = 1
-    owned = count["dense"] / replicas + count["expert"] / expert_replicas
+    width, owned = 2 if bf16 else 4, float(count.total())
+    ranks, tensor, expert = run.roles.trainer_ranks // p.pipeline, p.tensor, p.expert
+    if p.distributed_optimizer and ranks > tensor:
+        replicas, expert_replicas = ranks // tensor, ranks // (expert * p.expert_tensor)
+        owned = count["dense"] / replicas + count["expert"] / expert_replicas
     tokens = math.ceil(max(run.schedule.micro_batch_tokens, run.sequence_tokens) / p.context)
     budget = (run.kernels.chunk_mib or HEAD_CHUNK_MIB) * 2**20
     if run.kernels.head == "plain":

@@ -121,8 +121,7 @@ def host_memory(run: RunConfig, architecture: Architecture) -> list[HostMemory]:
 def checkpoint_bytes(run: RunConfig, counts: list[Counter[str]], rank: int) -> float:
     """Return the bytes of a checkpoint that a trainer rank writes, and keeps on its host.
 
-    Of the ranks with the same parameters, the first one writes these. `counts` are those of
-    `tensors.count_stages`.
+    Of the ranks with the same parameters (`tensors.count_stages`), the first one writes these.
     """
     p, bf16 = run.parallel, run.precision.params == "bf16"
     ranks = run.roles.trainer_ranks // p.pipeline
@@ -147,19 +146,14 @@ class UpdateTime:
     depth: int  # of their tree
     copy_by_link: dict[str, float]  # in which the trainer waits
     complete: float  # until the trainer has all differences and checksums, while it trains
-    travel_whole: float
-    """From complete at the trainer to complete on the last node; the first version and a newcomer's
-    travel so."""
+    travel_whole: float  # to the last node; the first version and a newcomer's travel so
     travel_differences: float
     check: float  # of the checksums by an engine, while it decodes; 0 if a store has done it
     pause_by_link: dict[str, float]  # in which an engine does not decode
 
 
 def share_bytes(run: RunConfig, architecture: Architecture, stage: int) -> float:
-    """Return the bytes of a version in the store of a trainer rank.
-
-    A stage's buckets are spread over all its ranks, replicas included (`trainer.export`).
-    """
+    """Return the bytes of a version in the store of a trainer rank (`trainer.export`)."""
     ranks = run.roles.trainer_ranks // run.parallel.pipeline
     return sum(unit.sent for unit in tensors.sent_units(run, architecture, stage)) / ranks
 

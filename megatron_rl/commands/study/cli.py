@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from megatron_rl.commands.study import jobs as cluster
+from megatron_rl.commands.study import runs, study_file, study_results
+
 app = typer.Typer()
 
 STUDY = "A YAML file (docs/study.md), or a study of the paper: fig2, loo, forward, axes."
@@ -39,9 +42,6 @@ def study(
     Any key of the configuration can follow as a dotted option, for all runs. The same command
     continues an interrupted study; runs can be added.
     """
-    from megatron_rl.commands.study import jobs as cluster
-    from megatron_rl.commands.study import runs, study_file, study_results
-
     changes: dict[str, Any] = {"seeds": seeds} if seeds else {}
     if recipes is not None:
         changes["runs"] = [{"recipe": [name.strip() for name in recipes.split(",")]}]
