@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
+from megatron_rl.config import ConfigError
 from megatron_rl.data.question import DataError
 from megatron_rl.data.tables import read_lines
 from megatron_rl.rewards.base import Outcome, Verdict, VerifierError
@@ -25,11 +25,6 @@ CASES = "JSON Lines with gold, answer and optionally the expected verdict."
 SAMPLES = "JSON Lines with completion, gold, optionally kind and meta."
 FUNCTION = "Import path package.module:function of a custom reward."
 Json = Annotated[bool, Option("--json", help="Print one JSON object per verdict.")]
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"megatron-rl: {message}", file=sys.stderr)
-    raise typer.Exit(2)
 
 
 @app.command()
@@ -49,7 +44,7 @@ def verify(
     elif file is not None and gold is None and answer is None:
         cases = _read(file, ("gold", "answer"))
     else:
-        _fail("give --gold and --answer, or --file")
+        raise ConfigError("give --gold and --answer, or --file")
     meta = {"boxed": False, "ended_thinking": False}
     rows = [("math", c["answer"], c["gold"], meta) for c in cases]
     verdicts = _verdicts(VerifierSettings(workers=min(workers, len(rows))), rows)
@@ -117,20 +112,20 @@ def _counts(verdicts: list[Verdict]) -> str:
 def _read(path: Path, required: tuple[str, ...]) -> list[dict[str, Any]]:
     """Read the rows of a JSON Lines file, which must have these texts or numbers."""
     if not path.is_file():
-        _fail(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     try:
         rows = list(read_lines(path, str(path)))
     except DataError as e:
-        _fail(str(e))
+        raise ConfigError(str(e)) from None
     for row in rows:
         given = {name: row.values[name] for name in required if name in row.values}
         row.values.update({k: str(v) for k, v in given.items() if isinstance(v, int | float)})
         missing = [name for name in required if not isinstance(row.values.get(name), str)]
         if row.problem or missing:
             problem = row.problem or f"no text under {', '.join(missing)}"
-            _fail(f"{path}:{row.line}: {problem}")
+            raise ConfigError(f"{path}:{row.line}: {problem}")
     if not rows:
-        _fail(f"{path}: no rows")
+        raise ConfigError(f"{path}: no rows")
     return [row.values for row in rows]
 
 
@@ -144,4 +139,4 @@ def _verdicts(
     try:
         return asyncio.run(run())
     except VerifierError as e:
-        _fail(str(e))
+        raise ConfigError(str(e)) from None

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.commands.verify import app
+from megatron_rl.config import ConfigError
 from tests.rewards.test_math_golden import GOLDEN
 
 HERE = "tests.rewards.custom_rewards"
@@ -52,10 +53,15 @@ def test_verify_checks_a_file_against_its_expectations(tmp_path: Path) -> None:
         (["verify", "--file", "/nonexistent.jsonl"], "no such file"),
     ],
 )
-def test_wrong_use_is_status_2_with_the_remedy(arguments: list[str], message: str) -> None:
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
+def test_wrong_use_is_refused_with_the_remedy(arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def refused(*arguments: str) -> str:
+    """Return the error with which `main` ends the command."""
+    with pytest.raises(ConfigError) as e:
+        app(list(arguments), standalone_mode=False)
+    return str(e.value)
 
 
 def test_marks_numbers_and_line_separators_of_a_file_are_read(tmp_path: Path) -> None:
@@ -80,16 +86,13 @@ def test_marks_numbers_and_line_separators_of_a_file_are_read(tmp_path: Path) ->
     result = runner.invoke(app, ["rewards", "try", str(file), "--json"])
     assert [json.loads(line)["verdict"] for line in result.stdout.splitlines()] == ["correct"] * 3
     file.write_bytes(text.encode("utf-16"))
-    result = runner.invoke(app, ["verify", "--file", str(file)])
-    assert result.exit_code == 2 and "iconv -f UTF-16" in result.stderr
+    assert "iconv -f UTF-16" in refused("verify", "--file", str(file))
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"gold": "1", "answer": "1"}\n{"gold": 1}\n')
-    result = runner.invoke(app, ["verify", "--file", str(file)])
-    assert result.exit_code == 2
-    assert f"{file}:2: no text under answer" in result.stderr
+    assert f"{file}:2: no text under answer" in refused("verify", "--file", str(file))
 
 
 def test_try_runs_a_custom_reward_on_samples(tmp_path: Path) -> None:
@@ -110,8 +113,7 @@ def test_try_gives_a_missing_answer_its_reward(tmp_path: Path) -> None:
     assert (row["verdict"], row["reward"]) == ("no_answer", -1.0)
 
 
-def test_a_reward_function_that_fails_is_status_2(tmp_path: Path) -> None:
+def test_a_reward_function_that_fails_is_refused(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "samples.jsonl", {"completion": "x", "gold": "y"})
-    result = runner.invoke(app, ["rewards", "try", file, "--function", f"{HERE}:raises"])
-    assert result.exit_code == 2
-    assert "KeyError: 'nothing'" in result.stderr
+    error = refused("rewards", "try", file, "--function", f"{HERE}:raises")
+    assert "KeyError: 'nothing'" in error

@@ -97,7 +97,7 @@ def host_memory(run: RunConfig, architecture: Architecture) -> list[HostMemory]:
     nodes, trainers = nodes_of(run), run.roles.trainer_ranks
     counts = tensors.count_stages(a, run.parallel)
     shares = [share_bytes(run, a, stage) for stage in stages]
-    reads = READS * tensors.bucket_bytes(run, [unit.sent for unit in tensors.all_units(run, a)])
+    reads = READS * tensors.bucket_bytes(run, [unit.sent for unit in tensors.sent_units(run, a)])
     hosts: list[HostMemory] = []
     for node, ranks in enumerate(nodes.ranks):
         own, versions = [rank for rank in ranks if rank < trainers], 0.0
@@ -169,7 +169,7 @@ def update_time(
     # The lower half of an fp32 value changes in every step.
     fraction = 2 * (1.0 if run.generator_dtype == "fp32" else changed_share)
     changed = int(num_bytes * fraction) if fraction <= LARGEST_DIFFERENCE else num_bytes
-    bucket = tensors.bucket_bytes(run, [u.sent for u in tensors.all_units(run, architecture)])
+    bucket = tensors.bucket_bytes(run, [u.sent for u in tensors.sent_units(run, architecture)])
     work = num_bytes * (1 / COPY + 1 / CHECKSUM) / READS
     if run.weights.directory is not None:
         whole = differences = len(nodes.generator_nodes) * num_bytes / SHARED_FILES

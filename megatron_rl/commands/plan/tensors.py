@@ -70,21 +70,18 @@ def stage_parts(architecture: Architecture, p: Parallel, stage: int) -> list[Par
     return parts
 
 
-def sent_units(run: RunConfig, architecture: Architecture, stage: int) -> list[SentUnit]:
-    """Return what the ranks of a stage join and keep, together, of a version of the weights."""
+def sent_units(
+    run: RunConfig, architecture: Architecture, stage: int | None = None
+) -> list[SentUnit]:
+    """Return what the ranks (of a stage) join and keep, together, of a version of the weights."""
     by_part = _units_by_part(run, architecture)
-    parts = stage_parts(architecture, run.parallel, stage)
+    parts = by_part if stage is None else stage_parts(architecture, run.parallel, stage)
     return [unit for part in parts for unit in by_part[part]]
-
-
-def all_units(run: RunConfig, architecture: Architecture) -> list[SentUnit]:
-    """Return the units of the whole model."""
-    return [unit for units in _units_by_part(run, architecture).values() for unit in units]
 
 
 def update_bytes(run: RunConfig, architecture: Architecture) -> int:
     """Return the bytes of a version of the weights."""
-    return sum(unit.sent for unit in all_units(run, architecture))
+    return sum(unit.sent for unit in sent_units(run, architecture))
 
 
 def bucket_bytes(run: RunConfig, sizes: list[int]) -> int:
