@@ -134,7 +134,8 @@ class MegatronCheckpoint:
             self._metadata = self._reader.read_metadata()
         except (pickle.UnpicklingError, EOFError) as e:
             raise ConvertError(f"{self.folder / '.metadata'}: torn or unreadable: {e}") from None
-        self._stacked = not any(".layers.0." in key for key in self._metadata.state_dict_metadata)
+        names = self._metadata.state_dict_metadata
+        self._stacked = not any(name.startswith("decoder.layers.0.") for name in names)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def _find(self, weight: Weight) -> tuple[str, Any, StoredParameter]:
