@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from megatron_rl.commands.study import jobs as cluster
-from megatron_rl.commands.study import runs, study_file, study_results
+from megatron_rl.commands.study import runs, study_file
 
 app = typer.Typer()
 
@@ -42,6 +42,8 @@ def study(
     Any key of the configuration can follow as a dotted option, for all runs. The same command
     continues an interrupted study; runs can be added.
     """
+    from megatron_rl.commands.study import study_results  # it imports SciPy
+
     changes: dict[str, Any] = {"seeds": seeds} if seeds else {}
     if recipes is not None:
         changes["runs"] = [{"recipe": [name.strip() for name in recipes.split(",")]}]

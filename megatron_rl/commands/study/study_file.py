@@ -13,7 +13,6 @@ import yaml
 
 from megatron_rl.commands.study.runs import BUDGETS, Run
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.scaling.paper_points import published_series
 
 FOLDER = Path(__file__).parent
 BASES = ("tiny", "8b", "scout")
@@ -123,6 +122,8 @@ def load(study: str, changes: dict[str, Any], output: Path | None = None, *rest:
     Raises:
         ConfigError: no such study, or keys that it cannot have.
     """
+    from megatron_rl.scaling.paper_points import published_series  # it imports SciPy
+
     path = FOLDER / f"{study}.yaml" if study in PRESETS else Path(study)
     if not path.is_file():
         raise ConfigError(f"study {study}: neither a file nor one of {', '.join(PRESETS)}")
