@@ -180,7 +180,7 @@ def _header(
 
 def _line(r: LoopRates) -> str:
     return (
-        f"{3600 / r.step_seconds:,.1f} steps/h of {r.step_seconds:.4g} s,"
+        f"{r.steps_per_hour:,.1f} steps/h of {r.step_seconds:.4g} s,"
         f" {r.tokens_per_hour / 1e6:,.2f} M tokens/h, waiting: trainer {r.trainer_wait:.0%},"
         f" generators {abs(r.generator_wait):.0%}; {r.running:.1f} requests per engine; lag"
         f" {r.lag_mean:.1f}, at most {max(r.lag)}"

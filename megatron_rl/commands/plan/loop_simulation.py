@@ -64,6 +64,11 @@ class LoopRates:
     lag: dict[int, float]  # steps -> tokens
 
     @property
+    def steps_per_hour(self) -> float:
+        """Steps an hour."""
+        return 3600 / self.step_seconds
+
+    @property
     def lag_mean(self) -> float:
         """Mean lag of a token in steps."""
         return sum(lag * n for lag, n in self.lag.items()) / sum(self.lag.values())
