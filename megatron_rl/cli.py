@@ -1,7 +1,6 @@
 """The `megatron-rl` command."""
 
 import os
-import pkgutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -25,21 +24,26 @@ class _Commands(TyperGroup):
         return [*super().list_commands(ctx), *_others()]
 
 
-OTHERS = """
-verify study.cli convert.cli plan.cli doctor.cli evaluate.cli view.cli report.cli list_runs recipes
-prepare model.fetch_model
-"""
-"""Modules in `commands` whose `app` has one or several commands."""
-
-
 @cache
 def _others() -> dict[str, Any]:
-    from megatron_rl.scaling.cli import app as scaling_app
+    from megatron_rl.commands.convert.cli import app as convert
+    from megatron_rl.commands.doctor.cli import app as doctor
+    from megatron_rl.commands.evaluate.cli import app as evaluate
+    from megatron_rl.commands.list_runs import app as runs
+    from megatron_rl.commands.model.fetch_model import app as model
+    from megatron_rl.commands.plan.cli import app as plan
+    from megatron_rl.commands.prepare import app as data
+    from megatron_rl.commands.recipes import app as recipes
+    from megatron_rl.commands.report.cli import app as report
+    from megatron_rl.commands.study.cli import app as study
+    from megatron_rl.commands.verify import app as verify
+    from megatron_rl.commands.view.cli import app as view
+    from megatron_rl.scaling.cli import app as scaling
 
     others = typer.Typer()
-    others.add_typer(scaling_app)
-    for name in OTHERS.split():
-        others.add_typer(pkgutil.resolve_name(f"megatron_rl.commands.{name}:app"))
+    of_runs = (study, plan, doctor, evaluate, view, report, runs, recipes)
+    for commands in (scaling, verify, convert, *of_runs, data, model):
+        others.add_typer(commands)
     return dict(typer.main.get_group(others).commands)
 
 
