@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import batched
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
@@ -31,28 +32,10 @@ _GATES = {
     "polynomial_multiplication": _FORMULA,
 }
 
-
-_COMMANDS = {
-    "\\times": "*",
-    "\\cdot": "*",
-    "\\div": "/",
-    "\\left": "",
-    "\\right": "",
-    "\\,": " ",
-    "\\leq": "<=",
-    "\\geq": ">=",
-    "\\le": "<=",
-    "\\ge": ">=",
-    "\\ ": " ",
-    "$": "",
-    "\\_": "_",
-    "\\{": "{",
-    "\\}": "}",
-    "\\%": "%",
-    "\\quad": " ",
-    "\\neq": "!=",
-    "\\ne": "!=",
-}
+_SIGNS = r"\times * \cdot * \div / \leq <= \le <= \geq >= \ge >= \neq != \ne != \_ _ \{ { \} } \% %"
+_COMMANDS = dict(batched(_SIGNS.split(), 2))
+_COMMANDS |= dict.fromkeys(("\\left", "\\right", "$"), "")
+_COMMANDS |= dict.fromkeys(("\\,", "\\ ", "\\quad"), " ")
 
 
 def plain(answer: str, gold: str) -> str:

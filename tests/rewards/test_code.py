@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.rewards.base import Outcome
 from megatron_rl.rewards.code.cases import BadTests, read_cases, same_output, same_value
 from megatron_rl.rewards.code.code_verdict import extract_code, function_name, make_code_verifier
+from megatron_rl.rewards.math.extract import NoAnswer
 from tests.rewards.test_sandbox import KINDS, problem, settings_of
 
 needs_strong = pytest.mark.skipif(bool(problem("strong")), reason=problem("strong")[:200])
@@ -83,9 +84,10 @@ def test_the_reason_says_what_went_wrong() -> None:
 
 def test_the_last_closed_block_after_thinking_counts() -> None:
     text = "```python\na\n```</think>```python\nb\n``` or ```py\nc\n``` or ```python\nd"
-    assert extract_code(text, "</think>") == ("c\n", "")
-    assert extract_code("<think>```python\na\n```", "</think>")[0] is None
-    assert extract_code("```\nplain\n```", "</think>")[0] == "plain\n"
+    assert extract_code(text, "</think>") == "c\n"
+    with pytest.raises(NoAnswer, match="thinking did not end"):
+        extract_code("<think>```python\na\n```", "</think>")
+    assert extract_code("```\nplain\n```", "</think>") == "plain\n"
 
 
 def test_livecodebench_packed_tests_are_read_and_cannot_run_code() -> None:

@@ -12,6 +12,7 @@ from megatron_rl.rewards.base import Outcome, SandboxUnavailable, VerifierDown
 from megatron_rl.rewards.code import isolation
 from megatron_rl.rewards.code.code_verdict import extract_code, make_code_verifier
 from megatron_rl.rewards.code.sandbox import ProgramResult, run_tests
+from megatron_rl.rewards.math.extract import NoAnswer
 from tests.rewards.test_sandbox import KINDS, STRONG, run_one, settings_of
 
 F = "```"
@@ -119,7 +120,7 @@ def test_weak_isolation_is_refused_as_root(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_program_is_the_last_block_in_python_or_else_without_a_tag() -> None:
-    blocks: dict[str, str | None] = {
+    blocks = {
         f"C:\n{F}cpp\nint\n{F}\nFinal:\n{F}python\na\n{F}\n": "a\n",
         f"{F}python\na\n{F}\nIt prints\n{F}\n5\n{F}\n": "a\n",
         f"{F}python\na\n{F}\n{F}json\n1\n{F}": "a\n",
@@ -143,12 +144,11 @@ def test_the_program_is_the_last_block_in_python_or_else_without_a_tag() -> None
         f"Use {F}x{F} here\n{F}py\nq\n{F}": "q\n",
         f"{F}python\r\na\r\n{F}\r\n": "a\r\n",
         f"{F}python\na{F}": "a\n",
-        f"{F}pycon\n>>> a\n{F}": None,
-        f"{F}python-repl\n>>> a\n{F}": None,
-        f"{F}cpp\nint\n{F}": None,
-        f"{F}python\n \n{F}": None,
     }
-    assert {text: extract_code(text, "</think>")[0] for text in blocks} == blocks
+    assert {text: extract_code(text, "</think>") for text in blocks} == blocks
+    for text in ("pycon\n>>> a", "python-repl\n>>> a", "cpp\nint", "python\n "):
+        with pytest.raises(NoAnswer):
+            extract_code(f"{F}{text}\n{F}", "</think>")
 
 
 def fenced(source: str) -> str:

@@ -17,6 +17,7 @@ from megatron_rl.rewards.code.cases import (
     read_cases,
 )
 from megatron_rl.rewards.code.sandbox import run_tests
+from megatron_rl.rewards.math.extract import NoAnswer, after_thinking
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 _OPENING = re.compile(r"([^`]*?)(`{3,}|(?<![^\s>])~{3,})[ \t]*([^`\n]*)")
@@ -24,23 +25,20 @@ _PYTHON = re.compile(r"\{?\.?(i?python|py(py)?)[\d.]*(?![\w+#-])", re.IGNORECASE
 MAX_SOURCE = 256 * 1024
 
 
-def extract_code(completion: str, think_end: str) -> tuple[str | None, str]:
-    """Return the program after thinking, or None and the reason.
+def extract_code(completion: str, think_end: str) -> str:
+    """Return the program after thinking; `NoAnswer` if there is none.
 
     It is the last closed block tagged as Python, or without one the last that has no tag.
     """
-    head, ended, tail = completion.partition(think_end)
-    if not ended and think_end.replace("/", "") in completion:
-        return None, "thinking did not end"
-    blocks = list(_blocks(tail if ended else head))
+    blocks = list(_blocks(after_thinking(completion, think_end, required=False)))
     sources = [source for tag, source in blocks if _PYTHON.match(tag)]
-    sources = sources or [source for tag, source in blocks if not tag]
-    if not sources:
-        return None, "no closed ```python block"
-    source = sources[-1]
-    if len(source) > MAX_SOURCE:
-        return None, f"a program of {len(source)} characters: over the limit of {MAX_SOURCE}"
-    return (source, "") if source.strip() else (None, "the last code block is empty")
+    if not (sources := sources or [source for tag, source in blocks if not tag]):
+        raise NoAnswer("no closed ```python block")
+    if len(source := sources[-1]) > MAX_SOURCE:
+        raise NoAnswer(f"a program of {len(source)} characters: over the limit of {MAX_SOURCE}")
+    if not source.strip():
+        raise NoAnswer("the last code block is empty")
+    return source
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -82,15 +80,17 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
     isolation.require(settings)
 
     def verify(completion: str, gold: str, meta: dict[str, Any]) -> Verdict:
-        source, reason = extract_code(completion, think_end)
-        if source is None:
-            return Verdict(Outcome.NO_ANSWER, reason)
+        try:
+            source = extract_code(completion, think_end)
+        except NoAnswer as e:
+            return Verdict(Outcome.NO_ANSWER, str(e))
         with giant_integers():
             try:
                 cases = read_cases(gold, function_name(meta))
             except BadTests as e:
-                message = f"tests of a programming problem: {e}; check the data set"
-                raise VerifierDown(message) from e
+                raise VerifierDown(
+                    f"tests of a programming problem: {e}; check the data set"
+                ) from e
             if 0 < settings.max_tests < len(cases):
                 longest = sorted(cases, key=lambda c: len(str(c.run)), reverse=True)
                 cases = longest[: settings.max_tests]

@@ -37,7 +37,10 @@ def main() -> tuple[str, dict[str, Any], int] | None:
     """
     sys.set_int_max_str_digits(0)  # the time limit bounds giant integers
     job = json.loads(sys.stdin.buffer.read())
-    take_uid(job.get("uid"))
+    if (uid := job.get("uid")) is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
     libc = ctypes.CDLL(None)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which the change of user cleared
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the program cannot look into this process
@@ -68,14 +71,6 @@ def kill_others() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
             os.waitpid(-1, 0)
-
-
-def take_uid(uid: int | None) -> None:
-    """Drop root for a user id of the sandbox's own; None keeps the user."""
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
 
 
 def run_test(

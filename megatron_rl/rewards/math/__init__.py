@@ -16,35 +16,35 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 __all__ = ["math_verdict", "verify"]
 
 _lock = threading.Lock()
-_pools: dict[float, VerifierPool] = {}
-"""CPU limit -> the pool of one worker that has it; started at the first verdict."""
+_pools: list[VerifierPool] = []
+"""The pool of one worker; empty until the first verdict."""
 
 
-def verify(answer: str, gold: str, *, cpu_seconds: float = 2.0) -> Verdict:
+def verify(answer: str, gold: str) -> Verdict:
     r"""Compare an answer with the gold answer.
 
     Args:
         answer: an answer, or a completion, whose answer is the last box after thinking.
         gold: right answer, in LaTeX or plain text.
-        cpu_seconds: limit of CPU time, beyond which the outcome is `timed_out`.
 
     Raises `VerifierDown`, with the remedy, if the verifier cannot work.
 
     Example: `verify(r"so \boxed{\frac{2}{4}}", "0.5").passed` is True.
     """
     with _lock:
-        if (pool := _pools.get(cpu_seconds)) is None:
-            pool = VerifierPool(VerifierSettings(workers=1, cpu_seconds=cpu_seconds), ("math",))
+        if not _pools:
+            pool = VerifierPool(VerifierSettings(workers=1), ("math",))
             pool.start()
-            _pools[cpu_seconds] = pool
+            _pools.append(pool)
+        (pool,) = _pools
     try:
         meta = {"boxed": False, "ended_thinking": False}
         return pool.verify_blocking("math", answer, gold, meta)
     except VerifierDown:
         with _lock:
             pool.close()
-            if _pools.get(cpu_seconds) is pool:
-                del _pools[cpu_seconds]  # the next verdict starts another one
+            if pool in _pools:
+                _pools.remove(pool)  # the next verdict starts another one
         raise
 
 
@@ -52,7 +52,7 @@ def _forget() -> None:
     """Drop the parent's workers after a fork, and a lock that one of its threads may hold."""
     global _lock
     _lock = threading.Lock()
-    for pool in _pools.values():
+    for pool in _pools:
         for worker in pool.workers:
             worker.forget()
     _pools.clear()
@@ -60,7 +60,7 @@ def _forget() -> None:
 
 @atexit.register
 def _close() -> None:
-    for pool in _pools.values():
+    for pool in _pools:
         pool.close()
 
 

@@ -59,7 +59,7 @@ def same_value(a: Node, b: Node) -> bool:
     if _agree_in(a, b, log_base=None):
         return True
     # A logarithm without a base may be natural or decimal.
-    has_log = a.calls("log") or b.calls("log")
+    has_log = any(n.op == "call" and n.name == "log" for n in (*a.walk(), *b.walk()))
     return has_log and _agree_in(a, b, log_base=Fraction(10))
 
 

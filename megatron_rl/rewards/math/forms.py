@@ -101,21 +101,7 @@ _BASED = re.compile(r"^([0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$")
 _NAMED = re.compile(r"^\\mathbb\s*\{?\s*([RZQNC])\s*\}?$")
 _ALL_TEXT = re.compile(r"^\\(?:text\w*|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}$")
 _PLAIN_WORDS = re.compile(r"^[A-Za-z\u4e00-\u9fff][A-Za-z\u4e00-\u9fff' .-]*$")
-_SHORT_WORDS = [
-    "是",
-    "否",
-    "无解",
-    "不存在",
-    "yes",
-    "no",
-    "none",
-    "true",
-    "false",
-    "all",
-    "odd",
-    "even",
-    "dne",
-]
+_SHORT_WORDS = NOTATION["short"].split()
 _SYNONYMS = {shortened(name): group[0] for group in NOTATION["synonyms"] for name in group}
 _SETS = {name: letter for letter, names in NOTATION["sets"].items() for name in names}
 _WORD_RUN = re.compile(

@@ -1,6 +1,7 @@
 """Tokens and trees of formulas, and their limits."""
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 import msgspec
@@ -20,6 +21,8 @@ alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sig
 chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell
 """
 FUNCTIONS, GREEK = frozenset(_FUNCTIONS.split()), frozenset(_GREEK.split())
+_TRANSCENDENTAL = ("call", "floor", "ceil", "fact", "double", "gamma")
+_OF_INTEGERS = ("binom", "gcd", "lcm", "mod")
 _TOKEN = re.compile(
     r"\s*(\d+\.\d*(?=\s*\\overline)|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?"
     r"|\\[A-Za-z]+|\\[{}|%$&#_^]|[A-Za-z]|[-+*/^_!(){}\[\]|,=<>:'&;])"
@@ -51,36 +54,36 @@ class Node(msgspec.Struct, frozen=True):
         """True for a number without decimals."""
         return self.op == "num" and self.decimals < 0
 
+    def walk(self) -> "Iterator[Node]":
+        """Yield this node and all below it."""
+        yield self
+        for arg in self.args:
+            yield from arg.walk()
+
     @property
     def symbols(self) -> frozenset[str]:
         """Names of the variables."""
-        if self.op == "sym":
-            return frozenset((self.name,))
-        return frozenset().union(*(a.symbols for a in self.args))
+        return frozenset(n.name for n in self.walk() if n.op == "sym")
 
     @property
     def is_transcendental(self) -> bool:
         """True if a function is called, or a variable is rounded or an exponent."""
-        return (
-            self.op in ("call", "floor", "ceil", "fact", "double", "gamma")
-            or (self.op == "pow" and bool(self.args[1].symbols))
-            or any(a.is_transcendental for a in self.args)
+        return any(
+            n.op in _TRANSCENDENTAL or (n.op == "pow" and bool(n.args[1].symbols))
+            for n in self.walk()
         )
 
     @property
     def integer_symbols(self) -> frozenset[str]:
         """Names of the variables in functions that only integers have."""
-        if self.op in ("fact", "double") or self.name in ("binom", "gcd", "lcm", "mod"):
-            return self.symbols
-        return frozenset().union(*(a.integer_symbols for a in self.args))
+        of_integers = (
+            n for n in self.walk() if n.op in ("fact", "double") or n.name in _OF_INTEGERS
+        )
+        return frozenset(name for n in of_integers for name in n.symbols)
 
     def has(self, *ops: str) -> bool:
         """Return True if one of these operations occurs."""
-        return self.op in ops or any(a.has(*ops) for a in self.args)
-
-    def calls(self, name: str) -> bool:
-        """Return True if a function is called."""
-        return (self.op == "call" and self.name == name) or any(a.calls(name) for a in self.args)
+        return any(n.op in ops for n in self.walk())
 
 
 def over_length(text: str, limit: int = MAX_CHARACTERS) -> OverLimit:
