@@ -24,18 +24,27 @@ def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
 
     Raises `VerifierError`, with the remedy, if a library, the sandbox or the function is missing.
     """
-    if kind == "custom":
-        if settings.custom is None:
-            raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
-        return partial(call_function, load_function(settings.custom))
-    if ":" in kind:
-        return partial(call_function, load_function(kind))
+    path = settings.custom if kind == "custom" else kind
+    if path is None:
+        raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
+    if kind == "custom" or ":" in kind:
+        return partial(call_function, load_function(path))
     if kind == "exact":
         return lambda completion, gold, meta: verify_exact(
             completion, gold, settings.think_end, meta.get("eos", "<eos>")
         )
     if kind == "math":
-        return _make_math_verifier(settings)
+        from megatron_rl.rewards.math import stock
+        from megatron_rl.rewards.math.verdict import math_verdict
+
+        stock.warm_up()
+        return lambda completion, gold, meta: math_verdict(
+            completion,
+            gold,
+            think_end=settings.think_end,
+            boxed=meta.get("boxed", settings.math.boxed),
+            ended_thinking=meta.get("ended_thinking", settings.math.ended_thinking),
+        )
     if kind == "code":
         from megatron_rl.rewards.code.code_verdict import make_code_verifier
 
@@ -45,20 +54,6 @@ def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
 
         return make_reasoning_verifier(settings)
     raise VerifierDown(f"unknown task kind {kind!r}: use one of {', '.join(KINDS)}")
-
-
-def _make_math_verifier(settings: VerifierSettings) -> Verifier:
-    from megatron_rl.rewards.math import stock
-    from megatron_rl.rewards.math.verdict import math_verdict
-
-    stock.warm_up()
-    return lambda completion, gold, meta: math_verdict(
-        completion,
-        gold,
-        think_end=settings.think_end,
-        boxed=meta.get("boxed", settings.math.boxed),
-        ended_thinking=meta.get("ended_thinking", settings.math.ended_thinking),
-    )
 
 
 def verify_exact(

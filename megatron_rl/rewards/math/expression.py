@@ -4,6 +4,7 @@ Nothing is evaluated, so `9^{9^9}` takes microseconds. Nothing is guessed either
 understood raises, and no number is picked out of it.
 """
 
+import re
 from fractions import Fraction
 
 from megatron_rl.rewards.math.node import (
@@ -25,12 +26,13 @@ _BARS = ("|", "\\vert", "\\|")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _LETTERS = {"e": "e", "i": "imaginary"}
 _CONSTANTS = {"pi": "pi", "infty": "infinity", "imath": "imaginary"}
+_DEGREES = re.compile(r"\^\s*\{\s*\\circ\s*\}")
 _SUM, _PRODUCT = 10, 20
 
 
 def read_expression(text: str) -> Node:
     """Parse a normalized text (see `normalize.clean`) as one expression, or raise `Unreadable`."""
-    parser = _Parser(tokenize(text))
+    parser = _Parser(tokenize(_DEGREES.sub(r"^\\circ", text)))
     if not parser.tokens:
         raise Unreadable("empty expression")
     node = parser.expression()
@@ -46,9 +48,8 @@ class _Parser:
         self.tokens, self.i, self.depth = tokens, 0, 0
         self.bars = self.functions = 0
 
-    def peek(self, ahead: int = 0) -> str:
-        i = self.i + ahead
-        return self.tokens[i] if i < len(self.tokens) else ""
+    def peek(self) -> str:
+        return self.tokens[self.i] if self.i < len(self.tokens) else ""
 
     def take(self) -> str:
         if not (token := self.peek()):
@@ -103,7 +104,7 @@ class _Parser:
 
     def juxtapose(self, left: Node) -> tuple[str, Node]:
         token = self.peek()
-        if (token[0].isdigit() or token[0] == ".") and self.peek(-1) != "!":
+        if (token[0].isdigit() or token[0] == ".") and self.tokens[self.i - 1] != "!":
             raise Unreadable(f"two numbers side by side before {token!r}")
         right = self.postfix(self.atom())
         integers = all(node.is_integer for node in (left, *right.args))
@@ -126,10 +127,12 @@ class _Parser:
     def postfix(self, base: Node) -> Node:
         for _ in range(8):
             if self.accept("^"):
-                if self.degrees():
+                if not self.accept("\\circ"):
+                    base = Node("pow", (base, self.script()))
+                elif self.functions:
                     base = Node("mul", (base, Node("pi"), number(Fraction(1, 180))))
                 else:
-                    base = Node("pow", (base, self.script()))
+                    raise Unreadable("degrees inside an expression")
             elif self.accept("!"):
                 base = Node("double" if self.accept("!") else "fact", (base,))
             elif self.accept("\\%"):
@@ -137,16 +140,6 @@ class _Parser:
             else:
                 return base
         raise OverLimit("more than 8 powers and factorials in a row")
-
-    def degrees(self) -> bool:
-        r"""Consume `\circ` or `{\circ}`, which only the argument of a function may have."""
-        size = 1 if self.peek() == "\\circ" else 3
-        if "\\circ" not in (self.peek(), self.peek(1) if self.peek() == "{" else ""):
-            return False
-        if not self.functions:
-            raise Unreadable("degrees inside an expression")
-        self.i += size
-        return True
 
     def script(self) -> Node:
         """Parse an exponent: a group, or one token (with a sign in plain text)."""

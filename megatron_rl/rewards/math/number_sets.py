@@ -70,16 +70,20 @@ def _degree(node: Node, name: str) -> int:
     return -1
 
 
-def _interval(low: Node, high: Node, open_below: bool, open_above: bool) -> Collection:
+def _interval(brackets: str, low: Node, high: Node) -> Collection:
     """Return the numbers between two ends; a single number is closed with equal ends."""
-    brackets = "[("[open_below], "])"[open_above]
     return Collection(*brackets, (Expression(low), Expression(high)))
+
+
+def _between(low: Collection, high: Collection) -> Collection:
+    """Return the numbers from the lower end of one interval to the upper end of another."""
+    return Collection(low.opening, high.closing, (low.items[0], high.items[1]))
 
 
 def as_intervals(form: Form) -> list[Collection] | None:
     """Return a form as parts of the real line; None if it is not a set of numbers."""
     if isinstance(form, NamedSet):
-        line = [_interval(MINUS_INFINITY, INFINITY, True, True)]
+        line = [_interval("()", MINUS_INFINITY, INFINITY)]
         return line if form.name == "R" else [] if form.name == "empty" else None
     if isinstance(form, Union) or (isinstance(form, Collection) and not form.opening):
         parts = [as_intervals(item) for item in form.items]
@@ -95,10 +99,8 @@ def as_intervals(form: Form) -> list[Collection] | None:
     if len(nodes) != len(form.items):
         return None
     if form.opening == "{":
-        return [_interval(n, n, False, False) for n in nodes]
-    if len(nodes) != 2:
-        return None
-    return [_interval(nodes[0], nodes[1], form.opening == "(", form.closing == ")")]
+        return [_interval("[]", n, n) for n in nodes]
+    return [form] if len(nodes) == 2 else None
 
 
 def _relation_intervals(relation: Relation) -> list[Collection] | None:
@@ -115,45 +117,48 @@ def _relation_intervals(relation: Relation) -> list[Collection] | None:
     if len(nodes) != len(relation.parts) or len(variables) != 1:
         return None
     node = nodes[at := variables[0]]
-    if len(nodes) == 2 and node.op != "sym":
-        return _around(relation.operators[0], node, nodes[1 - at], at)
     if len(nodes) == 2:
-        operator, bound = relation.operators[0], nodes[1 - at]
-        operator = FLIPPED.get(operator, operator) if at == 1 else operator
-        below = _interval(MINUS_INFINITY, bound, True, operator != "le")
-        above = _interval(bound, INFINITY, operator != "ge", True)
-        point = _interval(bound, bound, False, False)
-        sets = {"<": [below], ">": [above], "ne": [below, above], "=": [point]}
-        return {**sets, "le": [below], "ge": [above]}.get(operator)
+        return _half_lines(relation.operators[0], node, nodes[1 - at], at)
     if len(nodes) != 3 or at != 1:
         return None
     low, high, (first, second) = nodes[0], nodes[2], relation.operators
     if {first, second} <= {">", "ge"}:
         low, high, first, second = high, low, FLIPPED[second], FLIPPED[first]
-    if not {first, second} <= {"<", "le"}:
+    if not {first, second} <= {"<", "le"} or (node.op != "sym" and not _end(low) < _end(high)):
         return None
-    if node.op != "sym":
-        return _ring(node, low, high, first, second)
-    return [_interval(low, high, first == "<", second == "<")]
-
-
-def _ring(node: Node, low: Node, high: Node, first: str, second: str) -> list[Collection] | None:
-    """Return the numbers x with |x - a| between two positive bounds."""
-    if not _end(low) < _end(high):
-        return None
-    outside, inside = _around(first, node, low, 1), _around(second, node, high, 0)
+    outside, inside = _half_lines(first, node, low, 1), _half_lines(second, node, high, 0)
     if outside is None or inside is None:
         return None
-    (below, above), (whole,) = outside, inside
-    return [
-        Collection(whole.opening, below.closing, (whole.items[0], below.items[1])),
-        Collection(above.opening, whole.closing, (above.items[0], whole.items[1])),
-    ]
+    # Above a number, or on both sides of a ring.
+    *below, above = outside
+    return [*(_between(inside[0], part) for part in below), _between(above, inside[0])]
 
 
-def _around(operator: str, node: Node, bound: Node, at: int) -> list[Collection] | None:
-    """Return the numbers x with |x - a| below or above a positive bound; x^2 is |x| squared."""
+def _half_lines(operator: str, node: Node, bound: Node, at: int) -> list[Collection] | None:
+    """Return the numbers x, or those with |x - a|, below or above a bound; x^2 is |x| squared.
+
+    The bound of |x - a| is positive.
+    """
     operator = FLIPPED.get(operator, operator) if at == 1 else operator
+    is_symbol = node.op == "sym"
+    ends = (bound, bound) if is_symbol else _ends_around(node, bound)
+    if ends is None:
+        return None
+    low, high = ends
+    opening, closing = "()" if operator in ("<", ">", "ne") else "[]"
+    below = _interval(f"({closing}", MINUS_INFINITY, low)
+    above = _interval(f"{opening})", high, INFINITY)
+    if operator in ("<", "le"):
+        return [below if is_symbol else _interval(opening + closing, low, high)]
+    if operator in (">", "ge"):
+        return [above] if is_symbol else [below, above]
+    if operator == "ne":
+        return [below, above] if is_symbol else None
+    return [_interval("[]", end, end) for end in dict.fromkeys(ends)]
+
+
+def _ends_around(node: Node, bound: Node) -> tuple[Node, Node] | None:
+    """Return the numbers with |x - a| = bound or (x - a)^2 = bound; None for other forms."""
     if node.op not in ("abs", "pow") or len(node.symbols) != 1 or node.args[1:] not in ((), _TWO):
         return None
     (name,) = node.symbols
@@ -162,16 +167,7 @@ def _around(operator: str, node: Node, bound: Node, at: int) -> list[Collection]
     if ends[1] - ends[0] != 1 or _degree(inside, name) != 1 or not _end(radius) > 0:
         return None
     center = Node("neg", (substitute(inside, {name: number(0)}),))
-    low, high = Node("add", (center, Node("neg", (radius,)))), Node("add", (center, radius))
-    strict = operator in ("<", ">")
-    if operator in ("<", "le"):
-        return [_interval(low, high, strict, strict)]
-    if operator in (">", "ge"):
-        return [
-            _interval(MINUS_INFINITY, low, True, strict),
-            _interval(high, INFINITY, strict, True),
-        ]
-    return [_interval(end, end, False, False) for end in (low, high)] if operator == "=" else None
+    return Node("add", (center, Node("neg", (radius,)))), Node("add", (center, radius))
 
 
 def _end(node: Node) -> mpmath.mpf:
@@ -200,6 +196,5 @@ def _merged(parts: list[Collection]) -> list[Collection]:
         if low > top or (low == top and last.closing != "]" and part.opening == "("):
             out.append((part, high))
         elif high > top or (high == top and part.closing == "]"):
-            last = Collection(last.opening, part.closing, (last.items[0], part.items[1]))
-            out[-1:] = [(last, high)]
+            out[-1:] = [(_between(last, part), high)]
     return [part for part, _ in out]

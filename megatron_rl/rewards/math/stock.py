@@ -79,7 +79,7 @@ def verify(answer: str, gold: str) -> bool | None:
         sides = [_parse(text) for text in (gold, answer)]
     except Unreadable:
         return None
-    if any(not isinstance(s, sympy.Basic | sympy.MatrixBase) for s in sides):
+    if not all(isinstance(s, sympy.Basic | sympy.MatrixBase) for s in sides):
         return None
     if any(isinstance(s, sympy.Rel) and s.has(sympy.MatrixBase, sympy.MatrixExpr) for s in sides):
         # math-verify takes all of these for equal: y = (1, 2)^T is y = (2, 1)^T.

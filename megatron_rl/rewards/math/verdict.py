@@ -207,7 +207,7 @@ def normal(text: str) -> str:
 @lru_cache(maxsize=4096)
 def read(text: str, *, is_gold: bool) -> Readings:
     """Return the readings of a normalized text, the most likely first."""
-    readings: list[Reading] = []
+    readings: dict[Reading, None] = {}
     error, over_limit = "", False
     rounded = "\\approx" in text or "\\sim" in text
     if rounded and (match := _APPROXIMATION.match(text)) is not None:
@@ -217,14 +217,11 @@ def read(text: str, *, is_gold: bool) -> Readings:
             return exact
     for value, unit in _candidates(text, is_gold):
         try:
-            reading = Reading(read_form(value), unit)
+            readings[Reading(read_form(value), unit)] = None
         except OverLimit as e:
             error, over_limit = str(e), True
         except Unreadable as e:
             error = error or str(e)
-        else:
-            if reading not in readings:
-                readings.append(reading)
     return Readings(tuple(readings), error, over_limit)
 
 
