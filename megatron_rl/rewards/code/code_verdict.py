@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import closing
+from heapq import nlargest
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
@@ -64,15 +65,16 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             yield tag, textwrap.dedent(source) if source.lstrip("\r\n")[:1] in " \t" else source
             fence, rest = "", after
         opening = _OPENING.fullmatch(rest)
-        inside = not fence or (tag and not _PYTHON.match(tag) and _opens_python(opening))
-        if opening and inside and (not opening[1].strip(" \t>") or " " not in opening[3].strip()):
-            prefix, fence, tag, lines = opening[1], opening[2], opening[3].strip(), []
+        before, mark, info = opening.groups() if opening else ("", "", "")
+        is_other = tag and not _PYTHON.match(tag) and not before.strip() and _PYTHON.match(info)
+        if (
+            mark
+            and (not fence or is_other)
+            and (not before.strip(" \t>") or " " not in info.strip())
+        ):
+            prefix, fence, tag, lines = before, mark, info.strip(), []
         else:
             lines.append(line)
-
-
-def _opens_python(opening: re.Match[str] | None) -> bool:
-    return bool(opening and not opening[1].strip() and _PYTHON.match(opening[3]))
 
 
 def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
@@ -92,8 +94,7 @@ def make_code_verifier(settings: SandboxSettings, think_end: str) -> Verifier:
                     f"tests of a programming problem: {e}; check the data set"
                 ) from e
             if 0 < settings.max_tests < len(cases):
-                longest = sorted(cases, key=lambda c: len(str(c.run)), reverse=True)
-                cases = longest[: settings.max_tests]
+                cases = nlargest(settings.max_tests, cases, key=lambda c: len(str(c.run)))
             return verify_program(source, cases, settings)
 
     return verify

@@ -132,9 +132,11 @@ def same_number(gold: Any, answer: Any) -> bool | None:
         try:
             values = {p: _value(p, digits, tolerance) for p in parts}
             with mp.workdps(digits):
-                a, b = (_number(side.xreplace(values), digits) for side in sides)
+                a, b = (sympy.lambdify((), s.xreplace(values), "mpmath")() for s in sides)
                 # Relative, except that a limit may only come close to zero.
                 error = abs(a - b) / (max(abs(a), abs(b)) if a and b else 1)
+                if not mpmath.isfinite(error):
+                    return None
         except (TypeError, ValueError, NameError, ArithmeticError):
             return None
         if error > DIFFERENT:
@@ -180,11 +182,3 @@ def _limit(limit: Any) -> Any:
     if not mpmath.isfinite(second) or abs(first - second) > STEADY * max(1, abs(second)):
         raise ValueError("the two values differ")
     return sympy.sympify(second)
-
-
-def _number(expression: Any, digits: int) -> Any:
-    value = expression.evalf(digits)
-    real, imaginary = value.as_real_imag()
-    if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
-        raise ValueError("not a number")
-    return mpmath.mpc(mpmath.mpmathify(real), mpmath.mpmathify(imaginary))

@@ -127,10 +127,8 @@ def _unit(words: str, *, noun: int) -> Unit | None:
     )
     if match is None:
         return None
-    exponent = 1
-    for part in (match["before"], match["after"], match["caret"]):
-        if part:
-            exponent = 2 if re.search(r"sq|[2²平]", part) else 3
+    *_, power = ["", *filter(None, match.group("before", "after", "caret"))]
+    exponent = 1 if not power else 2 if re.search(r"sq|[2²平]", power) else 3
     name = match["name"].strip()
     known = _NAMES.get(name) or _NAMES.get(name.lower())
     if known is not None:

@@ -117,11 +117,10 @@ def _compare(answer: str, gold: str) -> Verdict:
         return right
     if len(answer) > MAX_DIGITS + 1:
         raise over_length(answer, MAX_DIGITS)
-    integers = [_INTEGER.match(t) for t in (answer, gold)]
-    if integers[0] is not None and integers[1] is not None:
-        # Digit by digit, at any length.
-        signs = [m[1].replace("+", "") if m[2] != "0" else "" for m in integers if m is not None]
-        return right if integers[0][2] == integers[1][2] and signs[0] == signs[1] else wrong
+    a, g = _INTEGER.match(answer), _INTEGER.match(gold)
+    if a is not None and g is not None:  # digit by digit, at any length
+        same_sign = a[2] == "0" or (a[1] == "-") == (g[1] == "-")
+        return right if a[2] == g[2] and same_sign else wrong
     if len(answer) > MAX_CHARACTERS:
         raise over_length(answer)
     answer, gold = normal(answer), normal(gold)
