@@ -36,6 +36,7 @@ _RENAMES = {name: first for first, *names in _GROUPS for name in names}
 _DROPPED = frozenset(NOTATION["dropped"].split())
 _REWRITES = [(re.compile(pattern), new) for pattern, new in NOTATION["rewrites"]]
 _MULTIPLIERS = [(re.compile(pattern), new) for pattern, new in NOTATION["multipliers"]]
+_PLAIN_MATH = [(re.compile(pattern), new) for pattern, new in NOTATION["plain"]]
 _UNITS = {name: n for n, name in enumerate(NOTATION["numbers"].split())}
 _UNITS |= {name: 10 * n for n, name in enumerate(NOTATION["tens"].split(), 2)}
 MAX_REWRITTEN = 500
@@ -68,16 +69,6 @@ _NAMED = re.compile(
     # 5\text{ min} is a time.
     rf"\\(?:{_TEXT_COMMANDS})\s*\{{\s*({'|'.join(FUNCTIONS)})\s*\}}(?<!min\}})(?!\s*$)"
 )
-_PLAIN_FUNCTIONS = re.compile(
-    r"(?<![A-Za-z\\])(arcsin|arccos|arctan|asin|acos|atan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc"
-    # "5 min" is a time, min(2, 3) is a function.
-    r"|ln|log|exp|(?:gcd|lcm|max|min)(?=\s*\())(?![A-Za-z])"
-)
-_PLAIN_WORDS = re.compile(
-    r"(?<![A-Za-z\\])(pi|infinity|infty|oo|inf|theta|alpha|beta|gamma|lambda|omega|phi|sigma)(?![A-Za-z])"
-)
-_PLAIN_NAMES = {"infinity": "infty", "oo": "infty", "inf": "infty"}
-_ASIN = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 
 
 def rewrite(text: str) -> str:
@@ -149,18 +140,9 @@ def plain_to_latex(text: str) -> str:
     LaTeX and the words in `\text{...}` remain as they are.
     """
     parts = _ANY_TEXT.split(text)
-    return "".join(p if i % 2 else _plain_part(p) for i, p in enumerate(parts))
-
-
-def _plain_part(text: str) -> str:
-    text = text.replace("**", "^").replace(">=", "\\ge ").replace("<=", "\\le ")
-    text = text.replace("!=", "\\ne ") if not re.search(r"[\d)]!=", text) else text
-    text = text.replace("==", "=").replace("...", "\\ldots ").replace("*", "\\times ")
-    text = re.sub(r"(?<![A-Za-z\\])sqrt", r"\\sqrt ", text)
-    text = re.sub(r"(?<![A-Za-z\\])cbrt", r"\\sqrt[3] ", text)
-    text = _PLAIN_FUNCTIONS.sub(lambda m: f"\\{_ASIN.get(m[1], m[1])} ", text)
-    text = _PLAIN_WORDS.sub(lambda m: f"\\{_PLAIN_NAMES.get(m[1], m[1])} ", text)
-    return re.sub(r"(?<![A-Za-z\\])[Uu]nion(?![A-Za-z])", r"\\cup ", text)
+    for pattern, new in _PLAIN_MATH:
+        parts[::2] = [pattern.sub(new, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 _ANY_TEXT = re.compile(rf"(\\(?:{_TEXT_COMMANDS})\s*\{{[^{{}}]*\}})")
