@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import cache
-from itertools import batched
 from typing import Any
 
 from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierDown
@@ -32,10 +31,16 @@ _GATES = {
     "polynomial_multiplication": _FORMULA,
 }
 
-_SIGNS = r"\times * \cdot * \div / \leq <= \le <= \geq >= \ge >= \neq != \ne != \_ _ \{ { \} } \% %"
-_COMMANDS = dict(batched(_SIGNS.split(), 2))
-_COMMANDS |= dict.fromkeys(("\\left", "\\right", "$"), "")
-_COMMANDS |= dict.fromkeys(("\\,", "\\ ", "\\quad"), " ")
+_COMMANDS = {
+    **{escaped: escaped[1] for escaped in ("\\_", "\\{", "\\}", "\\%")},
+    **dict.fromkeys(("\\times", "\\cdot"), "*"),
+    "\\div": "/",
+    **dict.fromkeys(("\\le", "\\leq"), "<="),
+    **dict.fromkeys(("\\ge", "\\geq"), ">="),
+    **dict.fromkeys(("\\ne", "\\neq"), "!="),
+    **dict.fromkeys(("\\left", "\\right", "$"), ""),
+    **dict.fromkeys(("\\,", "\\ ", "\\quad"), " "),
+}
 
 
 def plain(answer: str, gold: str) -> str:

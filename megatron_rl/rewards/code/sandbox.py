@@ -148,14 +148,10 @@ def _kill(process: subprocess.Popen[bytes], strong: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
-    # Every process inside had standard output open: end of file means that all of them ended.
+    # Every process inside had the pipes open: end of file means that all of them ended.
+    process.stdin = None  # closed; `communicate` would flush it
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=EXIT_SECONDS)
     assert process.stdout is not None and process.stderr is not None
-    poller = select.poll()
-    poller.register(process.stdout)
-    end = time.monotonic() + EXIT_SECONDS
-    while time.monotonic() < end:
-        ready = poller.poll(POLL_SECONDS * 1000)
-        if ready and not os.read(process.stdout.fileno(), 1 << 20):
-            break
     process.stdout.close()
     process.stderr.close()

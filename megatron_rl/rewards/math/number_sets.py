@@ -72,7 +72,7 @@ def _degree(node: Node, name: str) -> int:
 
 def _interval(brackets: str, low: Node, high: Node) -> Collection:
     """Return the numbers between two ends; a single number is closed with equal ends."""
-    return Collection(*brackets, (Expression(low), Expression(high)))
+    return Collection(brackets[0], brackets[1], (Expression(low), Expression(high)))
 
 
 def _between(low: Collection, high: Collection) -> Collection:
