@@ -261,7 +261,14 @@ class VerifierPool:
                 self._deaths_in_a_row = self._bugs_in_a_row = 0
                 return reply.verdict
             if reply.status == "bug":
-                self._count_bug(reply.reason)
+                with self._lock:
+                    self.stats.bugs += 1
+                    self._bugs_in_a_row += 1
+                    if self._bugs_in_a_row >= MAX_BUGS:
+                        raise VerifierDown(
+                            f"the verifier failed on {MAX_BUGS} completions in a row; the last:"
+                            f" {reply.reason}"
+                        )
                 return Verdict(Outcome.TIMED_OUT, f"error of the verifier: {reply.reason}")
             by = signal.Signals(reply.signal)
             if limit := LIMIT_SIGNALS.get(by):
@@ -295,13 +302,4 @@ class VerifierPool:
                     f"{self._deaths_in_a_row} verifier workers died in a row without a verdict"
                     f" between them; the last: {reason}; look for the out-of-memory killer, or"
                     " raise verifier.memory_mib and verifier.max_deaths"
-                )
-
-    def _count_bug(self, reason: str) -> None:
-        with self._lock:
-            self.stats.bugs += 1
-            self._bugs_in_a_row += 1
-            if self._bugs_in_a_row >= MAX_BUGS:
-                raise VerifierDown(
-                    f"the verifier failed on {MAX_BUGS} completions in a row; the last: {reason}"
                 )

@@ -28,7 +28,10 @@ def make_verifier(kind: str, settings: VerifierSettings) -> Verifier:
     if path is None:
         raise VerifierDown("task kind custom: set verifier.custom to `package.module:function`")
     if kind == "custom" or ":" in kind:
-        return partial(call_function, load_function(path))
+        try:
+            return partial(call_function, imported(path))
+        except ValueError as e:
+            raise VerifierDown(f"reward function {e}") from e
     if kind == "exact":
         return lambda completion, gold, meta: verify_exact(
             completion, gold, settings.think_end, meta.get("eos", "<eos>")
@@ -77,24 +80,15 @@ def verify_exact(
     return Verdict(Outcome.CORRECT, f"{inside} is the answer")
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """Import the reward function at `package.module:function`.
-
-    Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | float | Verdict`,
-    `def` or `async def`. A bool is correct or wrong; a number is the reward itself, and correct
-    above 0. An exception stops the run. Raises `VerifierDown` if there is no such function.
-    """
-    try:
-        function: Callable[..., Any] = imported(path)
-    except ValueError as e:
-        raise VerifierDown(f"reward function {e}") from e
-    return function
-
-
 def call_function(
     function: Callable[..., Any], completion: str, gold: str, meta: dict[str, Any]
 ) -> Verdict:
-    """Return the verdict of a custom reward function; `VerifierDown` if it fails."""
+    """Return the verdict of a custom reward function; `VerifierDown` if it fails.
+
+    Its signature is `reward(completion: str, gold: str, meta: dict) -> bool | float | Verdict`,
+    `def` or `async def`. A bool is correct or wrong; a number is the reward itself, and correct
+    above 0. An exception stops the run.
+    """
     try:
         result = function(completion, gold, meta)
         if inspect.iscoroutine(result):

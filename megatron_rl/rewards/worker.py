@@ -104,9 +104,11 @@ def main(fd: int, settings: VerifierSettings, kinds: list[str]) -> NoReturn:
 def _run_child(
     connection: socket.socket, phase: mmap.mmap, verifiers: Verifiers, settings: VerifierSettings
 ) -> NoReturn:
-    exit_status = 1
+    exit_status, parent = 1, os.getppid()
     try:
-        _die_with_parent()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
         _limit_memory(settings.memory_mib)
         stream = connection.makefile("rb")
         start_mib, count = _memory_mib()[1], 0
@@ -147,13 +149,6 @@ def _verify(request: Request, verifiers: Verifiers, settings: VerifierSettings) 
         signal.setitimer(signal.ITIMER_REAL, 0)
     reason = verdict.reason[:MAX_REASON]
     return Reply(status="verdict", verdict=Verdict(verdict.outcome, reason, verdict.reward))
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit_memory(extra_mib: int) -> None:

@@ -83,7 +83,9 @@ def verify(answer: str, gold: str) -> bool | None:
         return None
     if any(isinstance(s, sympy.Rel) and s.has(sympy.MatrixBase, sympy.MatrixExpr) for s in sides):
         # math-verify takes all of these for equal: y = (1, 2)^T is y = (2, 1)^T.
-        if not all(isinstance(s, sympy.Rel) for s in sides) or not _same_head(*sides):
+        if not all(isinstance(s, sympy.Rel) and s.lhs.is_Symbol for s in sides):
+            return None
+        if len({(s.func, s.lhs) for s in sides}) > 1:
             return None
         sides = [s.rhs for s in sides]
     sides = [_summed(side) for side in sides]
@@ -91,10 +93,6 @@ def verify(answer: str, gold: str) -> bool | None:
         return decided
     # No timeout by signals: the worker has a hard limit, and this may run in any thread.
     return bool(math_verify.verify(*sides, timeout_seconds=None))
-
-
-def _same_head(gold: Any, answer: Any) -> bool:
-    return gold.func == answer.func and gold.lhs.is_Symbol and gold.lhs == answer.lhs
 
 
 def _summed(side: Any) -> Any:
