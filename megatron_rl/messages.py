@@ -7,6 +7,7 @@ another protocol version is refused. Arrays are little-endian bytes. Each arrive
     trainer rank 0  <-- DEALER/ROUTER -->  orchestrator  <-- ROUTER/DEALER -->  generators, stores
 """
 
+# ruff: noqa: F405 - the parts are used and passed on
 from collections.abc import Callable
 from typing import Any, Union
 
@@ -14,23 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.message_parts import ORIGINS as ORIGINS
-from megatron_rl.message_parts import Bucket as Bucket
-from megatron_rl.message_parts import Manifest as Manifest
-from megatron_rl.message_parts import Origin as Origin
-from megatron_rl.message_parts import Partial as Partial
-from megatron_rl.message_parts import Region as Region
-from megatron_rl.message_parts import Segment as Segment
-from megatron_rl.message_parts import StoreSource as StoreSource
-from megatron_rl.message_parts import TensorInfo as TensorInfo
-from megatron_rl.message_parts import TurnLimits as TurnLimits
-from megatron_rl.message_parts import VersionSpan as VersionSpan
-from megatron_rl.message_parts import float_bytes as float_bytes
-from megatron_rl.message_parts import floats as floats
-from megatron_rl.message_parts import int_bytes as int_bytes
-from megatron_rl.message_parts import ints as ints
-from megatron_rl.message_parts import sequence_ranges as sequence_ranges
-from megatron_rl.message_parts import turn_ranges as turn_ranges
+from megatron_rl.message_parts import *  # noqa: F403
 
 PROTOCOL = 8
 TRAINER = "trainer"

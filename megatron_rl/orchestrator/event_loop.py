@@ -11,12 +11,11 @@ One step of a run, in the order of its calls:
     _move_weights       TakeVersion -> stores, UpdateWeights -> generators (`stores`)
     _finish_update      WeightsUpdated <- generator; an evaluation of this version may start
 
-Groups are trained in dispatch order, regardless of which finishes first. With v the next step, c
-the first group that no step took yet, and B prompts per step, group i is trained in step
-`v + (i - c) // B` at the latest (refilled groups are not counted). It is dispatched to a generator
-of version s only if the schedule lets version s sample for that step: `v + (i - c) // B <= s + k`
-for PipelineRL-k. No token can then be older than k steps when it is trained: generators wait when
-they are k steps ahead, and the trainer waits for its groups.
+Groups are trained in dispatch order, regardless of which finishes first: group i in step
+`GroupQueue.latest_step(i)` at the latest. It is dispatched to a generator of version s only if the
+schedule lets version s sample for that step: `latest_step(i) <= s + k` for PipelineRL-k. No token
+can then be older than k steps when it is trained: generators wait when they are k steps ahead, and
+the trainer waits for its groups.
 
 The trainer's stores have two versions: that of step s + 1 replaces that of step s - 1. The batch of
 step s is given once no peer reads a version before s any more (`_is_free`).
@@ -135,7 +134,8 @@ class Orchestrator:
                     self.membership.check(now)
                     self._weights_can_move = self._work_can_move = True
                 if self._weights_can_move:
-                    self._evaluate()
+                    for generator, request in self.evaluations.requests(self.generators):
+                        self._send_work(generator, request)
                     self._weights_can_move = False
                     self._move_weights()
                 if self._work_can_move:
@@ -179,6 +179,7 @@ class Orchestrator:
         if not isinstance(message, m.GeneratorStats | m.Grown):  # nearly all messages
             self._work_can_move = True
             self._weights_can_move |= not isinstance(message, m.Sample)
+        unexpected = f"unexpected message {type(message).__name__} from {sender}"
         match message:
             case m.Join():
                 self.membership.join(sender, message)
@@ -196,15 +197,17 @@ class Orchestrator:
                 self._save_state(message)
             case m.TrainerDone():
                 self._end_training(message)
-            case m.StoreMemory() | m.VersionTaken() | m.SourceFailed():
-                self._handle_store(sender, message)
-            case _ if sender in self.generators:
-                self._handle_generator(sender, message)
-            case _ if not sender.startswith("generator"):  # what a lost one had sent
-                raise RunError(f"unexpected message {type(message).__name__} from {sender}")
-
-    def _handle_generator(self, sender: str, message: m.Message) -> None:
-        match message:
+            case m.StoreMemory() | m.VersionTaken() | m.SourceFailed() if sender not in self.stores:
+                pass  # it was lost
+            case m.StoreMemory():
+                self.stores.mapped(sender, message.source)
+            case m.VersionTaken():
+                self.metrics.version_taken(*self.stores.taken(sender, message))
+            case m.SourceFailed():
+                print(f"warning: {self.stores.failed(sender, message)}", file=sys.stderr)
+            case _ if sender not in self.generators:
+                if not sender.startswith("generator"):  # else a lost one had sent it
+                    raise RunError(unexpected)
             case m.WeightsUpdated():
                 self._finish_update(sender, message)
             case m.Sample():
@@ -222,30 +225,13 @@ class Orchestrator:
             case m.Left():
                 self.membership.left(sender)
             case _:
-                raise RunError(f"unexpected message {type(message).__name__} from {sender}")
-
-    def _handle_store(
-        self, sender: str, message: m.StoreMemory | m.VersionTaken | m.SourceFailed
-    ) -> None:
-        if sender not in {store.name for store in self.stores}:
-            return  # it was lost
-        match message:
-            case m.StoreMemory():
-                self.stores.mapped(sender, message.source)
-            case m.VersionTaken():
-                self.metrics.version_taken(*self.stores.taken(sender, message))
-            case m.SourceFailed():
-                print(f"warning: {self.stores.failed(sender, message)}", file=sys.stderr)
+                raise RunError(unexpected)
 
     def _publish_version(self, published: m.Published) -> None:
         manifest = published.manifest
         self.metrics.publish_seconds = published.seconds
         self.stores.publish(manifest)
         self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
-
-    def _evaluate(self) -> None:
-        for generator, request in self.evaluations.requests(self.generators):
-            self._send_work(generator, request)
 
     def _move_weights(self) -> None:
         keep, now = self.evaluations.wanted(self.generators), time.monotonic()

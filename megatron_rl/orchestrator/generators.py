@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import RunConfig, Timeouts
 from megatron_rl.messages import Manifest, UpdateWeights
 
 NO_VERSION = -1
@@ -28,6 +28,14 @@ _PAUSE_SECONDS = 5.0
 
 WorkKey = tuple[int, int]
 """(evaluated version, prompt) of an evaluation, (-1, group) of training."""
+
+
+def unreachable(silent: float, closed: float, timeouts: Timeouts) -> str:
+    """Return why a peer, silent and without a connection for so long, is lost; "": it is not."""
+    if closed > CLOSED_SECONDS:
+        return "its connection closed"
+    late = silent > timeouts.silence_seconds
+    return f"it was silent for {silent:.0f} s (timeouts.silence_seconds)" if late else ""
 
 
 class Standing(enum.Enum):
@@ -102,12 +110,9 @@ class GeneratorState:
             return "its engine was starting"
         if self.updating is not None:
             return f"it was loading weights version {self.updating}"
-        if self.in_flight:
-            what = "an evaluation" if self.evaluations_left else "training"
-            return (
-                f"it had {self.in_flight} completions of {what} in work at version {self.version}"
-            )
-        return f"it was waiting at version {self.version}"
+        what = "an evaluation" if self.evaluations_left else "training"
+        work = f"had {self.in_flight} completions of {what} in work"
+        return f"it {work if self.in_flight else 'was waiting'} at version {self.version}"
 
 
 class Generators:
@@ -158,11 +163,10 @@ class Generators:
         return left / sum(g.in_flight for g in self) if left else 0.0
 
     # ------------------------------------------------------------ membership
-    def join(self, name: str, process: str, supervised: bool, now: float) -> GeneratorState:
+    def join(self, name: str, process: str, supervised: bool, now: float) -> None:
         """Add a generator whose engine is yet to start, or to load a version of this run."""
-        state = self._states[name] = GeneratorState(name, process, supervised, now, now)
+        self._states[name] = GeneratorState(name, process, supervised, now, now)
         self._ready = None
-        return state
 
     def hello(self, name: str, node: str, capacity: int) -> GeneratorState:
         """Note that a generator's engine runs."""
@@ -201,33 +205,27 @@ class Generators:
         for g in self:
             if not g.capacity:
                 g.heard_at = max(g.heard_at, last_frame.get(g.name, g.heard_at))
-            reason, suspect = self._problem(g, now, closed.get(g.name))
-            if reason is not None:
+            silent, closed_for = now - g.heard_at, now - closed.get(g.name, now)
+            reason = unreachable(silent, closed_for, self._timeouts)
+            if reason := reason or self._lateness(g, now):
                 lost.append((g, reason))
             elif g.standing in (Standing.HEALTHY, Standing.SUSPECT):
+                suspect = silent > SUSPECT_SHARE * self._timeouts.silence_seconds
+                suspect |= g.name in closed
                 g.standing = Standing.SUSPECT if suspect else Standing.HEALTHY
         return lost
 
-    def _problem(
-        self, g: GeneratorState, now: float, closed_since: float | None
-    ) -> tuple[str | None, bool]:
-        """Return (why a member is lost or None, True if it is suspect)."""
-        t, silent = self._timeouts, now - g.heard_at
-        if closed_since is not None and now - closed_since > CLOSED_SECONDS:
-            return "its connection closed", True
-        if silent > t.silence_seconds:
-            return f"it was silent for {silent:.0f} s (timeouts.silence_seconds)", True
-        if not g.capacity and now - g.joined_at > t.startup_seconds:
-            return (
-                f"its engine did not start within timeouts.startup_seconds = {t.startup_seconds:g}"
-            ), True
-        limit = t.transfer_seconds + ACKNOWLEDGE_SECONDS
-        if g.updating is not None and now - g.updating_since > limit:
+    def _lateness(self, g: GeneratorState, now: float) -> str:
+        """Return what is late about a member; "" if nothing is."""
+        startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
+        if not g.capacity and now - g.joined_at > startup:
+            return f"its engine did not start within timeouts.startup_seconds = {startup:g}"
+        if g.updating is not None and now - g.updating_since > transfer + ACKNOWLEDGE_SECONDS:
             return (
                 f"it has not loaded weights version {g.updating} within timeouts.transfer_seconds ="
-                f" {t.transfer_seconds:g}"
-            ), True
-        return None, closed_since is not None or silent > SUSPECT_SHARE * t.silence_seconds
+                f" {transfer:g}"
+            )
+        return ""
 
     # ------------------------------------------------------------ weights
     def publish(self, manifest: Manifest, keep: set[int]) -> None:
@@ -283,7 +281,6 @@ class Generators:
     def free(self, oldest_version: int) -> GeneratorState | None:
         """Return the least busy generator that may sample, or None if all are full or too old."""
         oldest = max(oldest_version, NO_VERSION + 1)
-        free = [
-            g for g in self if g.takes_work and g.version >= oldest and g.in_flight < g.capacity
-        ]
+        able = (g for g in self if g.takes_work and g.version >= oldest)
+        free = (g for g in able if g.in_flight < g.capacity)
         return min(free, key=lambda g: g.in_flight, default=None)

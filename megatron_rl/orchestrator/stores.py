@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator import RunError
-from megatron_rl.orchestrator.generators import CLOSED_SECONDS, NO_VERSION, Generators
+from megatron_rl.orchestrator.generators import NO_VERSION, Generators, unreachable
 
 GRACE_SECONDS = 30.0
 """Wait for a store's own error after `timeouts.transfer_seconds`."""
@@ -65,6 +65,12 @@ class Stores:
 
     def __iter__(self) -> Iterator[StoreState]:
         return iter((*self._trainer.values(), *self._stores.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return any(store.name == name for store in self)
+
+    def __getitem__(self, name: str) -> StoreState:
+        return next(store for store in self if store.name == name)
 
     @property
     def generator_stores(self) -> set[str]:
@@ -120,22 +126,15 @@ class Stores:
         self.readable_from = step
 
     def mapped(self, name: str, source: m.StoreSource) -> None:
-        """Note the memory of a store.
-
-        Raises:
-            RunError: the store has not said hello.
-        """
-        self._known(name).memory = source
+        """Note the memory of a store."""
+        self[name].memory = source
 
     def taken(self, name: str, message: m.VersionTaken) -> tuple[float, int]:
-        """Note a complete version.
+        """Note a complete version, unless the store has joined again since it was asked for it.
 
-        Returns:
-            Seconds since its announcement, and bytes that came from the trainer's stores.
-
-        One that was not asked for, since the store has joined again meanwhile, does not count.
+        Returns (seconds since its announcement, bytes that came from the trainer's stores).
         """
-        store, version = self._known(name), message.version
+        store, version = self[name], message.version
         if _takes(store, version):
             store.complete = sorted([*store.complete, version])
             store.taking, store.sources = None, ()
@@ -147,7 +146,7 @@ class Stores:
 
     def failed(self, name: str, message: m.SourceFailed) -> str:
         """Put a source out of the tree and return a line that names it and the reason."""
-        store = self._known(name)
+        store = self[name]
         given = next((s for s in store.sources if s.name == message.source), None)
         source = self._stores.get(message.source)
         if given is not None:
@@ -160,12 +159,6 @@ class Stores:
             f"{name} cannot take weights version {message.version} from {message.source}:"
             f" {message.reason}; it takes them from another store"
         )
-
-    def _known(self, name: str) -> StoreState:
-        for store in self._stores.get(name), *self._trainer.values():
-            if store is not None and store.name == name:
-                return store
-        raise RunError(f"{name} is no store that has said hello")
 
     def requests(
         self, generators: Generators, keep: set[int]
@@ -259,12 +252,7 @@ class Stores:
     def check(
         self, now: float, last_frame: Mapping[str, float], closed: Mapping[str, float]
     ) -> list[tuple[str, str]]:
-        """Return the generators' stores that are lost, each with the reason.
-
-        Args:
-            now: monotonic time.
-            last_frame: time of each peer's last frame.
-            closed: time since which a peer has no connection.
+        """Return the generators' stores that are lost, each with the reason (`Generators.check`).
 
         Raises:
             RunError: a store of the trainer is late.
@@ -276,13 +264,9 @@ class Stores:
                 raise RunError(f"{store.name} has not mapped its memory {within}: see its log")
         lost = []
         for store in self._stores.values():
-            silent = now - last_frame.get(store.name, now)
-            if now - closed.get(store.name, now) > CLOSED_SECONDS:
-                lost.append((store.name, "its connection closed"))
-            elif silent > self._timeouts.silence_seconds:
-                reason = f"it was silent for {silent:.0f} s (timeouts.silence_seconds)"
-                lost.append((store.name, reason))
-            elif store.taking and (reason := self._lateness(store, now, within)):
+            silent, closed_for = (now - at.get(store.name, now) for at in (last_frame, closed))
+            reason = unreachable(silent, closed_for, self._timeouts)
+            if reason := reason or self._lateness(store, now, within):
                 lost.append((store.name, reason))
         return lost
 
@@ -296,8 +280,9 @@ class Stores:
         return sorted(node for node, since in self._bare_since.items() if now - since > limit)
 
     def _lateness(self, store: StoreState, now: float, within: str) -> str:
-        """Return what is late about a store that takes a version; "" if nothing is."""
-        assert store.taking is not None
+        """Return what is late about a store; "" if nothing is."""
+        if store.taking is None:
+            return ""
         startup, transfer = self._timeouts.startup_seconds, self._timeouts.transfer_seconds
         version = store.taking.version
         if store.memory is None and now - store.named_at > startup:
