@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl import messages as m
 from megatron_rl.algorithm.advantages import (
     Returns,
     by_turn,
@@ -17,16 +18,6 @@ from megatron_rl.algorithm.advantages import (
     turn_returns,
 )
 from megatron_rl.config import Algorithm
-from megatron_rl.messages import (
-    Batch,
-    Sample,
-    ScoreRequest,
-    floats,
-    int_bytes,
-    ints,
-    sequence_ranges,
-    turn_ranges,
-)
 from megatron_rl.orchestrator.groups import Group
 
 LONG_COMPLETION_TOKENS = 16
@@ -38,11 +29,11 @@ ZERO_ADVANTAGE = 1e-6
 class BuiltBatch:
     """A step's batch and the metrics of its rollouts."""
 
-    batch: Batch
+    batch: m.Batch
     kept: list[Group]
     """Groups that are trained."""
     metrics: dict[str, Any]
-    probe: ScoreRequest
+    probe: m.ScoreRequest
     """Request for the generator's log-probs of the sequences of `batch.probe`."""
     trained: dict[tuple[int, int], tuple[tuple[float, ...], float]]
     """(group, index) of each completion in it -> its advantages and loss weight."""
@@ -55,34 +46,22 @@ class TrainedSample:
     """A completion of a batch, or a part of one that has a prompt of its own."""
 
     prompt: list[int]
-    sample: Sample
+    sample: m.Sample
     advantages: tuple[float, ...]
     """Of each turn, or one of all turns."""
     loss_weight: float
     """Of each sampled token."""
-    start: int = 0
-    """First token after the prompt."""
-    end: int | None = None
-    """End of its tokens; None: that of the completion."""
+    part: slice = slice(None)
+    """Its tokens in the completion, which follow the prompt."""
     sequence: int = 0
     """Number of the part."""
-
-    @property
-    def part(self) -> slice:
-        """Its tokens in the completion."""
-        return slice(self.start, self.sample.num_tokens if self.end is None else self.end)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens after the prompt."""
-        return self.part.stop - self.start
 
     def token_advantages(self) -> NDArray[np.float64]:
         """Return [tokens of the completion]: each has its turn's; 0 between turns of their own."""
         if len(self.advantages) == 1:
             return np.full(self.sample.num_tokens, self.advantages[0])
         values = np.zeros(self.sample.num_tokens)
-        turns = turn_ranges(self.sample.segments)
+        turns = m.turn_ranges(self.sample.segments)
         for (start, end), advantage in zip(turns, self.advantages, strict=True):
             values[start:end] = advantage
         return values
@@ -114,10 +93,10 @@ def build_batch(
     if algorithm.length_penalty != "none":
         penalties = [_penalties(g, baseline_samples(g, algorithm), algorithm) for g in kept]
         metrics["length_penalty_mean"] = float(np.concatenate(penalties).mean()) if kept else 0.0
-    request = ScoreRequest(
+    request = m.ScoreRequest(
         step=step,
         prompts=[t.prompt for t in probed],
-        completions=[ints(t.sample.token_ids)[t.part].tolist() for t in probed],
+        completions=[m.ints(t.sample.token_ids)[t.part].tolist() for t in probed],
     )
     differs = any(t.loss_weight and max(map(abs, t.advantages)) > ZERO_ADVANTAGE for t in trained)
     teaches = differs or (algorithm.has_other_terms and any(t.loss_weight for t in trained))
@@ -125,17 +104,17 @@ def build_batch(
     return BuiltBatch(batch, kept, metrics, request, values, teaches)
 
 
-def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> Batch:
+def batch_of(step: int, trained: list[TrainedSample], **flags: Any) -> m.Batch:
     """Return the batch of these completions, in their order; `flags` are other fields of it."""
     for t in trained:
         check_lengths(t.sample)
     trained = [one for t in trained for one in sequences(t)]
-    bounds = np.cumsum([0, *(len(t.prompt) + t.num_tokens for t in trained)])
-    return Batch(
+    bounds = np.cumsum([0, *(len(t.prompt) + t.part.stop - t.part.start for t in trained)])
+    return m.Batch(
         step=step,
-        bounds=int_bytes(bounds), prompt_lengths=int_bytes([len(t.prompt) for t in trained]),
-        prompt_ids=int_bytes([t.sample.prompt_id for t in trained]),
-        completion_indices=int_bytes([t.sample.index for t in trained]),
+        bounds=m.int_bytes(bounds), prompt_lengths=m.int_bytes([len(t.prompt) for t in trained]),
+        prompt_ids=m.int_bytes([t.sample.prompt_id for t in trained]),
+        completion_indices=m.int_bytes([t.sample.index for t in trained]),
         routes=[t.sample.routes[t.sequence] for t in trained if t.sample.routes],
         **_token_arrays(trained, bounds), **flags,
     )  # fmt: skip
@@ -148,16 +127,16 @@ def sequences(trained: TrainedSample) -> list[TrainedSample]:
     question's prompt, and `f g` after `c d e`.
     """
     own = {s.start: s.end for s in trained.sample.segments if s.kind == "prompt"}
-    ids = ints(trained.sample.token_ids)
+    ids = m.ints(trained.sample.token_ids)
     parts = []
-    for number, (begin, end) in enumerate(sequence_ranges(trained.sample.segments)):
+    for number, (begin, end) in enumerate(m.sequence_ranges(trained.sample.segments)):
         start = own.get(begin, begin)
         prompt = ids[begin:start].tolist() if begin in own else trained.prompt
-        parts.append(replace(trained, prompt=prompt, start=start, end=end, sequence=number))
+        parts.append(replace(trained, prompt=prompt, part=slice(start, end), sequence=number))
     return parts
 
 
-def dropped_because(group: Group, sample: Sample, built: BuiltBatch, algorithm: Algorithm) -> str:
+def dropped_because(group: Group, sample: m.Sample, built: BuiltBatch, algorithm: Algorithm) -> str:
     """Return why a completion of the batch's groups is not trained; empty if it is."""
     if group.failed:
         return "group failed"
@@ -176,9 +155,9 @@ def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str,
     advantages, logprobs, weights = (np.zeros(bounds[-1], "<f4") for _ in range(3))
     for t, start, end in zip(trained, bounds[:-1], bounds[1:], strict=True):
         first, part, given = start + len(t.prompt), t.part, ~t.sample.sampled()[t.part]
-        ids[start:first], ids[first:end] = t.prompt, ints(t.sample.token_ids)[part]
+        ids[start:first], ids[first:end] = t.prompt, m.ints(t.sample.token_ids)[part]
         advantages[first:end], weights[first:end] = t.token_advantages()[part], t.loss_weight
-        logprobs[first:end] = floats(t.sample.logprobs)[part]
+        logprobs[first:end] = m.floats(t.sample.logprobs)[part]
         for span in t.sample.spans:
             begin, stop = max(span.start - part.start, 0), max(span.end - part.start, 0)
             versions[first:end][begin:stop] = span.version
@@ -220,7 +199,7 @@ def _trained_samples(
     ]
 
 
-def baseline_samples(group: Group, algorithm: Algorithm) -> list[Sample]:
+def baseline_samples(group: Group, algorithm: Algorithm) -> list[m.Sample]:
     """Return the completions whose rewards form the group's baseline."""
     return group.usable if algorithm.truncated == "drop" else group.rewarded
 
@@ -247,12 +226,12 @@ def _returns(group: Group, algorithm: Algorithm, *, penalized: bool = False) -> 
     if algorithm.credit == "rollout":
         return [(reward,) for reward in rewards.tolist()]
     return [
-        turn_returns(reward, s.turn_rewards, len(turn_ranges(s.segments)))
+        turn_returns(reward, s.turn_rewards, len(m.turn_ranges(s.segments)))
         for reward, s in zip(rewards.tolist(), samples, strict=True)
     ]
 
 
-def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.ndarray:
+def _penalties(group: Group, samples: list[m.Sample], algorithm: Algorithm) -> np.ndarray:
     if algorithm.length_penalty == "none":
         return np.zeros(len(samples))
     longest, cache = algorithm.length_max_tokens, algorithm.length_cache_tokens
@@ -263,17 +242,17 @@ def _penalties(group: Group, samples: list[Sample], algorithm: Algorithm) -> np.
     return np.where([group.verdicts[s.index].passed for s in samples], penalties, 0.0)
 
 
-def check_lengths(sample: Sample) -> None:
+def check_lengths(sample: m.Sample) -> None:
     """Check that every token of a completion has a log-prob, an origin and a weight version.
 
     Raises:
         ValueError: it has not, or spans or segments leave a gap.
     """
-    starts = [span.start for span in sample.spans]
-    ends = [0, *(span.end for span in sample.spans)]
-    begins, stops = [s.start for s in sample.segments], [0, *(s.end for s in sample.segments)]
     tokens, logprobs = sample.num_tokens, len(sample.logprobs) / 4
-    covered = starts == ends[:-1] and begins == stops[:-1] and ends[-1] == stops[-1] == tokens
+    covered = all(
+        [p.start for p in parts] + [tokens] == [0, *(p.end for p in parts)]
+        for parts in (sample.spans, sample.segments)
+    )
     if not covered or logprobs != tokens:
         raise ValueError(
             f"completion {sample.index} of group {sample.group}: {logprobs:g} log-probs, version"
@@ -314,7 +293,7 @@ def task_metrics(groups: list[Group], kept: list[Group]) -> dict[str, Any]:
     failures = Counter(v.reason for g in groups for v in g.verdicts.values() if not v.passed)
     # A single turn has only its own tokens.
     talks = [s for s in samples if s.num_tokens > s.own_tokens]
-    turns: list[float] = [len(turn_ranges(s.segments)) for s in talks]
+    turns: list[float] = [len(m.turn_ranges(s.segments)) for s in talks]
     means: dict[str, list[float]] = {
         "reward_mean": rewards,
         "train_pass_rate": [p for g in groups if (p := g.pass_rate) is not None],
@@ -341,6 +320,6 @@ def by_task(tasks: Iterable[str], groups: list[Group], kept: list[Group]) -> dic
     return {task: task_metrics(*part) for task, part in parts.items()}
 
 
-def _multi_version_fraction(samples: list[Sample]) -> float:
-    multi = sum(len({span.version for span in s.spans}) > 1 for s in samples)
-    return multi / len(samples) if samples else 0.0
+def _multi_version_fraction(samples: list[m.Sample]) -> float:
+    multi = [len({span.version for span in s.spans}) > 1 for s in samples]
+    return sum(multi) / max(len(multi), 1)

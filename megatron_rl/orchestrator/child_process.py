@@ -58,10 +58,10 @@ class OrchestratorProcess:
     """The orchestrator as a child process; see `Spec` for the arguments.
 
     `node` is that of this process. Other nodes reach it if there are several under torchrun, with
-    `fleet.port`, and where all generators join by themselves.
+    `fleet.port`, and where all generators join by themselves. Every method raises `RunError` after
+    an error that another start would only meet again.
 
     Raises:
-        RunError: it ended by an error that another start would only meet again.
         ChildProcessError: it ended, or did not bind within `timeouts.startup_seconds`.
     """
 
@@ -96,9 +96,9 @@ class OrchestratorProcess:
         spec_file.write_bytes(msgspec.json.encode(spec))
         command = [sys.executable, "-m", "megatron_rl.orchestrator.main", str(spec_file)]
         self._process = subprocess.Popen(command)
-        self.endpoint = self._wait_for_endpoint(config.timeouts.startup_seconds)
+        bound = self._wait_for_endpoint(config.timeouts.startup_seconds)
         host = socket.getfqdn() if one_node else os.environ["MASTER_ADDR"]
-        self.endpoint = self.endpoint.replace("0.0.0.0", host)
+        self.endpoint = bound.replace("0.0.0.0", host)
         self.endpoint_file = config.output_dir / ENDPOINT_FILE
         """The address for `megatron-rl generate --join`."""
         replace_file(self.endpoint_file, json.dumps({"endpoint": self.endpoint}))
@@ -117,11 +117,7 @@ class OrchestratorProcess:
         return self._endpoint_file.read_text()
 
     def ended(self) -> str | None:
-        """Return None while it runs, else exit status and cause.
-
-        Raises:
-            RunError: it ended by an error that another start would only meet again.
-        """
+        """Return None while it runs, else exit status and cause."""
         if (status := self._process.poll()) is None:
             return None
         error = Path(f"{self._endpoint_file}.error")
@@ -131,12 +127,7 @@ class OrchestratorProcess:
         return text
 
     def wait(self, seconds: float) -> None:
-        """Wait for its own end.
-
-        Raises:
-            RunError: it failed by an error that another start would only meet again.
-            ChildProcessError: it failed otherwise, or still runs after `seconds`.
-        """
+        """Wait for its own end; `ChildProcessError`: it failed, or still runs after `seconds`."""
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -18,6 +18,7 @@ from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly
 from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.run_metrics import RunMetrics
+from megatron_rl.orchestrator.steps import row_of
 from megatron_rl.rewards import Verdict
 
 HELDOUT = ""
@@ -103,10 +104,8 @@ class EvaluationRun:
 
     def add(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verified completion."""
-        key, logprobs = (
-            (sample.prompt_id, sample.index),
-            m.floats(sample.logprobs)[sample.sampled()],
-        )
+        key = sample.prompt_id, sample.index
+        logprobs = m.floats(sample.logprobs)[sample.sampled()]
         self.surprisals[key] = -float(logprobs.sum(dtype=np.float64)), len(logprobs)
         self.samples[key] = msgspec.structs.replace(sample, logprobs=b"", routes=[]), verdict
 
@@ -276,14 +275,9 @@ class Evaluations:
         return m.Generate(
             group=prompt_id, prompt_id=prompt_id, prompt=prompt.token_ids, indices=indices,
             limits=[m.TurnLimits(*longest)] * len(indices), evaluation=version, task=prompt.task,
-            row=prompt.row if self._has_turns(prompt.task) else {},
+            row=row_of(self._config, prompt),
             temperature=self._only.temperature if self._only else g.temperature,
         )  # fmt: skip
-
-    def _has_turns(self, name: str) -> bool:
-        """Return True for a task whose rollouts may have several turns; sets have single ones."""
-        task = self._config.tasks.get(name)
-        return task is not None and not task.is_single_turn
 
     def _release(self, version: int, holders: list[GeneratorState], has_more: bool) -> None:
         """Let holders load newer versions that are not needed for this one any more."""
@@ -323,9 +317,8 @@ class Evaluations:
         Raises:
             RunError: it was dropped, and `megatron-rl evaluate` needs all completions.
         """
-        run = self.running.get((self._names[failed.prompt_id], failed.evaluation))
-        if run is None:
-            return False  # it was moved to another version
+        if (run := self._run_of(failed)) is None:
+            return False
         key = failed.prompt_id, failed.index
         run.failures[key] += 1
         if run.failures[key] < attempts:
@@ -342,14 +335,14 @@ class Evaluations:
 
     def arrived(self, sample: m.Sample) -> None:
         """Count a completion."""
-        self._run_of(sample).check_versions(sample)
-        self._metrics.evaluation_completion(sample.own_tokens)
+        if (run := self._run_of(sample)) is not None:
+            run.check_versions(sample)
+        self._metrics.spend_tokens(0, sample.own_tokens)
 
     def verified(self, sample: m.Sample, verdict: Verdict) -> None:
         """Add a verdict; the last one of an evaluation writes its row."""
-        if (self._names[sample.prompt_id], sample.evaluation) not in self.running:
-            return  # it was moved to another version
-        run = self._run_of(sample)
+        if (run := self._run_of(sample)) is None:
+            return
         run.add(sample, verdict)
         if self._only:
             with open(self._only.samples_file, "ab") as file:
@@ -368,5 +361,6 @@ class Evaluations:
         self._metrics.sink.write("sets" if run.name else "eval", row)
         self._metrics.recorder.write("eval", run.step, run.rows)
 
-    def _run_of(self, sample: m.Sample) -> EvaluationRun:
-        return self.running[self._names[sample.prompt_id], sample.evaluation]
+    def _run_of(self, answer: m.Sample | m.RolloutFailed) -> EvaluationRun | None:
+        """Return the evaluation of a rollout; None if it was moved to another version."""
+        return self.running.get((self._names[answer.prompt_id], answer.evaluation))

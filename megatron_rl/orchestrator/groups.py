@@ -39,11 +39,6 @@ class Group:
         return [i for i in range(self.size) if i not in self.samples and i not in self.dropped]
 
     @property
-    def received(self) -> bool:
-        """True once every completion has arrived, verified or not, or was dropped."""
-        return not self.missing
-
-    @property
     def complete(self) -> bool:
         """True once every completion is verified or dropped; also of a failed group."""
         return self.failed or len(self.verdicts) + len(self.dropped) == self.size

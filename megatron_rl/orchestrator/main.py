@@ -131,7 +131,7 @@ def _report(
     """Write summary.json and the pages of a run that has ended, and print their names."""
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
     extra = {**run, "aborted_requests": metrics.aborted}
-    phases, fit = {**spec.phases, **metrics.phases()}, config.fit.compute
+    phases, fit = {**spec.phases, **metrics.phases}, config.fit.compute
     parts: dict[str, Any] = {"phases": phases, "fit_compute": fit, "extra": extra}
     with naming_full_disk(config.output_dir):
         summary = write_report(config.output_dir, path, versions=spec.versions, **parts)

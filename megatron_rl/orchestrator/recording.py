@@ -6,18 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
 from megatron_rl.data import Prompt
-from megatron_rl.messages import (
-    ORIGINS,
-    Generate,
-    Sample,
-    StepDone,
-    float_bytes,
-    floats,
-    int_bytes,
-    ints,
-)
 from megatron_rl.metrics.metrics_file import Row
 from megatron_rl.metrics.rollouts import MAX_PENDING, Decode, RolloutWriter
 from megatron_rl.orchestrator.batching import BuiltBatch, dropped_because
@@ -44,19 +35,19 @@ class Recorder:
         """Return True while the disk is so many files behind; raise the error of a file."""
         return self._writer is not None and self._writer.check() >= files
 
-    def sent(self, request: Generate) -> None:
+    def sent(self, request: m.Generate) -> None:
         """Note the dispatch of completions."""
         for index in request.indices if self._writer else ():
             self._notes[request.evaluation, request.group, index] = {"sent": time.monotonic()}
 
-    def arrived(self, engine: str, sample: Sample) -> None:
+    def arrived(self, engine: str, sample: m.Sample) -> None:
         """Note the arrival of a completion."""
         if self._writer is not None:
             notes, now = self._notes[_key(sample)], time.monotonic()
             notes |= {"engine": engine, "arrived": now, "unix_seconds": time.time()}
             notes["seconds_to_arrive"] = now - notes["sent"]
 
-    def verified(self, sample: Sample) -> None:
+    def verified(self, sample: m.Sample) -> None:
         """Note the time of the verdict on a completion."""
         if "arrived" in (notes := self._notes.get(_key(sample), {})):
             notes["seconds_to_verify"] = time.monotonic() - notes["arrived"]
@@ -71,19 +62,18 @@ class Recorder:
             for sample in group.ordered:
                 because = dropped_because(group, sample, built, self._config.algorithm)
                 advantages, weight = built.trained.get((group.index, sample.index), ((), None))
-                row = self._row(
-                    prompts[group.prompt_id], sample, group.verdicts[sample.index], step
-                )
+                prompt, verdict = prompts[group.prompt_id], group.verdicts[sample.index]
+                row = self._row(prompt, sample, verdict, step)
                 row |= {"kind": "train", "set": "", "reward": group.reward(sample)}
                 row |= {"advantage": next(iter(advantages), None), "loss_weight": weight}
-                row["turn_advantages"] = float_bytes(advantages) if len(advantages) > 1 else None
+                row["turn_advantages"] = m.float_bytes(advantages) if len(advantages) > 1 else None
                 rows.append(row | {"trained": not because, "dropped_because": because})
             for index in range(group.size):
                 self._notes.pop((-1, group.index, index), None)
         if self._decode and due:
             self._samples, self._sampled = right_and_wrong(rows), step
             for row in self._samples:
-                row["completion"] = self._decode(ints(row["token_ids"]).tolist())
+                row["completion"] = self._decode(m.ints(row["token_ids"]).tolist())
         self._rows += rows if self._writer else []
 
     def take_samples(self) -> list[Row]:
@@ -91,18 +81,18 @@ class Recorder:
         rows, self._samples = self._samples, []
         return rows
 
-    def trained(self, done: StepDone) -> None:
+    def trained(self, done: m.StepDone) -> None:
         """Write the file of a step, with the trainer's results for its tokens, if it has them."""
-        start, ratios, entropies = 0, floats(done.ratios), floats(done.entropies)
+        start, ratios, entropies = 0, m.floats(done.ratios), m.floats(done.entropies)
         for row in (row for row in self._rows if row["trained"] and done.ratios):
             # The trainer has none for the tokens of prompts.
             origins = np.repeat(*np.array(row["origins"]).T)
-            held = origins != ORIGINS.index("prompt")
+            held = origins != m.ORIGINS.index("prompt")
             own = slice(start, start := start + int(held.sum()))
             ratio, entropy = (np.full(len(origins), np.nan, "<f4") for _ in range(2))
             ratio[held], entropy[held] = ratios[own], entropies[own]
-            ratio[origins != ORIGINS.index("sampled")] = np.nan
-            row |= {"ratios": float_bytes(ratio), "entropies": float_bytes(entropy)}
+            ratio[origins != m.ORIGINS.index("sampled")] = np.nan
+            row |= {"ratios": m.float_bytes(ratio), "entropies": m.float_bytes(entropy)}
         assert start == len(ratios), f"step {done.step}: ratios of other tokens than its file's"
         self._flush()
 
@@ -112,7 +102,7 @@ class Recorder:
             self.write("step", rows[0]["step"], rows)
 
     def evaluated(
-        self, rows: list[Row], name: str, prompt: Prompt, sample: Sample, verdict: Verdict
+        self, rows: list[Row], name: str, prompt: Prompt, sample: m.Sample, verdict: Verdict
     ) -> None:
         """Add a completion to the rows of an evaluation."""
         if self._writer is not None:
@@ -132,13 +122,13 @@ class Recorder:
             self._flush()
             self._writer.close()
 
-    def _row(self, prompt: Prompt, sample: Sample, verdict: Verdict, step: int) -> Row:
+    def _row(self, prompt: Prompt, sample: m.Sample, verdict: Verdict, step: int) -> Row:
         return {
             "step": step, "task": prompt.task, "prompt_id": prompt.id, "prompt": prompt.text,
-            "prompt_token_ids": int_bytes(prompt.token_ids), "group": sample.group,
+            "prompt_token_ids": m.int_bytes(prompt.token_ids), "group": sample.group,
             "index": sample.index, "token_ids": sample.token_ids, "logprobs": sample.logprobs,
             "versions": [(span.version, span.end - span.start) for span in sample.spans],
-            "origins": [(ORIGINS.index(s.kind), s.end - s.start) for s in sample.segments],
+            "origins": [(m.ORIGINS.index(s.kind), s.end - s.start) for s in sample.segments],
             "finish_reason": sample.finish_reason, "verdict": verdict.outcome.value,
             "verdict_reason": verdict.reason,
             "lag_max": max((step - span.version for span in sample.spans), default=0),
@@ -159,5 +149,5 @@ def right_and_wrong(rows: Sequence[Row]) -> list[Row]:
     return [of.get(both, next(iter(of.values()))) for of in firsts if of]
 
 
-def _key(sample: Sample) -> tuple[int, int, int]:
+def _key(sample: m.Sample) -> tuple[int, int, int]:
     return sample.evaluation, sample.group, sample.index

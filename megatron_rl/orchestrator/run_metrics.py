@@ -38,8 +38,7 @@ class RunMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink, self.rows, self._clock = sink, rows, clock
-        self._roles, self._trainer_devices = roles, roles.trainer_ranks
-        self.engines = roles.engines
+        self._roles, self.engines = roles, roles.engines
         """Engines whose devices count."""
         self.trained_steps = 0
         self.engines_ready = 0
@@ -60,7 +59,8 @@ class RunMetrics:
         self._now = clock()
         self._last_step_end: float | None = None
         self._compute = dict.fromkeys(COMPUTE, 0.0)
-        self._phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}
+        self.phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}
+        """Wall seconds by phase, since the start of this process."""
         self._batches: dict[int, dict[str, Any]] = {}
         self._stores: dict[str, float] = {}
         self._stats: dict[str, list[m.GeneratorStats]] = {}  # by generator
@@ -75,34 +75,32 @@ class RunMetrics:
             self._last_step_end = self._now
 
     def advance(self, evaluation_share: float, trainer_waits: bool) -> None:
-        """Move the clock to now.
-
-        Since the last call, evaluations had `evaluation_share` of the completions in flight.
-        """
+        """Move the clock to now; evaluations had this share of the completions in flight."""
         now = self._clock()
         seconds, self._now = now - self._now, now
         if self._last_step_end is None:
-            self._phases["engines"] += seconds
+            self.phases["engines"] += seconds
             return
-        devices = self._roles.devices
+        devices, trainers = self._roles.devices, self._roles.trainer_ranks
         if not self._roles.one_gpu:
-            generators = self.engines * self._roles.generator_tensor_parallel
-            devices = self._trainer_devices + generators
-        shared = devices - self._trainer_devices * (not trainer_waits)
+            devices = trainers + self.engines * self._roles.generator_tensor_parallel
+        shared = devices - trainers * (not trainer_waits)
         evaluation = evaluation_share * shared / devices * seconds
         hours = devices / 3600
         self._spend("device_hours", (seconds - evaluation) * hours, evaluation * hours)
         self._compute["wall_seconds"] += seconds
-        self._phases["evaluation"] += evaluation
-        self._phases["rl"] += seconds - evaluation
+        self.phases["evaluation"] += evaluation
+        self.phases["rl"] += seconds - evaluation
 
     def _spend(self, measure: str, training: float, evaluation: float = 0.0) -> None:
         self._compute[f"compute_{measure}"] += training + evaluation
         self._compute[f"compute_train_{measure}"] += training
 
-    def _spend_rollouts(self, tokens: int) -> None:
-        self._spend("tokens", tokens)
-        self._spend("flops", 2 * tokens * self.active_parameters)
+    def spend_tokens(self, training: int, evaluation: int = 0) -> None:
+        """Count the tokens of completions."""
+        self._spend("tokens", training, evaluation)
+        flops = 2 * self.active_parameters  # of a token
+        self._spend("flops", flops * training, flops * evaluation)
 
     def compute(self) -> dict[str, float]:
         """Return the compute spent so far, by the names of metrics.jsonl."""
@@ -115,10 +113,6 @@ class RunMetrics:
             self._compute[name] = max(row.get(name, 0.0) for row in [compute, *self.rows])
         self.aborted = aborted
 
-    def phases(self) -> dict[str, float]:
-        """Return wall seconds by phase, since the start of this process."""
-        return dict(self._phases)
-
     def batch(self, step: int, rollouts: dict[str, Any]) -> None:
         """Record the rollout metrics of a batch that went to the trainer."""
         self._batches[step] = rollouts
@@ -126,7 +120,7 @@ class RunMetrics:
     def empty_batch(self, step: int, rollouts: dict[str, Any]) -> int:
         """Write the event of a batch that was skipped; return how many were so in a row."""
         self._empty_batches += 1
-        self._spend_rollouts(rollouts["tokens"])
+        self.spend_tokens(rollouts["tokens"])
         alarms = self._alarms.check(rollouts)
         row = {"step": step, "event": "empty_batch", **self.compute(), **rollouts}
         self.sink.write("event", {**row, "alarms": alarms} if alarms else row)
@@ -138,10 +132,7 @@ class RunMetrics:
         return self._empty_batches
 
     def generator_ready(self, name: str, process: str, seconds: float) -> None:
-        """Write the event of a generator that gets work from now on.
-
-        It joined, or was lost, so many seconds ago.
-        """
+        """Write the event of a generator that gets work; it joined, or was lost, so long ago."""
         row = {"generator": name, "process": process, "recovery_seconds": seconds}
         self._event("generator_ready", row)
 
@@ -156,11 +147,12 @@ class RunMetrics:
         name, process, act = generator.name, generator.process, generator.act()
         self._lost += lost
         self._aborted_by.pop(name, None)
-        row = {"generator": name, "process": process, "reason": reason, "last_act": act}
-        counts = {"completions_again": again, "completions_continued": len(begun)}
-        counts["tokens_continued"] = sum(begun)
-        event = "generator_lost" if lost else "generator_left"
-        self._event(event, row | counts)
+        row = {
+            "generator": name, "process": process, "reason": reason, "last_act": act,
+            "completions_again": again, "completions_continued": len(begun),
+            "tokens_continued": sum(begun),
+        }  # fmt: skip
+        self._event("generator_lost" if lost else "generator_left", row)
         count = again + len(begun)
         work = f"; {count} completions go to others" if count else ""
         self.sink.note(f"{name} ({process}) {'is lost' if lost else 'left'}: {reason}; {act}{work}")
@@ -211,11 +203,6 @@ class RunMetrics:
             pairs = zip(trainer, scores.logprobs, strict=True)
             self._probe_errors.extend(np.abs(np.array(t) - np.array(g)) for t, g in pairs)
 
-    def evaluation_completion(self, tokens: int) -> None:
-        """Count a completion of an evaluation."""
-        self._spend("tokens", 0.0, tokens)
-        self._spend("flops", 0.0, 2 * tokens * self.active_parameters)
-
     def step(self, done: m.StepDone, verifiers: Mapping[str, int] = {}) -> None:
         """Write the row of a trained step, with `Verification.metrics`.
 
@@ -226,28 +213,20 @@ class RunMetrics:
         rollouts, trainer = self._batches.pop(done.step), dict(done.metrics)
         logprob_error = self._logprob_error(trainer)
         tokens = rollouts["tokens"]
-        self._spend_rollouts(tokens)
+        self.spend_tokens(tokens)
         self._spend("flops", 6 * trainer["tokens_trained"] * self.active_parameters)
         step_seconds = max(self._now - (self._last_step_end or self._now), 1e-9)
         self._last_step_end = self._now
         row = {
-            "step": done.step,
-            **self.compute(),
-            **rollouts,
-            **trainer,
-            **logprob_error,
-            "step_seconds": step_seconds,
-            "trainer_tokens_per_second": tokens / step_seconds,
-            "train_seconds": done.train_seconds,
-            "publish_seconds": self.publish_seconds,
+            "step": done.step, **self.compute(), **rollouts, **trainer, **logprob_error,
+            "step_seconds": step_seconds, "trainer_tokens_per_second": tokens / step_seconds,
+            "train_seconds": done.train_seconds, "publish_seconds": self.publish_seconds,
             # The first wait began before the generators were up.
             "trainer_busy_fraction": min(done.train_seconds / step_seconds, 1.0),
             "trainer_wait_fraction": min(done.wait_seconds / step_seconds, 1.0),
-            "aborted_requests": self.aborted,
-            "empty_batches": self._empty_batches,
-            "generators": self.engines_ready,
-            "generators_lost": self._lost,
-        }
+            "aborted_requests": self.aborted, "empty_batches": self._empty_batches,
+            "generators": self.engines_ready, "generators_lost": self._lost,
+        }  # fmt: skip
         if self._failed_rollouts:
             row["rollouts_failed"] = dict(sorted(self._failed_rollouts.items()))
             row["rollouts_dropped"] = self._dropped_rollouts

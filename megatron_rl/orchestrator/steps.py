@@ -8,7 +8,7 @@ from megatron_rl import messages as m
 from megatron_rl.algorithm.advantages import thinking_budgets
 from megatron_rl.algorithm.curriculum import Curriculum
 from megatron_rl.config import RunConfig
-from megatron_rl.data import PromptSet
+from megatron_rl.data import Prompt, PromptSet
 from megatron_rl.data.mixture import Mixture, shares
 from megatron_rl.metrics.alarms import diagnosis
 from megatron_rl.orchestrator import RunError
@@ -18,6 +18,12 @@ from megatron_rl.orchestrator.recording import Recorder
 
 PROBE_SEQUENCES = 4
 """Sequences of a step whose log-probs are compared between trainer and generator."""
+
+
+def row_of(config: RunConfig, prompt: Prompt) -> dict[str, Any]:
+    """Return what several turns need of a prompt; nothing for a single turn, as of a set's."""
+    task = config.tasks.get(prompt.task)
+    return {} if task is None or task.is_single_turn else prompt.row
 
 
 class StepBuilder:
@@ -62,14 +68,9 @@ class StepBuilder:
             group=group.index, prompt_id=group.prompt_id, indices=indices,
             prompt=self._prompt_ids[group.prompt_id], temperature=g.temperature,
             limits=[m.TurnLimits(budgets[i], g.answer_budget_tokens) for i in indices],
-            task=group.task, row=self._row(group),
+            task=group.task, row=row_of(self._config, self._prompts[group.prompt_id]),
             begun={i: group.begun[i] for i in indices if i in group.begun},
         )  # fmt: skip
-
-    def _row(self, group: Group) -> dict[str, Any]:
-        """Return what several turns need of a prompt; nothing for a single turn."""
-        single = self._config.tasks[group.task].is_single_turn
-        return {} if single else self._prompts[group.prompt_id].row
 
     def build(self, step: int, groups: GroupQueue) -> BuiltBatch | None:
         """Build the batch of a step; None until its groups (and those of its phase) are complete.

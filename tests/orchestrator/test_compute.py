@@ -37,7 +37,7 @@ def test_compute_flops_of_scout_count_17b_parameters_per_token() -> None:
     sink: Any = SimpleNamespace(write=lambda kind, row: rows.append(row))
     metrics = RunMetrics(sink, config.roles)
     metrics.active_parameters = active
-    metrics.evaluation_completion(50)
+    metrics.spend_tokens(0, 50)
     metrics.batch(0, {"tokens": 1000, "completions": 10, "verdicts": {}})
     metrics.step(
         messages.StepDone(
@@ -79,7 +79,7 @@ def test_an_evaluation_has_its_share_of_generators_and_of_a_trainer_that_waits()
         assert spent["wall_seconds"] == 10
         evaluation = 10 * (total - training) / total
         phases = {"engines": 3, "rl": 10 - evaluation, "evaluation": evaluation}
-        assert metrics.phases() == pytest.approx(phases), (share, waits)
+        assert metrics.phases == pytest.approx(phases), (share, waits)
 
 
 @pytest.mark.parametrize("slowness", [0.002, 0.02])
