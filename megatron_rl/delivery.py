@@ -87,9 +87,8 @@ class Link:
     def tick(self, now: float | None = None) -> list[Frame]:
         """Return the frames that are due: an acknowledgement, and the number of the last message.
 
-        By the latter the other side notices that the last messages were lost, unless they were
-        sent since the last tick; by the frame, which comes at least every `PING_SECONDS`, that this
-        side lives.
+        By it the other side notices that the last messages were lost, unless they were sent since
+        the last tick; by a frame every `PING_SECONDS` at least, that this side lives.
         """
         now = time.monotonic() if now is None else now
         is_late, self._is_fresh, self._asked = not self._is_fresh, False, False
@@ -125,10 +124,7 @@ class Links:
         return [frame] if link.peer else []
 
     def end(self, name: str) -> list[Frame]:
-        """End the conversation with a peer, and drop what it has not acknowledged.
-
-        Returns the frame that tells the peer, if there is one.
-        """
+        """End a conversation, drop what is not acknowledged, and return the frame that says so."""
         link = self._links.pop(name, None)
         if link is None or not link.peer:
             return []
@@ -136,14 +132,11 @@ class Links:
         return [_begin(link.peer)]
 
     def receive(self, identity: bytes, header: bytes, payload: bytes) -> tuple[bool, list[Frame]]:
-        """Return (True if the payload is the peer's next message, frames to send back).
+        """As `Link.receive`; the first frame of another session of a peer ends its earlier one.
 
         `identity` is the ROUTER's for the peer: its name. When a new connection of a peer replaces
         its old one, what is left to read from that has an identity that ZeroMQ makes up, with a
         zero byte first. It is dropped: the peer sends it again.
-
-        The first frame of another session of a peer begins a new conversation with it, and what it
-        has not acknowledged in the earlier one is dropped.
         """
         if identity[:1] == b"\0":
             return False, []

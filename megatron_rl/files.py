@@ -53,12 +53,9 @@ class DiskFull(OSError):
 
 @contextlib.contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Have the error of a full disk name the file or folder that it is about, and the remedy.
+    """Raise `DiskFull` for an error of a full disk, unless it was named inside.
 
-    An error that was named inside keeps its name.
-
-    Raises:
-        DiskFull: in place of an `OSError`, or of the error of safetensors, which has only a text.
+    It may be an `OSError`, or the error of safetensors, which has only a text.
     """
     try:
         yield
@@ -83,22 +80,19 @@ def size_and_sum(path: Path) -> tuple[int, str]:
 def damage(folder: Path, sums: Mapping[str, Sequence[int | str]]) -> list[str]:
     """Return what is wrong with files of a folder, a line for each.
 
-    Args:
-        folder: of the files.
-        sums: the `size_and_sum` that each was written with, by name.
+    `sums` has the `size_and_sum` that each was written with, by name.
     """
     problems = []
     for name, (size, digest) in sums.items():
         path = folder / name
         try:
             now = size_and_sum(path)
+            if now[0] != size:
+                problems.append(f"{path}: it has {now[0]:,} of {size:,} bytes")
+            elif now[1] != digest:
+                problems.append(f"{path}: its bytes were changed after it was written (checksum)")
         except OSError as e:
             problems.append(f"{path}: {e.strerror}")
-            continue
-        if now[0] != size:
-            problems.append(f"{path}: it has {now[0]:,} of {size:,} bytes")
-        elif now[1] != digest:
-            problems.append(f"{path}: its bytes were changed after it was written (checksum)")
     return problems
 
 

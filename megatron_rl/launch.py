@@ -27,13 +27,6 @@ GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
 _LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
-def gpu_count() -> int:
-    """Return the number of visible GPUs of this node."""
-    import torch
-
-    return int(torch.cuda.device_count())
-
-
 def torchrun_for(
     needed: int,
     config: str,
@@ -58,7 +51,10 @@ def torchrun_for(
     if under_torchrun and (local != 1 or world == needed):
         return None
     nodes = world if under_torchrun else 1
-    gpus = gpu_count() if gpus is None else gpus
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
     if not gpus and nodes > 1:
         return None
     if not gpus and needed > gpus_per_node:
@@ -90,8 +86,7 @@ def torchrun_for(
 def exec_torchrun(options: Sequence[str], arguments: Sequence[str], restarts: int) -> None:
     """Replace this process by torchrun, with `megatron-rl ARGUMENTS` as each rank's command.
 
-    When a rank fails, torchrun starts all of them again, so many times. It holds its folder of
-    logs (`weights.store.hold`), which the next start of a run removes.
+    It holds its folder of logs (`weights.store.hold`), which the next start of a run removes.
     """
     environment = {k: v for k, v in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(k)}
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -133,7 +128,7 @@ def connect_store(config: RunConfig) -> Any:
 
 
 def generator_python(config: RunConfig) -> str | None:
-    """Return `roles.generator_python`, else the environment variable, else None (this interpreter).
+    """Return `roles.generator_python`, else that of the environment, else None: this interpreter.
 
     Raises:
         ConfigError: not an executable file.
@@ -153,13 +148,7 @@ def generator_python(config: RunConfig) -> str | None:
 
 
 def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
-    """Keep the engine of a generator rank running, in the generators' interpreter.
-
-    `store` is torchrun's. Errors are those of `generator.supervisor.supervise`.
-
-    Raises:
-        ConfigError: the interpreter is not an executable file.
-    """
+    """Keep the engine of a generator rank running, in the generators' interpreter (`supervise`)."""
     # Compare paths, not link targets: a virtual environment's python is a link to another's.
     python, environment = generator_python(config) or sys.executable, dict(os.environ)
     if python != sys.executable:
@@ -171,13 +160,11 @@ def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
 
 
 def record_if_final(folder: Path, error: BaseException) -> None:
-    """Record an error that a restart of the ranks would only repeat; `folder` is the run's.
+    """Record an error that a restart of the ranks would only repeat, in the run's folder.
 
     The ranks that torchrun starts again end by `run_lock.final_error`.
     """
-    kinds: list[type[Exception]] = [ConfigError, UnsupportedVersionError, FloatingPointError]
-    kinds += [RunError, EngineStartError]
-    if checkpoints := sys.modules.get("megatron_rl.trainer.checkpoint"):  # it imports Megatron
-        kinds.append(checkpoints.SaveError)
-    if isinstance(error, tuple(kinds)):
+    kinds = ConfigError | UnsupportedVersionError | FloatingPointError | RunError | EngineStartError
+    checkpoints = sys.modules.get("megatron_rl.trainer.checkpoint")  # it imports Megatron
+    if isinstance(error, kinds) or (checkpoints and isinstance(error, checkpoints.SaveError)):
         run_lock.record_final_error(folder, f"{type(error).__name__}: {error}")

@@ -81,22 +81,18 @@ def run(
     if (error := run_lock.final_error(config.output_dir)) is not None:
         run_lock.end_after(error)
     try:
-        _run_role(config, rank, plan, reinforce=command == "train")
+        if rank == 0 and command == "train":
+            print_plan(config)
+            sys.stdout.flush()
+        if rank >= config.roles.trainer_ranks:
+            launch.run_generator_rank(config, rank, launch.connect_store(config))
+        else:
+            liveness.begin(config, "trainer", rank)
+            store = launch.connect_store(config)
+            run_trainer_rank(config, rank, store, reinforce=command == "train", replay=plan)
     except Exception as e:
         launch.record_if_final(config.output_dir, e)
         raise
-
-
-def _run_role(config: RunConfig, rank: int, plan: ReplayPlan | None, *, reinforce: bool) -> None:
-    if rank == 0 and reinforce:
-        print_plan(config)
-        sys.stdout.flush()
-    if rank >= config.roles.trainer_ranks:
-        launch.run_generator_rank(config, rank, launch.connect_store(config))
-    else:
-        liveness.begin(config, "trainer", rank)
-        store = launch.connect_store(config)
-        run_trainer_rank(config, rank, store, reinforce=reinforce, replay=plan)
 
 
 def run_trainer_rank(
@@ -104,8 +100,8 @@ def run_trainer_rank(
 ) -> None:
     """Run a trainer rank from the process group to the end of the run.
 
-    `rank` is the rank under torchrun and in Megatron's world, `store` is torchrun's. Without
-    `reinforce` it ends after the supervised stage. A `replay` has neither that nor orchestrator.
+    `rank` and `store` are torchrun's. Without `reinforce` it ends after the supervised stage. A
+    `replay` has neither that nor orchestrator.
     """
     imports.collect_rarely()
     import psutil
@@ -241,14 +237,12 @@ def train_loop(
     Per step v, with weights of version v:
 
         batch = next_batch(v)           rank 0 asks the orchestrator, each rank gets its part
-        checkpoint of step v            if the batch says so, or the run is interrupted; it is
-                                        written while the next steps are trained
+        checkpoint of step v            if due; it is written while the next steps are trained
         train_step -> step_done         the weights are v + 1 now
         publisher.publish               version v + 1, complete before it is announced
 
-    The policy has the weights of `start_step`. Rank 0 has the client of the orchestrator, others
-    have None. A replay publishes nothing (`publisher` is None). `stop_requested` is called before
-    every step, and True once this rank was interrupted.
+    The policy has the weights of `start_step`. Only rank 0 has the client of the orchestrator, and
+    a replay no publisher.
     """
     from megatron_rl.trainer.checkpoint import Saver
     from megatron_rl.trainer.hf_checkpoint import save_huggingface

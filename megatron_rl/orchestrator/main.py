@@ -9,7 +9,6 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -29,7 +28,7 @@ from megatron_rl.orchestrator.child_process import FINAL_STATUS, Spec
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.recording import Recorder
 from megatron_rl.orchestrator.run_metrics import RunMetrics
-from megatron_rl.orchestrator.state import State, load_state
+from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import VerifierError
 
@@ -64,13 +63,6 @@ def _bind(socket: zmq.asyncio.Socket, address: str, port: int) -> str:
             return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _saved_state(spec: Spec, config: RunConfig, prompts: PromptSet) -> State | None:
-    if not spec.checkpoint:
-        return None
-    per_step, sets = config.schedule.prompts_per_step, prompts.set_fingerprints
-    return load_state(Path(spec.checkpoint), prompts.fingerprint, per_step, sets)
-
-
 def run_orchestrator(spec: Spec) -> None:
     """Run to the end and write the report.
 
@@ -82,13 +74,15 @@ def run_orchestrator(spec: Spec) -> None:
     config = RunConfig.model_validate(spec.config)
     model = Path(spec.model_dir)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    only = spec.evaluate_only
-    if only is not None:
+    if (only := spec.evaluate_only) is not None:
         prompts = PromptSet([], only.heldout, "")
     else:
         prompts = load_prompts(config, tokenizer, read_format(model, config.generation.think_start))
-    state = _saved_state(spec, config, prompts)
-    step = None if state is None else state.step
+    state, step = None, None
+    if spec.checkpoint:
+        per_step, sets = config.schedule.prompts_per_step, prompts.set_fingerprints
+        state = load_state(Path(spec.checkpoint), prompts.fingerprint, per_step, sets)
+        step = state.step
     path = config.output_dir / "metrics.jsonl"
     sink = RunSink(config, MetricsWriter(path, resume_step=step), step or 0)
     metrics = RunMetrics(sink, config.roles, read_metrics(path))
@@ -130,11 +124,12 @@ def _report(
 ) -> None:
     """Write summary.json and the pages of a run that has ended, and print their names."""
     run = {"interrupted": done.interrupted, "steps": done.step, "model": config.model}
-    extra = {**run, "aborted_requests": metrics.aborted}
-    phases, fit = {**spec.phases, **metrics.phases}, config.fit.compute
-    parts: dict[str, Any] = {"phases": phases, "fit_compute": fit, "extra": extra}
     with naming_full_disk(config.output_dir):
-        summary = write_report(config.output_dir, path, versions=spec.versions, **parts)
+        summary = write_report(
+            config.output_dir, path, versions=spec.versions, fit_compute=config.fit.compute,
+            phases={**spec.phases, **metrics.phases},
+            extra={**run, "aborted_requests": metrics.aborted},
+        )  # fmt: skip
     shown = config.metrics.terminal != "off"
     if shown:
         print_report(summary)

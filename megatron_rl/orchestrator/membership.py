@@ -116,8 +116,7 @@ class Membership:
         if generator.standing is Standing.LEAVING and not generator.in_flight:
             self._connection.send(generator.name, m.Stop())
             self._generators.remove(generator.name)
-            reason = "it was asked to leave"
-            self._metrics.generator_lost(generator, reason, 0, [], lost=False)
+            self._metrics.generator_lost(generator, "it was asked to leave", 0, [], lost=False)
 
     def left(self, sender: str) -> None:
         """Take over the work of a generator that ends."""
@@ -164,10 +163,8 @@ class Membership:
     def _lose_store(self, name: str, reason: str) -> None:
         self._stores.remove(name)
         self._connection.end(name)
-        print(
-            f"warning: {name} is lost: {reason}; a generator of its node restarts it",
-            file=sys.stderr,
-        )
+        work = "a generator of its node restarts it"
+        print(f"warning: {name} is lost: {reason}; {work}", file=sys.stderr)
 
     # ------------------------------------------------------------ silence
     def check(self, now: float) -> None:

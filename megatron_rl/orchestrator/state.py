@@ -69,8 +69,7 @@ def saved_groups(groups: Iterable[Group]) -> list[SavedGroup]:
 def restored_groups(state: State, make: Callable[[int, int], Group], routed: bool) -> list[Group]:
     """Return the saved groups, each from `make(index, prompt_id)`.
 
-    With `routed`, completions of this run have routed experts. Completions that were saved under
-    another `algorithm.routing_replay` are generated again.
+    Completions with routed experts where the run has none, or without (`routed`), are made again.
     """
     groups = [make(saved.index, saved.prompt_id) for saved in state.groups]
     for group, saved in zip(groups, state.groups, strict=True):

@@ -16,10 +16,9 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 
 
 class Verification:
-    """The verifiers of a run: `async with Verification(...) as v: v.start(prompt, sample)`.
+    """The verifiers of a run; entering raises VerifierDown if one cannot work here.
 
-    `decode` gives the text of token ids with special tokens. Entering raises VerifierDown, with the
-    remedy, if a verifier cannot work here.
+    `decode` gives the text of token ids with special tokens.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Verification:
         """Backlog and failures of the verifier pool, by the names of metrics.jsonl."""
         if self.pool is None:
             return {}
-        stats = self.pool.stats
-        failures = {"verifier_deaths": stats.deaths, "verifier_bugs": stats.bugs}
-        return {"verifier_waiting": len(self._running), **failures}
+        deaths, bugs = self.pool.stats.deaths, self.pool.stats.bugs
+        waiting = len(self._running)
+        return {"verifier_waiting": waiting, "verifier_deaths": deaths, "verifier_bugs": bugs}
 
     def start(self, prompt: Prompt, sample: Sample) -> Verdict | asyncio.Task[Verdict]:
         """Return the verdict on a completion, or its task, which may raise VerifierDown.

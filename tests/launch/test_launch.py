@@ -29,7 +29,7 @@ def torchrun(monkeypatch):
         raise Replaced
 
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name in filter(launch.TORCHRUN_VARIABLES.fullmatch, list(os.environ)):
         monkeypatch.delenv(name)
     return seen
