@@ -20,16 +20,13 @@ import struct
 import time
 from collections import defaultdict, deque
 
-Frame = tuple[bytes, bytes]
-"""(header, payload)"""
+Frame = tuple[bytes, bytes]  # (header, payload)
 _HEADER = struct.Struct("<BQQQQ")
 _MESSAGE, _ACKNOWLEDGE, _ASK, _BEGIN = range(4)
 UNACKNOWLEDGED = 64
 """Messages after which the receiver acknowledges at once, and not with the next `tick`."""
-TICK_SECONDS = 0.25
-"""Time between two calls of `tick`; at most twice that."""
-PING_SECONDS = 2.0
-"""Silence of a side that lives, at most: it repeats its acknowledgement."""
+TICK_SECONDS = 0.25  # time between two calls of `tick`; at most twice that
+PING_SECONDS = 2.0  # silence of a side that lives, at most: it repeats its acknowledgement
 
 
 class FrameError(ValueError):
@@ -40,12 +37,9 @@ class Link:
     """One side of one conversation; another conversation is another `Link`."""
 
     def __init__(self) -> None:
-        self.session = secrets.randbits(63) + 1
-        """Number of this side's session."""
-        self.peer = 0
-        """Session of the other side; 0 until a frame of it has come."""
-        self.is_ended = False
-        """True if the other side wants another conversation."""
+        self.session = secrets.randbits(63) + 1  # number of this side's session
+        self.peer = 0  # session of the other side; 0 until a frame of it has come
+        self.is_ended = False  # True if the other side wants another conversation
         self._kept: deque[tuple[int, bytes]] = deque()
         self._sent = self._received = self._told = 0
         self._asked = self._is_fresh = False

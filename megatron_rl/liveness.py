@@ -47,21 +47,16 @@ _INTERVAL, _RETRY = 1.0, 60.0  # seconds between writes, and after one that fail
 class Sign(msgspec.Struct, kw_only=True):
     """Last act of a rank."""
 
-    run: str
-    """The run's `output_dir`, absolute."""
+    run: str  # the run's `output_dir`, absolute
     role: str
     rank: int
     host: str
     pid: int
-    born: int
-    """Start of the process in ticks of the kernel: another process may get its number."""
-    incarnation: int
-    """Times that torchrun had restarted the ranks."""
+    born: int  # start of the process in ticks of the kernel: another process may get its number
+    incarnation: int  # times that torchrun had restarted the ranks
     state: str = "starting"
-    step: int = 0
-    """Optimizer steps of the run, or the version of the generator's weights."""
-    time: float = 0.0
-    """Seconds since 1970."""
+    step: int = 0  # optimizer steps of the run, or the version of the generator's weights
+    time: float = 0.0  # seconds since 1970
     limit: float = 0.0
     """Seconds from there within which the next sign is due, unless the rank has ended."""
 

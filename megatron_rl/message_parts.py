@@ -56,23 +56,17 @@ def sequence_ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 class TurnLimits(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the policy may sample in one turn."""
 
-    thinking: int
-    """Before the interruption."""
-    answer: int
-    """After thinking has ended or was interrupted."""
+    thinking: int  # before the interruption
+    answer: int  # after thinking has ended or was interrupted
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True):
     """The beginning of a completion, as far as its generator had told it."""
 
-    token_ids: bytes
-    """int32 [tokens]."""
-    logprobs: bytes
-    """float32 [tokens]: log-prob of each token at sampling time."""
-    spans: list[VersionSpan]
-    """Weight version of each token, without gaps."""
-    forced: tuple[int, int]
-    """Half-open range of forced tokens; (0, 0) for none."""
+    token_ids: bytes  # int32 [tokens]
+    logprobs: bytes  # float32 [tokens]: log-prob of each token at sampling time
+    spans: list[VersionSpan]  # weight version of each token, without gaps
+    forced: tuple[int, int]  # half-open range of forced tokens; (0, 0) for none
 
     @property
     def num_tokens(self) -> int:
@@ -84,32 +78,26 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a weight version, by its Hugging Face name."""
 
     name: str
-    dtype: str
-    """torch dtype without the module: `float32`, `bfloat16`."""
+    dtype: str  # torch dtype without the module: `float32`, `bfloat16`
     shape: tuple[int, ...]
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that travel together, as flat bytes (`weights.buckets`)."""
 
-    owner: int
-    """Trainer rank whose memory has them."""
+    owner: int  # trainer rank whose memory has them
     tensors: tuple[TensorInfo, ...]
     num_bytes: int
-    checksum: str
-    """Hex xxh3-128 of the flat bytes."""
+    checksum: str  # hex xxh3-128 of the flat bytes
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A complete weight version: announced only after its last byte is readable."""
 
-    version: int
-    """Optimizer steps behind these weights."""
+    version: int  # optimizer steps behind these weights
     buckets: tuple[Bucket, ...]
-    root: str
-    """Folder on the trainer's nodes, with a store (`weights.store`) in `<root>/<owner>`."""
-    nodes: tuple[str, ...]
-    """Nodes that see it; empty if every node does (`weights.directory`)."""
+    root: str  # folder on the trainer's nodes, with a store (`weights.store`) in `<root>/<owner>`
+    nodes: tuple[str, ...]  # nodes that see it; empty if every node does (`weights.directory`)
 
     @property
     def num_bytes(self) -> int:
@@ -129,8 +117,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """Memory of a store that peers read."""
 
-    owner: int
-    """Trainer rank whose buckets it has; -1: all buckets."""
+    owner: int  # trainer rank whose buckets it has; -1: all buckets
     addresses: tuple[int, ...]
     """Of header, two slots and two differences (`weights.store.Store.regions`)."""
 
@@ -138,10 +125,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class StoreSource(msgspec.Struct, frozen=True, array_like=True):
     """A store from which another one takes a version."""
 
-    name: str
-    """The store process, `store-<node>` or `trainer-store-<node>`."""
-    agent: bytes
-    """NIXL's description of the process and its memory."""
+    name: str  # the store process, `store-<node>` or `trainer-store-<node>`
+    agent: bytes  # NIXL's description of the process and its memory
     regions: tuple[Region, ...]
 
 

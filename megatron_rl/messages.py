@@ -50,10 +50,8 @@ class VersionTaken(Message):
     """Every bucket of the version is in the store, and its checksum is right."""
 
     version: int
-    seconds: float
-    """Since it was first named."""
-    num_bytes: dict[str, int]
-    """Bytes read from each source, by its name."""
+    seconds: float  # since it was first named
+    num_bytes: dict[str, int]  # bytes read from each source, by its name
 
 
 class SourceFailed(Message):
@@ -71,21 +69,15 @@ class Generate(Message):
     Of a completion that grows long, a `Grown` comes about every `fleet.report_tokens` tokens.
     """
 
-    group: int
-    """Group index in dispatch order (training), or prompt index (evaluation)."""
+    group: int  # group index in dispatch order (training), or prompt index (evaluation)
     prompt_id: int
-    prompt: list[int]
-    """Token ids, including the marker that opens thinking."""
-    limits: list[TurnLimits]
-    """Of the turns of each completion."""
-    indices: list[int]
-    """`Sample.index` of each completion."""
+    prompt: list[int]  # token ids, including the marker that opens thinking
+    limits: list[TurnLimits]  # of the turns of each completion
+    indices: list[int]  # `Sample.index` of each completion
     temperature: float
-    task: str = ""
-    """Task of the prompt, whose `rollout` makes the completions."""
+    task: str = ""  # task of the prompt, whose `rollout` makes the completions
     row: dict[str, Any] = {}  # for several turns: `messages` of the question, `gold`, `meta`
-    evaluation: int = -1
-    """Weight version under evaluation; -1 for training."""
+    evaluation: int = -1  # weight version under evaluation; -1 for training
     begun: dict[int, Partial] = {}
     """Completions, by index, that another generator had begun: they are continued."""
 
@@ -113,12 +105,9 @@ class Stop(Message):
 class Welcome(Message):
     """The answer to `Join`."""
 
-    config: dict[str, Any]
-    """The run's resolved configuration."""
-    model_dir: str
-    """Hugging Face directory of weights version 0."""
-    trainer_node: str
-    """Node whose processes see every trainer rank's store; empty if no node does."""
+    config: dict[str, Any]  # the run's resolved configuration
+    model_dir: str  # Hugging Face directory of weights version 0
+    trainer_node: str  # node whose processes see every trainer rank's store; empty if no node does
 
 
 # ---------------------------------------------------------------- generator -> orchestrator
@@ -128,10 +117,8 @@ class Join(Message):
     `Hello` follows once its engine runs.
     """
 
-    process: str
-    """Its place, for messages: `process 123 on host`."""
-    supervised: bool
-    """True if a rank of torchrun restarts it when it ends."""
+    process: str  # its place, for messages: `process 123 on host`
+    supervised: bool  # True if a rank of torchrun restarts it when it ends
     protocol: int = PROTOCOL
 
 
@@ -146,35 +133,27 @@ class Hello(Message):
     """Weight version that the peer holds; one of another incarnation of the run does not count."""
     node: str = ""
     """Node of the peer, the same for all that share its memory (`weights.store.node_name`)."""
-    folder: str = ""
-    """Of a store that takes versions for the generators of its node."""
+    folder: str = ""  # of a store that takes versions for the generators of its node
     protocol: int = PROTOCOL
-    capacity: int = 0
-    """Concurrent completions (generators)."""
-    active_parameters: int = 0
-    """Active parameters per token (trainer), for FLOPs."""
-    max_logprob_error: float = 0.0
-    """`metrics.max_logprob_error` or its default (trainer) [nats]."""
+    capacity: int = 0  # concurrent completions (generators)
+    active_parameters: int = 0  # active parameters per token (trainer), for FLOPs
+    max_logprob_error: float = 0.0  # `metrics.max_logprob_error` or its default (trainer) [nats]
 
 
 class Sample(Message):
     """One completion with the token ids of the engine (never re-encoded)."""
 
     group: int
-    index: int
-    """Position in the group, 0 to G - 1."""
+    index: int  # position in the group, 0 to G - 1
     prompt_id: int
     evaluation: int
-    token_ids: bytes
-    """int32 [tokens]."""
+    token_ids: bytes  # int32 [tokens]
     logprobs: bytes
     """float32 [tokens]: log-prob at sampling time, from the generator; 0 if not sampled."""
-    segments: list[Segment]
-    """Origin of each token; the segments cover the completion without gaps."""
+    segments: list[Segment]  # origin of each token; the segments cover the completion without gaps
     spans: list[VersionSpan]
     """Weight version of each token; the spans cover the completion without gaps."""
-    finish_reason: str
-    """`stop`, or `length` if truncated."""
+    finish_reason: str  # `stop`, or `length` if truncated
     verdict: tuple[str, str, float | None] | None = None
     """`rewards.Outcome`, reason and reward by an environment; None: the task's verifier judges."""
     turn_rewards: list[float] = []
@@ -217,8 +196,7 @@ class RolloutFailed(Message):
     index: int
     prompt_id: int
     evaluation: int
-    cause: str
-    """By which failures are counted."""
+    cause: str  # by which failures are counted
     reason: str
 
 
@@ -227,10 +205,8 @@ class Grown(Message):
 
     group: int
     index: int
-    start: int
-    """Tokens that were told before."""
-    rest: Partial
-    """Ids and log-probs from `start` on; spans and forced range of the whole."""
+    start: int  # tokens that were told before
+    rest: Partial  # ids and log-probs from `start` on; spans and forced range of the whole
 
 
 class Leaving(Message):
@@ -245,10 +221,8 @@ class WeightsUpdated(Message):
     """The generator decodes with `version` from now on."""
 
     version: int
-    pause_seconds: float
-    """Time without decoding."""
-    transfer_seconds: float
-    """Loading, part of the pause."""
+    pause_seconds: float  # time without decoding
+    transfer_seconds: float  # loading, part of the pause
     requests_in_flight: int
 
 
@@ -263,13 +237,10 @@ class Scores(Message):
 class GeneratorStats(Message):
     """Load of a generator, about once a second."""
 
-    seconds: float
-    """Interval that this message covers."""
-    busy_seconds: float
-    """Part of the interval with at least one request decoding."""
+    seconds: float  # interval that this message covers
+    busy_seconds: float  # part of the interval with at least one request decoding
     tokens: int
-    aborted: int
-    """Requests that ended unfinished since the start (must stay 0)."""
+    aborted: int  # requests that ended unfinished since the start (must stay 0)
 
 
 class Failed(Message):
@@ -297,20 +268,13 @@ class Batch(Message):
     step: int
     bounds: bytes = bytes(4)
     """int32 [sequences + 1]: sequence i has tokens `[bounds[i], bounds[i+1])`."""
-    prompt_lengths: bytes = b""
-    """int32 [sequences]."""
-    prompt_ids: bytes = b""
-    """int32 [sequences]."""
-    completion_indices: bytes = b""
-    """int32 [sequences]: `Sample.index`."""
-    token_ids: bytes = b""
-    """int32 [tokens]."""
-    advantages: bytes = b""
-    """float32 [tokens]."""
-    generator_logprobs: bytes = b""
-    """float32 [tokens], 0 on prompts."""
-    loss_weights: bytes = b""
-    """float32 [tokens]."""
+    prompt_lengths: bytes = b""  # int32 [sequences]
+    prompt_ids: bytes = b""  # int32 [sequences]
+    completion_indices: bytes = b""  # int32 [sequences]: `Sample.index`
+    token_ids: bytes = b""  # int32 [tokens]
+    advantages: bytes = b""  # float32 [tokens]
+    generator_logprobs: bytes = b""  # float32 [tokens], 0 on prompts
+    loss_weights: bytes = b""  # float32 [tokens]
     versions: bytes = b""
     """int32 [tokens]: weight version of the token, -1 on prompts and forced tokens."""
     probe: list[int] = []
@@ -318,24 +282,19 @@ class Batch(Message):
     routes: list[bytes] = []
     """Routed experts of each sequence, empty without them: one field of MessagePack ends at 4 GiB.
     """
-    stop: bool = False
-    """All steps are trained; the batch is empty."""
-    save: bool = False
-    """Save a checkpoint before this step."""
+    stop: bool = False  # all steps are trained; the batch is empty
+    save: bool = False  # save a checkpoint before this step
 
 
 class StepDone(Message):
     """Step `step` is done; the weights are version `step + 1` now."""
 
     step: int
-    metrics: dict[str, float]
-    """Sums and means over the batch, by the names of metrics.jsonl."""
+    metrics: dict[str, float]  # sums and means over the batch, by the names of metrics.jsonl
     probe_logprobs: list[list[float]]
     """Completion log-probs under weights `step`, one list per sequence of `Batch.probe`."""
-    wait_seconds: float
-    """Wait for the batch."""
-    train_seconds: float
-    """Forward, backward and optimizer step."""
+    wait_seconds: float  # wait for the batch
+    train_seconds: float  # forward, backward and optimizer step
     ratios: bytes = b""
     """float32 [completion tokens of the batch]: exp(trainer - generator) log-prob of each, if
     rollout files have them (`metrics.rollouts_ratios`)."""
@@ -380,6 +339,5 @@ class TrainerDone(Message):
 AnyMessage: Any = Union[tuple(Message.__subclasses__())]  # noqa: UP007 - not a fixed list
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.encode
-"""Return the bytes of a message."""
 decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder(AnyMessage).decode
 """Return the message of these bytes, or raise msgspec.DecodeError."""

@@ -67,12 +67,10 @@ class OrchestratorConnection:
         """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
         self.heard_at = time.monotonic()
         """`time.monotonic()` of the last frame that came, later if this process did not run."""
-        self.error: Exception | None = None
-        """The error that ended the connection's thread."""
+        self.error: Exception | None = None  # the error that ended the connection's thread
         self._closes_at: float | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.endpoint = str(endpoint)
-        """Address of the orchestrator; the file, while it has none."""
+        self.endpoint = str(endpoint)  # address of the orchestrator; the file, while it has none
         self._file = endpoint if isinstance(endpoint, Path) else None
         self._context, self._name = zmq.Context(), name
         self._open_socket("" if self._file else self.endpoint)
@@ -96,11 +94,7 @@ class OrchestratorConnection:
             self.send(m.Failed(error=error))
 
     def receive(self, seconds: float) -> m.AnyMessage | None:
-        """Return the next message, or None after so many seconds without one.
-
-        Raises:
-            ConnectionError: the connection's thread has ended.
-        """
+        """Return the next message, None after so many seconds, or raise as `send`."""
         try:
             data = self._waiting.get(timeout=seconds) if seconds > 0 else self._waiting.get_nowait()
         except queue.Empty:

@@ -31,9 +31,8 @@ class FolderInUse(RuntimeError):
 def hold(folder: Path) -> IO[str]:
     """Lock a run's folder for as long as the returned file is open.
 
-    The lock goes with the process, however it ends, so a killed run leaves none behind; ranks that
-    outlive torchrun keep it. It holds between nodes where the file system has locks; where it has
-    none, a warning says so.
+    The lock goes with the process, however it ends; ranks that outlive torchrun keep it. It holds
+    between nodes where the file system has locks; where it has none, a warning says so.
 
     Raises:
         FolderInUse: names the host, the process and the start of the run that has it, or had it
@@ -75,10 +74,7 @@ def hold(folder: Path) -> IO[str]:
 
 
 def _refusal() -> Path | None:
-    """Return the file by which the ranks that torchrun starts again know of a refusal.
-
-    It is among torchrun's own files: a start that is refused writes nothing into the run's folder.
-    """
+    """Return the file by which restarted ranks know of a refusal; it is among torchrun's own."""
     # <torchrun's logs of this start>/attempt_<n>/<local rank>/error.json
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.with_name("folder_in_use") if attempt.name.startswith("attempt_") else None

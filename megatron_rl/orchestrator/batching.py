@@ -21,8 +21,7 @@ from megatron_rl.config import Algorithm
 from megatron_rl.orchestrator.groups import Group
 
 LONG_COMPLETION_TOKENS = 16
-ZERO_ADVANTAGE = 1e-6
-"""Larger ones are no rounding of equal rewards."""
+ZERO_ADVANTAGE = 1e-6  # larger ones are no rounding of equal rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,9 @@ class BuiltBatch:
     """A step's batch and the metrics of its rollouts."""
 
     batch: m.Batch
-    kept: list[Group]
-    """Groups that are trained."""
+    kept: list[Group]  # groups that are trained
     metrics: dict[str, Any]
-    probe: m.ScoreRequest
-    """Request for the generator's log-probs of the sequences of `batch.probe`."""
+    probe: m.ScoreRequest  # request for the generator's log-probs of the sequences of `batch.probe`
     trained: dict[tuple[int, int], tuple[tuple[float, ...], float]]
     """(group, index) of each completion in it -> its advantages and loss weight."""
     teaches: bool
@@ -47,14 +44,10 @@ class TrainedSample:
 
     prompt: list[int]
     sample: m.Sample
-    advantages: tuple[float, ...]
-    """Of each turn, or one of all turns."""
-    loss_weight: float
-    """Of each sampled token."""
-    part: slice = slice(None)
-    """Its tokens in the completion, which follow the prompt."""
-    sequence: int = 0
-    """Number of the part."""
+    advantages: tuple[float, ...]  # of each turn, or one of all turns
+    loss_weight: float  # of each sampled token
+    part: slice = slice(None)  # its tokens in the completion, which follow the prompt
+    sequence: int = 0  # number of the part
 
     def token_advantages(self) -> NDArray[np.float64]:
         """Return [tokens of the completion]: each has its turn's; 0 between turns of their own."""

@@ -19,8 +19,7 @@ from megatron_rl.files import replace_file
 from megatron_rl.orchestrator import RunError
 from megatron_rl.run_lock import ENDPOINT_FILE
 
-FINAL_STATUS = 2
-"""Exit status after an error that another start would only meet again."""
+FINAL_STATUS = 2  # exit status after an error that another start would only meet again
 
 
 class EvaluateOnly(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,30 +27,22 @@ class EvaluateOnly(msgspec.Struct, frozen=True, kw_only=True):
 
     heldout: list[Prompt]
     temperature: float
-    samples_file: str
-    """File for a line of JSON per completion (`evaluation.EvaluatedSample`)."""
+    samples_file: str  # file for a line of JSON per completion (`evaluation.EvaluatedSample`)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the file that starts the orchestrator's process."""
 
     config: dict[str, Any]
-    model_dir: str
-    """Hugging Face directory of the tokenizer."""
-    trainer_node: str
-    """Node whose processes see every trainer rank's store; empty if no node does."""
-    bind: str
-    """Address to bind, `tcp://127.0.0.1:*`."""
+    model_dir: str  # Hugging Face directory of the tokenizer
+    trainer_node: str  # node whose processes see every trainer rank's store; empty if no node does
+    bind: str  # address to bind, `tcp://127.0.0.1:*`
     endpoint_file: str
     """Written atomically once the socket is bound; an error goes to `<endpoint_file>.error`."""
-    phases: dict[str, float]
-    """Wall seconds of the phases before, by name."""
-    versions: dict[str, str]
-    """Versions of the packages that the trainer imports."""
-    checkpoint: str = ""
-    """Checkpoint folder to resume from."""
-    evaluate_only: EvaluateOnly | None = None
-    """None for a run that trains."""
+    phases: dict[str, float]  # wall seconds of the phases before, by name
+    versions: dict[str, str]  # versions of the packages that the trainer imports
+    checkpoint: str = ""  # checkpoint folder to resume from
+    evaluate_only: EvaluateOnly | None = None  # None for a run that trains
 
 
 class OrchestratorProcess:

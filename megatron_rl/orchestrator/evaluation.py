@@ -23,8 +23,7 @@ from megatron_rl.rewards import Verdict
 
 HELDOUT = ""
 """Name of the evaluation of the held-out prompts; the others have the names of their sets."""
-HOLDERS = 2
-"""Generators that are held at a version until its evaluations have every completion."""
+HOLDERS = 2  # generators that are held at a version until its evaluations have every completion
 
 
 def evaluation_steps(evaluation: Evaluation, steps: int) -> list[int]:
@@ -74,11 +73,9 @@ class EvaluationRun:
     """A running evaluation: mean@n over the held-out prompts, or a set's, at one weight version."""
 
     step: int
-    tasks: dict[int, str]
-    """Prompt id -> task."""
+    tasks: dict[int, str]  # prompt id -> task
     samples_per_prompt: int
-    compute: dict[str, float]
-    """Compute spent up to this version."""
+    compute: dict[str, float]  # compute spent up to this version
     name: str = HELDOUT
     samples: dict[tuple[int, int], EvaluatedSample] = field(default_factory=dict)
     """(prompt, index) -> completion and verdict."""
@@ -89,8 +86,7 @@ class EvaluationRun:
     dropped: set[tuple[int, int]] = field(default_factory=set)
     """Completions that are not made again after so many failures."""
     started: float | None = None
-    rows: list[Row] = field(default_factory=list)
-    """Of its rollout file."""
+    rows: list[Row] = field(default_factory=list)  # of its rollout file
 
     def check_versions(self, sample: m.Sample) -> None:
         """Raise ValueError if another weight version sampled a part of a completion."""
@@ -193,8 +189,7 @@ class Evaluations:
     ) -> None:
         self._config, self._metrics, self._only = config, metrics, only
         evaluation, steps = config.evaluation, config.schedule.steps
-        self.prompts = prompts.evaluated
-        """All prompts by id."""
+        self.prompts = prompts.evaluated  # all prompts by id
         self._parts = {HELDOUT: prompts.heldout, **prompts.sets}
         self._names = [name for name, part in self._parts.items() for _ in part]
         self._samples = {HELDOUT: evaluation.samples_per_prompt}

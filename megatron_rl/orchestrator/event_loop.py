@@ -48,10 +48,8 @@ from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import Verdict
 
 TICK_SECONDS = 0.5
-EVENTS_AT_ONCE = 50
-"""Most events that are handled before their consequences are seen to."""
-STOP_SECONDS = 2.0
-"""Longest wait for the answers to `Stop`: a peer may have ended already."""
+EVENTS_AT_ONCE = 50  # most events that are handled before their consequences are seen to
+STOP_SECONDS = 2.0  # longest wait for the answers to `Stop`: a peer may have ended already
 
 
 class Orchestrator:

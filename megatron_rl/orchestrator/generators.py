@@ -20,14 +20,11 @@ from megatron_rl.messages import Manifest, UpdateWeights
 NO_VERSION = -1
 CLOSED_SECONDS = 3.0
 """Time without a connection after which a generator is lost: one that lives reconnects at once."""
-SUSPECT_SHARE = 1 / 3
-"""Of `timeouts.silence_seconds`."""
-ACKNOWLEDGE_SECONDS = 30.0
-"""Wait for a generator's own error after `timeouts.transfer_seconds`."""
+SUSPECT_SHARE = 1 / 3  # of `timeouts.silence_seconds`
+ACKNOWLEDGE_SECONDS = 30.0  # wait for a generator's own error after `timeouts.transfer_seconds`
 _PAUSE_SECONDS = 5.0
 
-WorkKey = tuple[int, int]
-"""(evaluated version, prompt) of an evaluation, (-1, group) of training."""
+WorkKey = tuple[int, int]  # (evaluated version, prompt) of an evaluation, (-1, group) of training
 
 
 def unreachable(silent: float, closed: float, timeouts: Timeouts) -> str:
@@ -51,32 +48,22 @@ class Standing(enum.Enum):
 class GeneratorState:
     """A generator; it gets work once it acknowledged a version, which the trainer then has."""
 
-    name: str
-    """`generator-<number>`, or `generator-<host>-<number>`."""
-    process: str
-    """Its place, for messages."""
-    supervised: bool
-    """True if a rank of torchrun restarts it."""
+    name: str  # `generator-<number>`, or `generator-<host>-<number>`
+    process: str  # its place, for messages
+    supervised: bool  # True if a rank of torchrun restarts it
     joined_at: float
-    heard_at: float
-    """Time of the last message, or of any sign of life while it joins."""
-    node: str = ""
-    """Node whose files it sees."""
-    capacity: int = 0
-    """Concurrent completions; 0 until its engine runs."""
+    heard_at: float  # time of the last message, or of any sign of life while it joins
+    node: str = ""  # node whose files it sees
+    capacity: int = 0  # concurrent completions; 0 until its engine runs
     standing: Standing = Standing.JOINING
     version: int = NO_VERSION
-    updating: int | None = None
-    """Version that was sent and is not acknowledged."""
+    updating: int | None = None  # version that was sent and is not acknowledged
     updating_since: float = 0.0
-    evaluating: int | None = None
-    """Version at which it is held for an evaluation."""
+    evaluating: int | None = None  # version at which it is held for an evaluation
     work: dict[WorkKey, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Completions dispatched and not returned, by their indices."""
-    in_flight: int = 0
-    """Their number."""
-    evaluations_left: int = 0
-    """Those of evaluations."""
+    in_flight: int = 0  # their number
+    evaluations_left: int = 0  # those of evaluations
 
     @property
     def takes_work(self) -> bool:
@@ -124,8 +111,7 @@ class Generators:
         self._ready: list[GeneratorState] | None = None
         self._manifests: dict[int, Manifest] = {}  # in the order of their versions
         self._checked: float | None = None
-        self.all_came = self.expected == 0
-        """True once as many as the run started were ready."""
+        self.all_came = self.expected == 0  # True once as many as the run started were ready
 
     def __iter__(self) -> Iterator[GeneratorState]:
         return iter(self._states.values())

@@ -18,14 +18,12 @@ class Group:
     prompt_id: int
     size: int
     task: str = ""
-    values: RewardValues = field(default_factory=RewardValues)
-    """Reward of each verdict."""
+    values: RewardValues = field(default_factory=RewardValues)  # reward of each verdict
     samples: dict[int, Sample] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     begun: dict[int, Partial] = field(default_factory=dict)
     """Beginnings of completions that have not arrived, by index."""
-    losses: int = 0
-    """Generators that were lost while they had it in work."""
+    losses: int = 0  # generators that were lost while they had it in work
     failures: Counter[int] = field(default_factory=Counter)
     """Times that a completion's tools, environment or agent failed, by index."""
     dropped: set[int] = field(default_factory=set)
@@ -109,10 +107,8 @@ class GroupQueue:
         self._returned: dict[int, set[int]] = {}  # group -> completions to dispatch again
         self._replaced: set[int] = set()
         self._taken: dict[int, int] = {}  # step -> groups of its batch
-        self.trained_steps = 0
-        """Trained steps: the next one is v."""
-        self.consumed = 0
-        """Groups of batches that were trained or skipped (c)."""
+        self.trained_steps = 0  # trained steps: the next one is v
+        self.consumed = 0  # groups of batches that were trained or skipped (c)
         self.next_index = 0
 
     def latest_step(self, index: int) -> int:

@@ -30,8 +30,7 @@ class ReplayPlan:
     """A replay that can begin: the steps `first` to `end - 1` of the folder `run`."""
 
     run: Path
-    config: RunConfig
-    """The run's, with the replay's changes; without generators."""
+    config: RunConfig  # the run's, with the replay's changes; without generators
     first: int
     end: int
 
@@ -135,8 +134,9 @@ def recorded_batch(folder: Path, step: int, *, save: bool = False) -> m.Batch:
     return batch_of(step, [_trained_sample(*row) for row in rows], save=save)
 
 
-def _trained_sample(row: dict[str, Any], prompt: Any, *arrays: Any) -> TrainedSample:
-    token_ids, logprobs, versions, origins = arrays
+def _trained_sample(
+    row: dict[str, Any], prompt: Any, token_ids: Any, logprobs: Any, versions: Any, origins: Any
+) -> TrainedSample:
     sample = m.Sample(
         group=row["group"], index=row["index"], prompt_id=row["prompt_id"], evaluation=-1,
         token_ids=m.int_bytes(token_ids), logprobs=m.float_bytes(logprobs),

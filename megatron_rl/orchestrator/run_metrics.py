@@ -38,24 +38,19 @@ class RunMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sink, self.rows, self._clock = sink, rows, clock
-        self._roles, self.engines = roles, roles.engines
-        """Engines whose devices count."""
+        self._roles, self.engines = roles, roles.engines  # engines whose devices count
         self.trained_steps = 0
-        self.engines_ready = 0
-        """Generators that get work."""
+        self.engines_ready = 0  # generators that get work
         self._lost = 0  # generators since the last row
         self._failed_rollouts, self._dropped_rollouts = Counter[str](), 0  # since the last row
         self.active_parameters = self.aborted = 0
         self.max_logprob_error = math.inf
         """Mean difference of both sides' log-probs that ends the run, in nats."""
         self._empty_batches = 0  # since the last step
-        self.publish_seconds = 0.0
-        """Seconds of the trainer's last export of weights."""
-        self.updates: list[m.WeightsUpdated] = []
-        """Weight updates of generators since the last row."""
+        self.publish_seconds = 0.0  # seconds of the trainer's last export of weights
+        self.updates: list[m.WeightsUpdated] = []  # weight updates of generators since the last row
         self._aborted_by: dict[str, int] = {}
-        self.recorder = Recorder()
-        """Of rollout files; this one writes none."""
+        self.recorder = Recorder()  # of rollout files; this one writes none
         self._now = clock()
         self._last_step_end: float | None = None
         self._compute = dict.fromkeys(COMPUTE, 0.0)

@@ -29,30 +29,22 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     prompt_id: int
     samples: list[Sample]
-    verdicts: dict[int, Verdict]
-    """Verdicts by completion; missing ones are computed again."""
-    failed: bool = False
-    """`Group.failed`."""
-    dropped: set[int] = set()
-    """`Group.dropped`."""
+    verdicts: dict[int, Verdict]  # verdicts by completion; missing ones are computed again
+    failed: bool = False  # `Group.failed`
+    dropped: set[int] = set()  # `Group.dropped`
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a resumed run apart from weights and optimizer."""
 
-    step: int
-    """Steps trained."""
-    fingerprint: str
-    """Hash of the data set."""
-    sets: dict[str, str] = {}
-    """Hash of each evaluation set."""
+    step: int  # steps trained
+    fingerprint: str  # hash of the data set
+    sets: dict[str, str] = {}  # hash of each evaluation set
     prompts_per_step: int
-    consumed: int
-    """Groups below this index were trained."""
+    consumed: int  # groups below this index were trained
     groups: list[SavedGroup]
     curriculum: dict[str, Any]
-    compute: dict[str, float]
-    """`RunMetrics.compute`."""
+    compute: dict[str, float]  # `RunMetrics.compute`
     aborted: int
 
 

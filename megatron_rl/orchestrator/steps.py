@@ -49,8 +49,7 @@ class StepBuilder:
         }
         self.stream = Mixture(streams, prompts.sizes, weights, config.seed)
         """The prompts of all tasks by weight, with a curriculum for each task."""
-        self.first_step = 0
-        """Steps trained before this start of the run."""
+        self.first_step = 0  # steps trained before this start of the run
         self._saved_at = time.monotonic()
 
     def request(self, group: Group, indices: list[int], oldest: int) -> m.Generate:

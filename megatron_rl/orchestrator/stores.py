@@ -20,8 +20,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import NO_VERSION, Generators, unreachable
 
-GRACE_SECONDS = 30.0
-"""Wait for a store's own error after `timeouts.transfer_seconds`."""
+GRACE_SECONDS = 30.0  # wait for a store's own error after `timeouts.transfer_seconds`
 RETRY_SECONDS = 1.0
 """Pause before the trainer's stores are used again by a store for which they failed."""
 
@@ -33,20 +32,17 @@ class StoreState:
     name: str
     node: str
     folder: str
-    memory: m.StoreSource | None = None
-    """Set once its memory is mapped; only then is it a source."""
+    memory: m.StoreSource | None = None  # set once its memory is mapped; only then is it a source
     complete: list[int] = field(default_factory=list)
     """Versions that it holds, at most two, in ascending order."""
     taking: m.Manifest | None = None
     """Version that was named and is not complete; of a trainer's store, the last one named."""
     named_at: float = 0.0
     sources: tuple[m.StoreSource, ...] = ()
-    sources_at: float | None = None
-    """Time of the first sources of this version."""
+    sources_at: float | None = None  # time of the first sources of this version
     failed: dict[str, float] = field(default_factory=dict)
     """Time at which each source failed, for this store and version."""
-    suspect: int | None = None
-    """Version for which another store reported it; None: healthy."""
+    suspect: int | None = None  # version for which another store reported it; None: healthy
 
 
 class Stores:
