@@ -90,8 +90,7 @@ class EvaluationRun:
 
     def check_versions(self, sample: m.Sample) -> None:
         """Raise ValueError if another weight version sampled a part of a completion."""
-        versions = {span.version for span in sample.spans}
-        if versions - {self.step}:
+        if (versions := {span.version for span in sample.spans}) - {self.step}:
             raise ValueError(
                 f"evaluation at step {self.step}: prompt {sample.prompt_id} was answered by weight"
                 f" versions {sorted(versions)}; the generators must hold version {self.step} while"
@@ -112,10 +111,7 @@ class EvaluationRun:
         return len(self.samples) + len(self.dropped) == wanted
 
     def row(self, seconds: float) -> Row:
-        """Return the row of metrics.jsonl: pass rates with standard errors, and compute.
-
-        The rates of a set are in `sets`, under its name.
-        """
+        """Return the row of metrics.jsonl: pass rates with standard errors, and compute."""
         rates = self._pass_rates(list(self.tasks))
         row = {"step": self.step, **self.compute, "eval_seconds": seconds}
         if self.name:
@@ -175,8 +171,8 @@ class Evaluations:
     """The evaluations of a run that starts at `first_step`: those to come and those in progress.
 
     A share of the generators (`evaluation.engine_share`) evaluates a version: those that load it
-    first are held at it and get prompts as they return others. Two of them stay until the last
-    completion has arrived, so that one can take what the other loses.
+    first are held at it and get prompts as they return others. `HOLDERS` of them stay until the
+    last completion has arrived, so that one can take what the other loses.
     """
 
     def __init__(
@@ -201,10 +197,9 @@ class Evaluations:
         for name, due in planned.items():
             left = steps_left(due, {step for n, step in done if n == name}, first_step)
             self._due |= {(name, step) for step in left}
-        self.running: dict[tuple[str, int], EvaluationRun] = {}
-        """Evaluations by name and step until they are complete."""
-        self._todo: dict[int, deque[tuple[int, list[int]]]] = {}
+        self.running: dict[tuple[str, int], EvaluationRun] = {}  # by name and step, until complete
         # version -> (prompt, completions) that no generator has
+        self._todo: dict[int, deque[tuple[int, list[int]]]] = {}
 
     @property
     def steps(self) -> set[int]:
@@ -226,17 +221,15 @@ class Evaluations:
 
     def wanted(self, generators: Generators) -> set[int]:
         """Return the versions that more generators have to load; none of them skips one."""
-        holders = Counter(g.evaluating for g in generators)
-        return {v for v in self.steps if self._wants(v, holders[v], generators)}
+        held = Counter(g.evaluating for g in generators)
+        to_come = generators.size - len(generators.ready)
 
-    def _wants(self, version: int, holders: int, generators: Generators) -> bool:
-        if not self._todo.get(version, True):
-            return False
-        if not holders:
-            return True
-        others = sum(g.version <= version and g.evaluating != version for g in generators.ready)
-        others += generators.size - len(generators.ready)  # those that have yet to come
-        return holders < min(self._engines(generators), holders + others)
+        def wants(version: int) -> bool:
+            others = sum(g.version <= version and g.evaluating != version for g in generators.ready)
+            limit = min(self._engines(generators), held[version] + others + to_come)
+            return not held[version] or held[version] < limit
+
+        return {v for v in self.steps if self._todo.get(v, True) and wants(v)}
 
     def _engines(self, generators: Generators) -> int:
         return max(1, math.ceil(self._config.evaluation.engine_share * generators.size))

@@ -254,8 +254,7 @@ class Orchestrator:
 
     def _send_work(self, generator: GeneratorState, request: m.Generate) -> None:
         self.metrics.start_clock()
-        version = request.evaluation
-        generator.give((version, request.group), request.indices)
+        generator.give((request.evaluation, request.group), request.indices)
         self.metrics.recorder.sent(request)
         self.connection.send(generator.name, request)
 
@@ -309,12 +308,11 @@ class Orchestrator:
     def _record_verdict(self, sample: m.Sample, verdict: Verdict) -> None:
         self._work_can_move = True
         self.metrics.recorder.verified(sample)
-        if sample.evaluation < 0:
-            if (group := self.groups.get(sample.group)) is not None:
-                group.verdicts[sample.index] = verdict
-                self.groups.verified(group)
-        else:
+        if sample.evaluation >= 0:
             self.evaluations.verified(sample, verdict)
+        elif (group := self.groups.get(sample.group)) is not None:
+            group.verdicts[sample.index] = verdict
+            self.groups.verified(group)
 
     def _answer_trainer(self) -> None:
         # A resumed run writes no files of the steps before its checkpoint: they are there first.
@@ -325,9 +323,9 @@ class Orchestrator:
             return
         if step >= self.config.schedule.steps:
             batch = m.Batch(step=step, stop=True)
+        elif not self._is_free(step):
+            return
         else:
-            if not self._is_free(step):
-                return
             while (built := self.steps.build(step, self.groups)) is not None and not built.teaches:
                 self._skip_batch(step, built)
             if built is None:

@@ -148,7 +148,6 @@ class Generators:
         left = sum(g.evaluations_left for g in self)
         return left / sum(g.in_flight for g in self) if left else 0.0
 
-    # ------------------------------------------------------------ membership
     def join(self, name: str, process: str, supervised: bool, now: float) -> None:
         """Add a generator whose engine is yet to start, or to load a version of this run."""
         self._states[name] = GeneratorState(name, process, supervised, now, now)
@@ -213,7 +212,6 @@ class Generators:
             )
         return ""
 
-    # ------------------------------------------------------------ weights
     def publish(self, manifest: Manifest, keep: set[int]) -> None:
         """Add a version; forget older ones unless they are in `keep`."""
         self._manifests = {v: x for v, x in self._manifests.items() if v in keep}
@@ -227,9 +225,8 @@ class Generators:
         A generator gets the newest version that can be loaded on its node (`Stores.folder`); it
         skips no version of `keep`, and one that is held for an evaluation gets none.
         """
-        newest = max(self._manifests, default=NO_VERSION)
         for g in self.ready:
-            if g.updating is not None or g.evaluating is not None or g.version >= newest:
+            if g.updating is not None or g.evaluating is not None:
                 continue
             ahead = [v for v in self._manifests if v > g.version]
             kept = next((i for i, v in enumerate(ahead) if v in keep), len(ahead))

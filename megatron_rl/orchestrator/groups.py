@@ -69,20 +69,16 @@ class Group:
         return sum(v.passed for v in decided) / len(decided) if decided else None
 
     def grow(self, grown: Grown) -> None:
-        """Add to the beginning of a completion.
-
-        Raises:
-            RunError: it does not go on where it had ended.
-        """
+        """Add to the beginning of a completion; `RunError` if it does not go on where that ends."""
         before = self.begun.get(grown.index, Partial(b"", b"", [], (0, 0)))
         if grown.start != before.num_tokens:
             raise RunError(
                 f"completion {grown.index} of group {grown.group} goes on at token {grown.start},"
                 f" and {before.num_tokens} were told before"
             )
-        ids = before.token_ids + grown.rest.token_ids
-        logprobs = before.logprobs + grown.rest.logprobs
-        self.begun[grown.index] = Partial(ids, logprobs, grown.rest.spans, grown.rest.forced)
+        rest = grown.rest
+        ids, logprobs = before.token_ids + rest.token_ids, before.logprobs + rest.logprobs
+        self.begun[grown.index] = Partial(ids, logprobs, rest.spans, rest.forced)
 
     def reward(self, sample: Sample) -> float | None:
         """Return a completion's reward; None leaves it out of batch and baseline."""
@@ -114,7 +110,7 @@ class GroupQueue:
     def latest_step(self, index: int) -> int:
         """Return the latest step in which a group is trained: `v + (i - c) // B`.
 
-        `index` is that of a group, or `next_index`; replaced groups before it do not count.
+        Replaced groups before it do not count.
         """
         replaced = sum(i < index for i in self._replaced)
         return self.trained_steps + (index - self.consumed - replaced) // self._per_step
@@ -140,10 +136,7 @@ class GroupQueue:
     def dispatch(
         self, draw: Callable[[], int], make: Callable[[int, int], Group]
     ) -> tuple[Group, list[int]]:
-        """Return the next group and the indices of its completions to dispatch.
-
-        A new one is `make(index, prompt id)` of a drawn prompt.
-        """
+        """Return the next group, which may be a new one of `make`, and what to dispatch of it."""
         if (index := self.next_to_dispatch) < self.next_index:
             return self._groups[index], sorted(self._returned.pop(index))
         group = self._groups[index] = make(index, draw())
@@ -170,10 +163,7 @@ class GroupQueue:
         return None
 
     def rollout_failed(self, group: Group, index: int, attempts: int) -> bool:
-        """Put a completion back to the head of the queue; True: dropped, as its last attempt.
-
-        A group of which all completions are dropped has failed.
-        """
+        """Put a completion back to the head of the queue; True: dropped, as its last attempt."""
         group.failures[index] += 1
         group.begun.pop(index, None)
         if group.failures[index] < attempts:

@@ -45,7 +45,6 @@ class Membership:
         self._last_failure = ""
         self._alone_since, self._parent = time.monotonic(), os.getppid()
 
-    # ------------------------------------------------------------ coming
     def join(self, sender: str, join: m.Join) -> None:
         """Welcome a generator; one of this name that was a member is lost."""
         self._check_protocol(sender, join.protocol)
@@ -91,7 +90,6 @@ class Membership:
         since = self._lost_at.pop(generator.name, generator.joined_at)
         self._metrics.generator_ready(generator.name, generator.process, now - since)
 
-    # ------------------------------------------------------------ going
     def leaving(self, sender: str) -> None:
         """Give a generator no more work, and let it go when it has none."""
         self._generators.leave(sender)
@@ -133,7 +131,7 @@ class Membership:
             if generator.supervised and generator.capacity == 0 and not self._lost_at:
                 raise RunError(f"{sender}: {failure.error}")  # its engine did not even start
             self._lose(generator, failure.error, ended=True)
-        elif sender in self._stores.generator_stores:
+        elif sender in self._stores and not sender.startswith("trainer"):
             self._lose_store(sender, failure.error)
         else:
             raise RunError(f"{sender}: {failure.error}")
@@ -166,7 +164,6 @@ class Membership:
         work = "a generator of its node restarts it"
         print(f"warning: {name} is lost: {reason}; {work}", file=sys.stderr)
 
-    # ------------------------------------------------------------ silence
     def check(self, now: float) -> None:
         """Find out who is lost.
 

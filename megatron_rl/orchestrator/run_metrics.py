@@ -22,12 +22,11 @@ from megatron_rl.orchestrator.recording import Recorder
 class RunMetrics:
     """Collects a row's values from several messages and writes the row once.
 
-    metrics.jsonl has `rows` already (a resumed run).
-
-    `advance` is the only clock. All devices of the roles count from the first request of the RL
-    stage on. Of an interval, an evaluation has its fraction of the completions that all generators
-    have in flight: of the generators' time always, and of the trainer's time while the trainer
-    waits for a batch. On one GPU (`roles.one_gpu`) all time is the trainer's.
+    metrics.jsonl has `rows` already (a resumed run). `advance` is the only clock. All devices of
+    the roles count from the first request of the RL stage on. Of an interval, an evaluation has its
+    fraction of the completions that all generators have in flight: of the generators' time always,
+    and of the trainer's time while the trainer waits for a batch. On one GPU (`roles.one_gpu`) all
+    time is the trainer's.
     """
 
     def __init__(
@@ -134,10 +133,9 @@ class RunMetrics:
     def generator_lost(
         self, generator: GeneratorState, reason: str, again: int, begun: list[int], *, lost: bool
     ) -> None:
-        """Write the event of a generator that is gone, and print it.
+        """Write the event of a generator that is gone, lost or by itself, and print it.
 
-        Of its completions, `again` are made again, and those with `begun` tokens continued. Without
-        `lost` it left by itself.
+        Of its completions, `again` are made again, and those with `begun` tokens continued.
         """
         name, process, act = generator.name, generator.process, generator.act()
         self._lost += lost
@@ -262,9 +260,8 @@ class RunMetrics:
             self.updates.clear()
         stats = [one for several in self._stats.values() for one in several]
         if seconds := sum(s.seconds for s in stats):
-            busy = sum(s.busy_seconds for s in stats)
+            busy, tokens = sum(s.busy_seconds for s in stats), sum(s.tokens for s in stats)
             row["generator_wait_fraction"] = max(1 - busy / seconds, 0.0)
-            tokens = sum(s.tokens for s in stats)
             row["generator_tokens_per_second"] = tokens / seconds * len(self._stats)
             self._stats.clear()
         return row

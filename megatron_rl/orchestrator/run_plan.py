@@ -57,9 +57,8 @@ def _ranks(first: int, last: int) -> str:
 
 def _steps(steps: list[int]) -> str:
     if len(steps) <= _SHOWN_STEPS:
-        return ", ".join(str(step) for step in steps)
-    first = ", ".join(str(step) for step in steps[:6])
-    return f"{first}, ..., {steps[-1]} ({len(steps)} evaluations)"
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[:6]))}, ..., {steps[-1]} ({len(steps)} evaluations)"
 
 
 def _lengths(config: RunConfig) -> str:

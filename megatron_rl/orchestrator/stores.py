@@ -69,11 +69,6 @@ class Stores:
         return next(store for store in self if store.name == name)
 
     @property
-    def generator_stores(self) -> set[str]:
-        """Names of the stores of generators' nodes."""
-        return set(self._stores)
-
-    @property
     def newest(self) -> int:
         """The newest version that was announced."""
         return NO_VERSION if self._manifest is None else self._manifest.version
@@ -86,14 +81,10 @@ class Stores:
 
     def oldest_taken(self) -> int | None:
         """Return the oldest version that a store still takes."""
-        taken = (store.taking.version for store in self._stores.values() if store.taking)
-        return min(taken, default=None)
+        return min((s.taking.version for s in self._stores.values() if s.taking), default=None)
 
     def folder(self, manifest: m.Manifest, node: str) -> str | None:
-        """Return the folder from which generators of a node can load a version now.
-
-        It is empty for the trainer's own stores. None: the version is not there (any more).
-        """
+        """Return the folder from which a node can load a version, "" for the trainer's; or None."""
         if _is_direct(manifest, node):
             return "" if manifest.version >= self.readable_from else None
         store = self._by_node.get(node)
@@ -112,9 +103,8 @@ class Stores:
 
     def publish(self, manifest: m.Manifest) -> None:
         """Note the newest version, which is complete in the trainer's stores."""
-        held, now = self.versions, time.monotonic()
-        self._published_at = {v: t for v, t in self._published_at.items() if v in held}
-        self._published_at[manifest.version] = now
+        held = {v: t for v, t in self._published_at.items() if v in self.versions}
+        self._published_at = held | {manifest.version: time.monotonic()}
         self._manifest = manifest
 
     def batch_given(self, step: int) -> None:
@@ -168,9 +158,9 @@ class Stores:
                 store.named_at = store.named_at or now
                 store.taking = manifest
                 yield store.name, m.TakeVersion(manifest=manifest)
-        healthy = [store for store in self._stores.values() if store.suspect is None]
-        suspects = [store for store in self._stores.values() if store.suspect is not None]
-        for index, store in enumerate([*healthy, *suspects]):
+        stores = sorted(self._stores.values(), key=lambda s: s.suspect is not None)
+        healthy = [store for store in stores if store.suspect is None]
+        for index, store in enumerate(stores):
             index = min(index, len(healthy))
             parent = healthy[(index - 2) // 2] if index >= 2 else None
             if store.taking is None:
