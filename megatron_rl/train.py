@@ -182,11 +182,13 @@ def _reinforce(
                 # An engine takes what another process allocates during its start for its own.
                 store.set("orchestrator", orchestrator.endpoint)
             client = TrainerClient(
-                orchestrator.endpoint, config.timeouts,
+                orchestrator.endpoint,
+                config.timeouts,
                 active_parameters=policy.architecture.active_parameters(),
                 max_logprob_error=start_comparison.bound(config),
-                alive=orchestrator.ended, stop_requested=interrupted,
-            )  # fmt: skip
+                alive=orchestrator.ended,
+                stop_requested=interrupted,
+            )
             stack.callback(client.close)
         else:
             stack.callback(show_life(store, rank).close)
