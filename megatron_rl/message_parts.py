@@ -118,8 +118,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """Memory of a store that peers read."""
 
     owner: int  # trainer rank whose buckets it has; -1: all buckets
-    addresses: tuple[int, ...]
-    """Of header, two slots and two differences (`weights.store.Store.regions`)."""
+    addresses: tuple[int, ...]  # of header, two slots, two differences (`weights.store.Store`)
 
 
 class StoreSource(msgspec.Struct, frozen=True, array_like=True):

@@ -78,16 +78,14 @@ class Generate(Message):
     task: str = ""  # task of the prompt, whose `rollout` makes the completions
     row: dict[str, Any] = {}  # for several turns: `messages` of the question, `gold`, `meta`
     evaluation: int = -1  # weight version under evaluation; -1 for training
-    begun: dict[int, Partial] = {}
-    """Completions, by index, that another generator had begun: they are continued."""
+    begun: dict[int, Partial] = {}  # by index: another generator had begun them; go on with them
 
 
 class UpdateWeights(Message):
     """Swap to these weights in flight; the answer is `WeightsUpdated`."""
 
     manifest: Manifest
-    folder: str
-    """Store on the generator's node that has all buckets; empty: the trainer's own stores."""
+    folder: str  # store on the generator's node that has all buckets; empty: the trainer's stores
 
 
 class ScoreRequest(Message):
@@ -125,14 +123,10 @@ class Join(Message):
 class Hello(Message):
     """A peer is ready; the first message of every other role."""
 
-    role: str
-    """`trainer`, `trainer-rank` (ranks after the first), `generator`, `store` or
-    `trainer-store`."""
+    role: str  # trainer, trainer-rank (ranks after the first), generator, store or trainer-store
     rank: int
-    version: int
-    """Weight version that the peer holds; one of another incarnation of the run does not count."""
-    node: str = ""
-    """Node of the peer, the same for all that share its memory (`weights.store.node_name`)."""
+    version: int  # that the peer holds; one of another incarnation of the run does not count
+    node: str = ""  # of the peer, one for all that share its memory (`weights.store.node_name`)
     folder: str = ""  # of a store that takes versions for the generators of its node
     protocol: int = PROTOCOL
     capacity: int = 0  # concurrent completions (generators)
@@ -148,16 +142,13 @@ class Sample(Message):
     prompt_id: int
     evaluation: int
     token_ids: bytes  # int32 [tokens]
-    logprobs: bytes
-    """float32 [tokens]: log-prob at sampling time, from the generator; 0 if not sampled."""
-    segments: list[Segment]  # origin of each token; the segments cover the completion without gaps
-    spans: list[VersionSpan]
-    """Weight version of each token; the spans cover the completion without gaps."""
+    logprobs: bytes  # float32 [tokens]: the generator's at sampling time; 0 if not sampled
+    segments: list[Segment]  # origin of each token; they cover the completion without gaps
+    spans: list[VersionSpan]  # weight version of each token; they cover it without gaps
     finish_reason: str  # `stop`, or `length` if truncated
     verdict: tuple[str, str, float | None] | None = None
     """`rewards.Outcome`, reason and reward by an environment; None: the task's verifier judges."""
-    turn_rewards: list[float] = []
-    """The environment's reward of each turn, which are parts of that of the whole."""
+    turn_rewards: list[float] = []  # the environment's of each turn: parts of that of the whole
     routes: list[bytes] = []
     """For `algorithm.routing_replay`: routed experts (`models.routed_experts`) of each sequence."""
 
@@ -266,8 +257,7 @@ class Batch(Message):
     """
 
     step: int
-    bounds: bytes = bytes(4)
-    """int32 [sequences + 1]: sequence i has tokens `[bounds[i], bounds[i+1])`."""
+    bounds: bytes = bytes(4)  # int32 [sequences + 1]: i has tokens `[bounds[i], bounds[i+1])`
     prompt_lengths: bytes = b""  # int32 [sequences]
     prompt_ids: bytes = b""  # int32 [sequences]
     completion_indices: bytes = b""  # int32 [sequences]: `Sample.index`
@@ -275,13 +265,9 @@ class Batch(Message):
     advantages: bytes = b""  # float32 [tokens]
     generator_logprobs: bytes = b""  # float32 [tokens], 0 on prompts
     loss_weights: bytes = b""  # float32 [tokens]
-    versions: bytes = b""
-    """int32 [tokens]: weight version of the token, -1 on prompts and forced tokens."""
-    probe: list[int] = []
-    """Sequences whose log-probs the trainer returns in `StepDone.probe_logprobs`."""
-    routes: list[bytes] = []
-    """Routed experts of each sequence, empty without them: one field of MessagePack ends at 4 GiB.
-    """
+    versions: bytes = b""  # int32 [tokens]: weight version, -1 on prompts and forced tokens
+    probe: list[int] = []  # sequences whose log-probs the trainer returns (`StepDone`)
+    routes: list[bytes] = []  # routed experts by sequence, or none: a bytes field ends at 4 GiB
     stop: bool = False  # all steps are trained; the batch is empty
     save: bool = False  # save a checkpoint before this step
 
@@ -291,8 +277,7 @@ class StepDone(Message):
 
     step: int
     metrics: dict[str, float]  # sums and means over the batch, by the names of metrics.jsonl
-    probe_logprobs: list[list[float]]
-    """Completion log-probs under weights `step`, one list per sequence of `Batch.probe`."""
+    probe_logprobs: list[list[float]]  # of each sequence of `Batch.probe`, under weights `step`
     wait_seconds: float  # wait for the batch
     train_seconds: float  # forward, backward and optimizer step
     ratios: bytes = b""

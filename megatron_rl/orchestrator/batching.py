@@ -32,10 +32,9 @@ class BuiltBatch:
     kept: list[Group]  # groups that are trained
     metrics: dict[str, Any]
     probe: m.ScoreRequest  # request for the generator's log-probs of the sequences of `batch.probe`
+    # (group, index) of each completion in it -> its advantages and loss weight
     trained: dict[tuple[int, int], tuple[tuple[float, ...], float]]
-    """(group, index) of each completion in it -> its advantages and loss weight."""
-    teaches: bool
-    """False if the gradient is zero: a step would move the weights by Adam's momentum alone."""
+    teaches: bool  # False if the gradient is zero: Adam's momentum alone would move the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +164,13 @@ def _token_arrays(trained: list[TrainedSample], bounds: np.ndarray) -> dict[str,
 def _trained_samples(
     groups: list[Group], kept: list[Group], prompts: dict[int, list[int]], algorithm: Algorithm
 ) -> list[TrainedSample]:
-    def returns(group: Group) -> list[Returns]:
-        return _returns(group, algorithm, penalized=True)
-
     dropped = [g for g in groups if is_dropped(g, algorithm) and baseline_samples(g, algorithm)]
+    others = dropped if algorithm.advantage_std_over == "all" else []
     advantages = turn_advantages(
-        [returns(g) for g in kept],
+        [_returns(g, algorithm, penalized=True) for g in kept],
         algorithm.advantage_normalization,
         baseline=algorithm.advantage_baseline,
-        others=[returns(g) for g in dropped] if algorithm.advantage_std_over == "all" else [],
+        others=[_returns(g, algorithm, penalized=True) for g in others],
     )
     pairs = [
         [
@@ -206,8 +203,7 @@ def is_dropped(group: Group, algorithm: Algorithm) -> bool:
 
 
 def _rewards_differ(group: Group, algorithm: Algorithm) -> bool:
-    columns = by_turn(_returns(group, algorithm))
-    return any(len(set(column)) > 1 for column in columns)
+    return any(len(set(column)) > 1 for column in by_turn(_returns(group, algorithm)))
 
 
 def _returns(group: Group, algorithm: Algorithm, *, penalized: bool = False) -> list[Returns]:

@@ -21,9 +21,9 @@ from megatron_rl.delivery import TICK_SECONDS, Frame, Links
 
 Event = Callable[[], None]
 _GAP_SECONDS = 1.0  # longest pause of the reader that counts as silence of the peers
+# Frames that are read at once, and events that wait: what is more stays in the socket, which takes
+# the peers in turn. So none seems silent because others have sent much.
 _FRAMES_AT_ONCE = _MOST_WAITING = 200
-"""Frames that are read at once, and events that wait: what is more stays in the socket, which takes
-the peers in turn. So none seems silent because others have sent much."""
 _FINISH_SECONDS = 0.02  # time between two looks at what the peers have acknowledged
 
 

@@ -77,14 +77,12 @@ class EvaluationRun:
     samples_per_prompt: int
     compute: dict[str, float]  # compute spent up to this version
     name: str = HELDOUT
+    # By (prompt, index): completion and verdict; sum of -log p over the sampled tokens [nats], and
+    # their number; times that its tools, environment or agent failed; not made again after those.
     samples: dict[tuple[int, int], EvaluatedSample] = field(default_factory=dict)
-    """(prompt, index) -> completion and verdict."""
     surprisals: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
-    """(prompt, index) -> sum of -log p over the sampled tokens [nats], and their number."""
     failures: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(prompt, index) -> times that its tools, environment or agent failed."""
     dropped: set[tuple[int, int]] = field(default_factory=set)
-    """Completions that are not made again after so many failures."""
     started: float | None = None
     rows: list[Row] = field(default_factory=list)  # of its rollout file
 

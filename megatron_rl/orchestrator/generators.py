@@ -18,8 +18,7 @@ from megatron_rl.config import RunConfig, Timeouts
 from megatron_rl.messages import Manifest, UpdateWeights
 
 NO_VERSION = -1
-CLOSED_SECONDS = 3.0
-"""Time without a connection after which a generator is lost: one that lives reconnects at once."""
+CLOSED_SECONDS = 3.0  # without a connection a peer is lost then: one that lives reconnects at once
 SUSPECT_SHARE = 1 / 3  # of `timeouts.silence_seconds`
 ACKNOWLEDGE_SECONDS = 30.0  # wait for a generator's own error after `timeouts.transfer_seconds`
 _PAUSE_SECONDS = 5.0
@@ -60,8 +59,8 @@ class GeneratorState:
     updating: int | None = None  # version that was sent and is not acknowledged
     updating_since: float = 0.0
     evaluating: int | None = None  # version at which it is held for an evaluation
+    # Completions dispatched and not returned, by their indices.
     work: dict[WorkKey, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Completions dispatched and not returned, by their indices."""
     in_flight: int = 0  # their number
     evaluations_left: int = 0  # those of evaluations
 

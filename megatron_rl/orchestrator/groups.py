@@ -21,15 +21,11 @@ class Group:
     values: RewardValues = field(default_factory=RewardValues)  # reward of each verdict
     samples: dict[int, Sample] = field(default_factory=dict)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    begun: dict[int, Partial] = field(default_factory=dict)
-    """Beginnings of completions that have not arrived, by index."""
+    begun: dict[int, Partial] = field(default_factory=dict)  # completions that have not arrived
     losses: int = 0  # generators that were lost while they had it in work
-    failures: Counter[int] = field(default_factory=Counter)
-    """Times that a completion's tools, environment or agent failed, by index."""
-    dropped: set[int] = field(default_factory=set)
-    """Completions that are not made again after so many failures."""
-    failed: bool = False
-    """True if it was dropped after too many of them; it has only what was verified then."""
+    failures: Counter[int] = field(default_factory=Counter)  # of tools, environment or agent
+    dropped: set[int] = field(default_factory=set)  # not made again after so many failures
+    failed: bool = False  # dropped after too many losses; it has only what was verified then
 
     @property
     def missing(self) -> list[int]:

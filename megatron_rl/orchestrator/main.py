@@ -32,10 +32,9 @@ from megatron_rl.orchestrator.state import load_state
 from megatron_rl.orchestrator.verification import Verification
 from megatron_rl.rewards import VerifierError
 
+# Another start would only meet them again.
 FINAL_ERRORS = (ConfigError, DataError, RunError, VerifierError)
-"""Errors that another start would only meet again."""
-PORT_SECONDS = 5.0
-"""Wait for `fleet.port`, which the orchestrator of a killed trainer may have for a moment."""
+PORT_SECONDS = 5.0  # wait for `fleet.port`, which a killed trainer's orchestrator may have briefly
 
 
 def _raise_limit_of_files() -> None:

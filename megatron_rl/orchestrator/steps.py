@@ -16,8 +16,7 @@ from megatron_rl.orchestrator.batching import BuiltBatch, build_batch, by_task, 
 from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.recording import Recorder
 
-PROBE_SEQUENCES = 4
-"""Sequences of a step whose log-probs are compared between trainer and generator."""
+PROBE_SEQUENCES = 4  # of a step, whose log-probs are compared between trainer and generator
 
 
 def row_of(config: RunConfig, prompt: Prompt) -> dict[str, Any]:
@@ -47,8 +46,8 @@ class StepBuilder:
             )
             for position, (name, size) in enumerate(prompts.sizes.items())
         }
+        # The prompts of all tasks by weight, with a curriculum for each task.
         self.stream = Mixture(streams, prompts.sizes, weights, config.seed)
-        """The prompts of all tasks by weight, with a curriculum for each task."""
         self.first_step = 0  # steps trained before this start of the run
         self._saved_at = time.monotonic()
 

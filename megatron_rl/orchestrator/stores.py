@@ -21,8 +21,7 @@ from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import NO_VERSION, Generators, unreachable
 
 GRACE_SECONDS = 30.0  # wait for a store's own error after `timeouts.transfer_seconds`
-RETRY_SECONDS = 1.0
-"""Pause before the trainer's stores are used again by a store for which they failed."""
+RETRY_SECONDS = 1.0  # before a store uses the trainer's stores again that failed for it
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +32,12 @@ class StoreState:
     node: str
     folder: str
     memory: m.StoreSource | None = None  # set once its memory is mapped; only then is it a source
-    complete: list[int] = field(default_factory=list)
-    """Versions that it holds, at most two, in ascending order."""
-    taking: m.Manifest | None = None
-    """Version that was named and is not complete; of a trainer's store, the last one named."""
+    complete: list[int] = field(default_factory=list)  # versions, at most two, in ascending order
+    taking: m.Manifest | None = None  # named and not complete; of a trainer's store, the last named
     named_at: float = 0.0
     sources: tuple[m.StoreSource, ...] = ()
     sources_at: float | None = None  # time of the first sources of this version
-    failed: dict[str, float] = field(default_factory=dict)
-    """Time at which each source failed, for this store and version."""
+    failed: dict[str, float] = field(default_factory=dict)  # source -> time, for this version
     suspect: int | None = None  # version for which another store reported it; None: healthy
 
 
@@ -56,8 +52,7 @@ class Stores:
         self._manifest: m.Manifest | None = None
         self._published_at: dict[int, float] = {}
         self._bare_since: dict[str, float] = {}
-        self.readable_from = 0
-        """Versions before this one may be overwritten in the trainer's stores."""
+        self.readable_from = 0  # the trainer's stores may overwrite versions before this one
 
     def __iter__(self) -> Iterator[StoreState]:
         return iter((*self._trainer.values(), *self._stores.values()))
