@@ -23,8 +23,7 @@ from collections import defaultdict, deque
 Frame = tuple[bytes, bytes]  # (header, payload)
 _HEADER = struct.Struct("<BQQQQ")
 _MESSAGE, _ACKNOWLEDGE, _ASK, _BEGIN = range(4)
-UNACKNOWLEDGED = 64
-"""Messages after which the receiver acknowledges at once, and not with the next `tick`."""
+UNACKNOWLEDGED = 64  # messages after which the receiver acknowledges before the next `tick`
 TICK_SECONDS = 0.25  # time between two calls of `tick`; at most twice that
 PING_SECONDS = 2.0  # silence of a side that lives, at most: it repeats its acknowledgement
 
@@ -159,11 +158,7 @@ def _begin(peer: int) -> Frame:
 
 
 def unpack(header: bytes) -> tuple[int, int, int, int, int]:
-    """Return the fields of a header.
-
-    Raises:
-        FrameError: another length.
-    """
+    """Return the fields of a header; `FrameError` for another length."""
     if len(header) != _HEADER.size:
         raise FrameError(
             f"a frame's header has {len(header)} bytes and not {_HEADER.size}: install the same"

@@ -21,8 +21,7 @@ from megatron_rl.generator.supervisor import EngineStartError, supervise
 from megatron_rl.orchestrator import RunError
 from megatron_rl.weights.store import FOLDER_PREFIX, hold, remove_unused
 
-GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"
-"""Environment variable: the generators' interpreter, where `roles.generator_python` is unset."""
+GENERATOR_PYTHON = "MEGATRON_RL_GENERATOR_PYTHON"  # where `roles.generator_python` is unset
 # These belong to the environment that is left; torchrun's variables and all others are kept.
 _LEFT_BEHIND = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 

@@ -26,9 +26,9 @@ from megatron_rl.files import replace_file
 if TYPE_CHECKING:
     from megatron_rl.config import RunConfig
 
-FOLDER = "MEGATRON_RL_ALIVE_DIR"
-"""Environment variable: the node folder; by default one of the user among temporary files."""
+FOLDER = "MEGATRON_RL_ALIVE_DIR"  # the node folder; else one of the user among temporary files
 _ANY_WAIT = ("batch_seconds", "evaluation_seconds", "startup_seconds")  # of the control group
+# State of a rank -> time-outs of the configuration within which it ends or is signed again.
 BOUNDS: dict[str, tuple[str, ...]] = {
     "starting": ("startup_seconds",),
     "loading": _ANY_WAIT,
@@ -39,7 +39,6 @@ BOUNDS: dict[str, tuple[str, ...]] = {
     "waiting": ("startup_seconds",),  # a generator without work
     "ended": (),
 }
-"""State of a rank -> time-outs of the configuration within which it ends or is signed again."""
 GONE_SECONDS = 60.0  # a trainer that is gone for so long is over, unless torchrun starts it again
 _INTERVAL, _RETRY = 1.0, 60.0  # seconds between writes, and after one that failed
 
@@ -57,8 +56,7 @@ class Sign(msgspec.Struct, kw_only=True):
     state: str = "starting"
     step: int = 0  # optimizer steps of the run, or the version of the generator's weights
     time: float = 0.0  # seconds since 1970
-    limit: float = 0.0
-    """Seconds from there within which the next sign is due, unless the rank has ended."""
+    limit: float = 0.0  # seconds from there to the next sign at most, unless the rank has ended
 
     def late(self) -> bool:
         """Return True if the next sign is overdue."""

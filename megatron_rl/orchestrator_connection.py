@@ -26,10 +26,8 @@ from megatron_rl.delivery import TICK_SECONDS, Frame, Link
 
 _HEARTBEAT_MS = 5_000
 _LINGER_MS = 1_000
-_PAUSE_SECONDS = 5.0
-"""Time between two rounds of the thread after which its process was stopped, or its machine."""
-_LOOK_SECONDS = 1.0
-"""Time between two reads of the file with the endpoint, while there is no connection."""
+_PAUSE_SECONDS = 5.0  # between two rounds of the thread: its process was stopped, or its machine
+_LOOK_SECONDS = 1.0  # between two reads of the file with the endpoint, without a connection
 
 
 class _File(msgspec.Struct):
@@ -43,10 +41,9 @@ class OrchestratorConnection:
         endpoint: ZeroMQ address of the orchestrator, or the file, `{"endpoint": "tcp://..."}`, that
             has it; it may be written later, and again for another orchestrator.
         name: the peer's name there; no two peers of a run have the same.
-        deliver: called with the bytes of every message by the connection's thread; None: they wait
-            for `receive`.
-        on_new_conversation: called by the connection's thread when another conversation begins,
-            between the messages of the two; None: that ends the connection with an error.
+        deliver: called by the connection's thread with every message; None: they wait for `receive`
+        on_new_conversation: called by it when another conversation begins, between the messages of
+            the two; None: that ends the connection with an error.
     """
 
     def __init__(
@@ -63,10 +60,9 @@ class OrchestratorConnection:
         self._link, self._outbox = Link(), deque[tuple[bool, bytes]]()
         self._opening: type[m.Message] | None = None
         self._is_open = True
+        # `time.monotonic()` when the connection was lost, or of the start; None: connected.
         self.disconnected_since: float | None = time.monotonic()
-        """`time.monotonic()` when the connection was lost, or of the start; None: connected."""
-        self.heard_at = time.monotonic()
-        """`time.monotonic()` of the last frame that came, later if this process did not run."""
+        self.heard_at = time.monotonic()  # of the last frame, later if this process did not run
         self.error: Exception | None = None  # the error that ended the connection's thread
         self._closes_at: float | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

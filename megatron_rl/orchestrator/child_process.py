@@ -37,8 +37,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str  # Hugging Face directory of the tokenizer
     trainer_node: str  # node whose processes see every trainer rank's store; empty if no node does
     bind: str  # address to bind, `tcp://127.0.0.1:*`
-    endpoint_file: str
-    """Written atomically once the socket is bound; an error goes to `<endpoint_file>.error`."""
+    endpoint_file: str  # written once the socket is bound; errors go to `<endpoint_file>.error`
     phases: dict[str, float]  # wall seconds of the phases before, by name
     versions: dict[str, str]  # versions of the packages that the trainer imports
     checkpoint: str = ""  # checkpoint folder to resume from
@@ -90,8 +89,7 @@ class OrchestratorProcess:
         bound = self._wait_for_endpoint(config.timeouts.startup_seconds)
         host = socket.getfqdn() if one_node else os.environ["MASTER_ADDR"]
         self.endpoint = bound.replace("0.0.0.0", host)
-        self.endpoint_file = config.output_dir / ENDPOINT_FILE
-        """The address for `megatron-rl generate --join`."""
+        self.endpoint_file = config.output_dir / ENDPOINT_FILE  # for `megatron-rl generate --join`
         replace_file(self.endpoint_file, json.dumps({"endpoint": self.endpoint}))
 
     def _wait_for_endpoint(self, seconds: float) -> str:

@@ -21,8 +21,7 @@ from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.steps import row_of
 from megatron_rl.rewards import Verdict
 
-HELDOUT = ""
-"""Name of the evaluation of the held-out prompts; the others have the names of their sets."""
+HELDOUT = ""  # evaluation of the held-out prompts; the others have the names of their sets
 HOLDERS = 2  # generators that are held at a version until its evaluations have every completion
 
 
@@ -64,8 +63,7 @@ def steps_left(planned: Sequence[int], evaluated: set[int], first_step: int) -> 
     return left if lost == first_step or replaced else left | {first_step}
 
 
-EvaluatedSample = tuple[m.Sample, Verdict]
-"""A completion with its verdict, as JSON a line of `EvaluateOnly.samples_file`."""
+EvaluatedSample = tuple[m.Sample, Verdict]  # as JSON a line of `EvaluateOnly.samples_file`
 
 
 @dataclass(slots=True)
@@ -75,7 +73,7 @@ class EvaluationRun:
     step: int
     tasks: dict[int, str]  # prompt id -> task
     samples_per_prompt: int
-    compute: dict[str, float]  # compute spent up to this version
+    compute: dict[str, float]  # spent up to this version
     name: str = HELDOUT
     # By (prompt, index): completion and verdict; sum of -log p over the sampled tokens [nats], and
     # their number; times that its tools, environment or agent failed; not made again after those.

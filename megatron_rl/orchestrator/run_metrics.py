@@ -43,8 +43,7 @@ class RunMetrics:
         self._lost = 0  # generators since the last row
         self._failed_rollouts, self._dropped_rollouts = Counter[str](), 0  # since the last row
         self.active_parameters = self.aborted = 0
-        self.max_logprob_error = math.inf
-        """Mean difference of both sides' log-probs that ends the run, in nats."""
+        self.max_logprob_error = math.inf  # mean of both sides' log-probs that ends the run [nats]
         self._empty_batches = 0  # since the last step
         self.publish_seconds = 0.0  # seconds of the trainer's last export of weights
         self.updates: list[m.WeightsUpdated] = []  # weight updates of generators since the last row
@@ -53,8 +52,7 @@ class RunMetrics:
         self._now = clock()
         self._last_step_end: float | None = None
         self._compute = dict.fromkeys(COMPUTE, 0.0)
-        self.phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}
-        """Wall seconds by phase, since the start of this process."""
+        self.phases = {"engines": 0.0, "rl": 0.0, "evaluation": 0.0}  # wall seconds of this process
         self._batches: dict[int, dict[str, Any]] = {}
         self._stores: dict[str, float] = {}
         self._stats: dict[str, list[m.GeneratorStats]] = {}  # by generator
