@@ -153,7 +153,7 @@ class Connection:
         if is_message:
             self.post(partial(self._deliver, name, self._ends[name], m.decode(payload)))
         elif back:
-            self.post(_nothing)
+            self.post(lambda: None)  # the event loop sends what is in the outbox
 
     def _deliver(self, name: str, ends: int, message: m.Message) -> None:
         if self._ends[name] == ends:
@@ -173,7 +173,3 @@ class Connection:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _nothing() -> None:
-    """Let the event loop send what is in the outbox."""

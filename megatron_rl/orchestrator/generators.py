@@ -9,13 +9,14 @@ this incarnation of the run. A suspect one gets no new work: its connection is c
 been silent for a while. Nothing here waits or sends: every method is given the time.
 """
 
-import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_rl.config import RunConfig, Timeouts
 from megatron_rl.messages import Manifest, UpdateWeights
+from megatron_rl.orchestrator import RunError
 
 NO_VERSION = -1
 CLOSED_SECONDS = 3.0  # without a connection a peer is lost then: one that lives reconnects at once
@@ -34,15 +35,6 @@ def unreachable(silent: float, closed: float, timeouts: Timeouts) -> str:
     return f"it was silent for {silent:.0f} s (timeouts.silence_seconds)" if late else ""
 
 
-class Standing(enum.Enum):
-    """State of a member."""
-
-    JOINING = "joining"
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    LEAVING = "leaving"
-
-
 @dataclass(slots=True, eq=False)
 class GeneratorState:
     """A generator; it gets work once it acknowledged a version, which the trainer then has."""
@@ -54,7 +46,7 @@ class GeneratorState:
     heard_at: float  # time of the last message, or of any sign of life while it joins
     node: str = ""  # node whose files it sees
     capacity: int = 0  # concurrent completions; 0 until its engine runs
-    standing: Standing = Standing.JOINING
+    standing: Literal["joining", "healthy", "suspect", "leaving"] = "joining"
     version: int = NO_VERSION
     updating: int | None = None  # version that was sent and is not acknowledged
     updating_since: float = 0.0
@@ -67,7 +59,7 @@ class GeneratorState:
     @property
     def takes_work(self) -> bool:
         """True if it may get completions."""
-        return self.standing is Standing.HEALTHY
+        return self.standing == "healthy"
 
     def reads(self, version: int) -> bool:
         """Return True if it decodes with a version, and loads no other."""
@@ -92,7 +84,7 @@ class GeneratorState:
 
     def act(self) -> str:
         """Return what it did last, in a few words."""
-        if self.standing is Standing.JOINING and not self.capacity:
+        if self.standing == "joining" and not self.capacity:
             return "its engine was starting"
         if self.updating is not None:
             return f"it was loading weights version {self.updating}"
@@ -128,7 +120,7 @@ class Generators:
     def ready(self) -> list[GeneratorState]:
         """Members with a running engine that do not leave."""
         if self._ready is None:
-            self._ready = [g for g in self if g.capacity and g.standing is not Standing.LEAVING]
+            self._ready = [g for g in self if g.capacity and g.standing != "leaving"]
         return self._ready
 
     @property
@@ -161,7 +153,7 @@ class Generators:
 
     def leave(self, name: str) -> None:
         """Note that a member takes no more work."""
-        self._states[name].standing, self._ready = Standing.LEAVING, None
+        self._states[name].standing, self._ready = "leaving", None
 
     def remove(self, name: str) -> GeneratorState:
         """Take a member out and return it, with the work that it had."""
@@ -193,10 +185,10 @@ class Generators:
             reason = unreachable(silent, closed_for, self._timeouts)
             if reason := reason or self._lateness(g, now):
                 lost.append((g, reason))
-            elif g.standing in (Standing.HEALTHY, Standing.SUSPECT):
+            elif g.standing in ("healthy", "suspect"):
                 suspect = silent > SUSPECT_SHARE * self._timeouts.silence_seconds
                 suspect |= g.name in closed
-                g.standing = Standing.SUSPECT if suspect else Standing.HEALTHY
+                g.standing = "suspect" if suspect else "healthy"
         return lost
 
     def _lateness(self, g: GeneratorState, now: float) -> str:
@@ -236,15 +228,15 @@ class Generators:
                     yield g.name, UpdateWeights(manifest=manifest, folder=path)
                     break
 
-    def updated(self, name: str, version: int) -> GeneratorState | None:
-        """Note an acknowledged version; None if another one was sent."""
+    def updated(self, name: str, version: int) -> bool:
+        """Note an acknowledged version; True: it is the first, with which the member is healthy."""
         g = self._states[name]
         if g.updating != version:
-            return None
+            raise RunError(f"{name} acknowledged version {version}, which was not sent")
+        is_first = g.standing == "joining"
         g.updating, g.version = None, version
-        if g.standing is Standing.JOINING:
-            g.standing = Standing.HEALTHY
-        return g
+        g.standing = "healthy" if is_first else g.standing
+        return is_first
 
     def unread(self, node: str, keep: set[int]) -> list[Manifest]:
         """Return the versions of `keep` that generators of a node have yet to load."""

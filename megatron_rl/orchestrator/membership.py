@@ -10,7 +10,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.orchestrator import RunError, TrainerGone
 from megatron_rl.orchestrator.connection import Connection
 from megatron_rl.orchestrator.evaluation import Evaluations
-from megatron_rl.orchestrator.generators import Generators, GeneratorState, Standing
+from megatron_rl.orchestrator.generators import Generators, GeneratorState
 from megatron_rl.orchestrator.groups import GroupQueue
 from megatron_rl.orchestrator.run_metrics import RunMetrics
 from megatron_rl.orchestrator.stores import Stores
@@ -66,7 +66,7 @@ class Membership:
         elif sender in self._generators:
             generator = self._generators.hello(sender, hello.node, hello.capacity)
             if self._evaluate_only:
-                generator.version, generator.standing = hello.version, Standing.HEALTHY
+                generator.version, generator.standing = hello.version, "healthy"
                 self._ready(generator)
 
     def _check_protocol(self, sender: str, protocol: int) -> None:
@@ -77,13 +77,9 @@ class Membership:
             )
 
     def updated(self, sender: str, updated: m.WeightsUpdated) -> None:
-        """Note that a generator loaded a version; with its first one it is healthy."""
-        joining = self._generators[sender].standing is Standing.JOINING
-        generator = self._generators.updated(sender, updated.version)
-        if generator is None:
-            raise RunError(f"{sender} acknowledged version {updated.version}, which was not sent")
-        if joining:
-            self._ready(generator)
+        """Note that a generator loaded a version; with its first one it gets work."""
+        if self._generators.updated(sender, updated.version):
+            self._ready(self._generators[sender])
 
     def _ready(self, generator: GeneratorState) -> None:
         now = time.monotonic()
@@ -111,7 +107,7 @@ class Membership:
 
     def let_go(self, generator: GeneratorState) -> None:
         """End a generator that is leaving and has returned its last completion."""
-        if generator.standing is Standing.LEAVING and not generator.in_flight:
+        if generator.standing == "leaving" and not generator.in_flight:
             self._connection.send(generator.name, m.Stop())
             self._generators.remove(generator.name)
             self._metrics.generator_lost(generator, "it was asked to leave", 0, [], lost=False)
