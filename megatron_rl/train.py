@@ -158,10 +158,9 @@ def _reinforce(
 
     from megatron_rl.orchestrator.child_process import OrchestratorProcess
     from megatron_rl.trainer import checkpoint as checkpoints
-    from megatron_rl.trainer import checkpoint_folder, start_comparison, world
-    from megatron_rl.trainer.client import TrainerClient, show_life
+    from megatron_rl.trainer import checkpoint_folder, world
+    from megatron_rl.trainer.client import connect
     from megatron_rl.trainer.model import Policy
-    from megatron_rl.trainer.publisher import Publisher
     from megatron_rl.weights.store import node_name
 
     liveness.sign("loading")
@@ -176,27 +175,10 @@ def _reinforce(
                 store.set("orchestrator", orchestrator.endpoint)
         policy = Policy(config, directory)
         start_step = checkpoints.load(config, policy, checkpoint) if checkpoint else 0
-        client = None
-        if orchestrator is not None:
-            if config.roles.one_gpu:
-                # An engine takes what another process allocates during its start for its own.
-                store.set("orchestrator", orchestrator.endpoint)
-            client = TrainerClient(
-                orchestrator.endpoint,
-                config.timeouts,
-                active_parameters=policy.architecture.active_parameters(),
-                max_logprob_error=start_comparison.bound(config),
-                alive=orchestrator.ended,
-                stop_requested=interrupted,
-            )
-            stack.callback(client.close)
-        else:
-            stack.callback(show_life(store, rank).close)
-        publisher = Publisher(config, policy, node_name(), client.announce if client else None)
-        stack.callback(publisher.close)
-        if client is not None:
-            client.raise_if_failed = publisher.raise_if_failed
-        publisher.serve_other_nodes(lambda: str(store.get("orchestrator").decode()))
+        if orchestrator is not None and config.roles.one_gpu:
+            # An engine takes what another process allocates during its start for its own.
+            store.set("orchestrator", orchestrator.endpoint)
+        client, publisher = connect(stack, config, policy, store, orchestrator, interrupted)
         train_loop(config, policy, client, publisher, start_step, interrupted)
         liveness.sign("evaluating")
         if orchestrator is not None:

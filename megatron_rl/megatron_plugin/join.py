@@ -30,10 +30,9 @@ from megatron_rl.megatron_plugin.data_iterator import (
 from megatron_rl.megatron_plugin.plugin_model import PluginModel, adopt
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
-from megatron_rl.trainer import start_comparison, world
-from megatron_rl.trainer.client import TrainerClient, show_life
+from megatron_rl.trainer import world
+from megatron_rl.trainer.client import TrainerClient, connect
 from megatron_rl.trainer.megatron_build import finalize_gradients
-from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.weights.store import node_name
 
 CONFIG = "plugin_config"
@@ -243,24 +242,10 @@ class PretrainingPlugin:
             )
             self._orchestrator = orchestrator
             self._store.set("orchestrator", orchestrator.endpoint)
-            self._client = TrainerClient(
-                orchestrator.endpoint,
-                config.timeouts,
-                active_parameters=model.architecture.active_parameters(),
-                max_logprob_error=start_comparison.bound(config),
-                alive=orchestrator.ended,
-            )
         atexit.register(self._leave_early)
-        client = self._client
-        if client is None:
-            self._stack.callback(show_life(self._store, args.rank).close)
-        announce = None if client is None else client.announce
-        publisher = Publisher(config, model, node_name(), announce)
-        self._stack.callback(publisher.close)
-        if client is not None:
-            client.raise_if_failed = publisher.raise_if_failed
-        publisher.serve_other_nodes(lambda: str(self._store.get("orchestrator").decode()))
-        return PluginSteps(config, model, client, publisher, args.iteration)
+        connected = connect(self._stack, config, model, self._store, self._orchestrator)
+        self._client, publisher = connected
+        return PluginSteps(config, model, self._client, publisher, args.iteration)
 
     def _leave(self, seconds: float, *, together: bool = False) -> None:
         """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
@@ -272,7 +257,6 @@ class PretrainingPlugin:
                 interrupted = steps < self._config.schedule.steps
                 self._client.send(TrainerDone(step=steps, interrupted=interrupted))
                 self._orchestrator.wait(seconds)
-                self._client.close()
             if together:  # generators read every rank's store until now
                 dist.barrier(group=world.control_group())
 

@@ -25,10 +25,9 @@ from megatron_rl import messages
 from megatron_rl.algorithm.losses.base import Tokens
 from megatron_rl.models import routed_experts
 from megatron_rl.models.base import Architecture
-from megatron_rl.models.packing import Bounds, RowLayout, own_rows, plan_rows
+from megatron_rl.models.packing import Bounds, RowLayout, own_rows, plan_rows, share
 from megatron_rl.trainer import world
 from megatron_rl.trainer.shards import ModelShards
-from megatron_rl.trainer.shared_prompts import share
 
 TOKEN_ARRAYS = ("token_ids", "advantages", "generator_logprobs", "loss_weights", "versions")
 """Fields of a batch with four bytes for each token; `routes` has more."""
@@ -48,13 +47,12 @@ class MicroBatch:
     bounds: Bounds
     """Boundaries of the sequences in a row over all context-parallel ranks; one for all rows."""
     continues: Bounds = ()
-    """Number of the sequence that each one continues, or -1 (`shared_prompts`); empty: none."""
+    """Number of the sequence that each one continues, or -1 (`packing.share`); empty: none."""
     origin_BS: Tensor
     """int64, on the CPU: flat position of each token in the step's arrays; -1 for padding."""
     rows_T: Tensor
     """int64: row of the flattened hidden states [S * B] that predicts each completion token."""
     targets_T: Tensor
-    """int64: the completion tokens."""
     source_T: Tensor
     """int64, on the CPU: flat position of each completion token in the step's arrays."""
     advantages_T: Tensor
@@ -62,13 +60,12 @@ class MicroBatch:
     loss_weights_T: Tensor
     """All normalization; 0 for tokens that are not trained."""
     sequences_T: Tensor
-    """int64: number of each token's sequence in the step."""
+    """int64: number of each token's sequence in the step, which has `sequence_count`."""
     same_version_T: Tensor
     """bool: sampled, like all sampled tokens of its sequence, by the weights of this step."""
     versions_T: Tensor
     """int32, on the CPU: weight version of each token; -1 for forced ones."""
     sequence_count: int
-    """Sequences of the whole step."""
     experts_RLK: Tensor | None
     """int16, on the CPU: the generator's routed experts, `routed_experts.UNKNOWN` for padding."""
     old_logprobs_T: Tensor | None = None
@@ -76,9 +73,8 @@ class MicroBatch:
     reference_logprobs_T: Tensor | None = None
     """Under the frozen reference policy, where the objective has a KL term."""
     logprobs_T: Tensor | None = None
-    """Result of the newest pass, on the last pipeline stage; without gradient."""
+    """Result of the newest pass, on the last pipeline stage; without gradient, as `entropy_T`."""
     entropy_T: Tensor | None = None
-    """Entropy of each token's distribution in nats; as `logprobs_T`."""
 
     def tokens(
         self, logprobs_C: Tensor, entropy_C: Tensor | None, chunk: slice, old_is_current: bool
@@ -116,18 +112,15 @@ def layout_of(shards: ModelShards) -> RowLayout:
 
 
 def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a batch, or of its part; collective.
-
-    Raises:
-        ValueError: arrays that don't fit together, or ids beyond the vocabulary.
-    """
+    """Return this rank's micro-batches of a batch, or of its part, as `divide`; collective."""
     rank = parallel_state.get_data_parallel_rank()
     context_rank = parallel_state.get_context_parallel_rank()
-    layout, device = layout_of(shards), world.device()
+    device = world.device()
 
     def total(values: Tensor) -> Tensor:
         return shards.add_over_context(values.to(device)).cpu()
 
+    layout = layout_of(shards)
     return divide(batch, shards.architecture, layout, rank, context_rank, device, total)
 
 
@@ -142,11 +135,7 @@ def check_routed_experts(batch: messages.Batch, shards: ModelShards) -> None:
 
 
 def parts_of(batch: messages.Batch, layout: RowLayout) -> Iterator[messages.Batch]:
-    """Yield the part of each data-parallel rank, and of each context-parallel rank within these.
-
-    Raises:
-        ValueError: arrays that don't fit together.
-    """
+    """Yield the part of each data-parallel rank, and of each context-parallel rank within these."""
     bounds, predicts = _checked_bounds(batch)
     _checked_tokens(batch, len(predicts) - 1)
     plan = plan_rows(np.diff(bounds), layout)
@@ -165,10 +154,9 @@ def divide(
     device: torch.device | str = "cpu",
     add_over_context: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of a data-parallel and context-parallel rank.
+    """Return a rank's micro-batches of the whole batch or of the rank's part.
 
-    `batch` is the whole one or the rank's part; `add_over_context` returns the sum of a tensor on
-    the CPU over the context-parallel ranks.
+    `add_over_context` returns the sum of a tensor on the CPU over the context-parallel ranks.
 
     Raises:
         ValueError: arrays that don't fit together, or ids beyond the vocabulary.
@@ -181,8 +169,10 @@ def divide(
     _checked_tokens(batch, int(bounds[-1]) if whole else len(used_n))
     part = _part(batch, bounds, used_n) if whole else batch
     # Index -1 is padding: the last entry of both.
-    ids = np.append(_checked_ids(part, architecture), 0).astype(np.int64)
-    experts = _padded_experts(part, architecture) if part.routes else None
+    ids, experts = np.append(_checked_ids(part, architecture), 0).astype(np.int64), None
+    if part.routes:
+        experts = routed_experts.decode(b"".join(part.routes), len(ids) - 1, architecture)
+        experts = np.pad(experts, ((0, 1), (0, 0), (0, 0)), constant_values=routed_experts.UNKNOWN)
     sequence_n, sequences = np.searchsorted(bounds, used_n, side="right") - 1, len(bounds) - 1
     versions_n = messages.ints(part.versions)
     same_n = same_version(sequence_n, versions_n, part.step, sequences, add_over_context)
@@ -319,34 +309,18 @@ def _checked_bounds(batch: messages.Batch) -> tuple[NDArray[np.int64], NDArray[n
     """Return the bounds, and the positions [N + 1] whose next token is of their completion."""
     bounds = messages.ints(batch.bounds).astype(np.int64)
     prompt_lengths = messages.ints(batch.prompt_lengths).astype(np.int64)
-    lengths, where = np.diff(bounds), f"batch of step {batch.step}"
-    if len(prompt_lengths) != len(lengths):
+    lengths = np.diff(bounds)
+    fit = bounds[0] == 0 and len(prompt_lengths) == len(lengths)
+    if not (fit and (prompt_lengths >= 1).all() and (prompt_lengths <= lengths).all()):
         raise ValueError(
-            f"{where}: {len(prompt_lengths)} prompt lengths for {len(lengths)} sequences: one per"
-            " sequence is needed"
-        )
-    if bounds[0] != 0 or (lengths <= 0).any():
-        raise ValueError(f"{where}: bounds {bounds.tolist()[:8]}... must start at 0 and grow")
-    bad = (prompt_lengths < 1) | (prompt_lengths > lengths)
-    if bad.any():
-        i = int(bad.argmax())
-        raise ValueError(
-            f"{where}: sequence {i} has {lengths[i]} tokens and a prompt of {prompt_lengths[i]}: a"
-            " prompt has at least one token and ends within the sequence"
+            f"batch of step {batch.step}: prompts of {prompt_lengths.tolist()[:8]}... tokens in"
+            f" sequences with the bounds {bounds.tolist()[:8]}...: bounds start at 0, and each"
+            " sequence has one prompt, of at least one token, within it"
         )
     predicts = np.zeros(bounds[-1] + 1, dtype=bool)  # index -1 is padding
     for start, prompt, end in zip(bounds[:-1], prompt_lengths, bounds[1:], strict=True):
         predicts[start + prompt - 1 : end - 1] = True
     return bounds, predicts
-
-
-def _padded_experts(
-    part: messages.Batch, architecture: Architecture
-) -> routed_experts.RoutedExperts:
-    tokens = len(part.token_ids) // 4
-    experts_nLK = routed_experts.decode(b"".join(part.routes), tokens, architecture)
-    padding_1LK = np.full((1, *experts_nLK.shape[1:]), routed_experts.UNKNOWN, np.int16)
-    return np.concatenate([experts_nLK, padding_1LK])
 
 
 def _checked_tokens(batch: messages.Batch, count: int) -> None:

@@ -54,12 +54,12 @@ class Saver:
         """Begin the checkpoint after `step` optimizer steps; it is complete after `wait`.
 
         `write_state` adds files: it is called on rank 0 with the step and the temporary directory.
-        If it raises, no checkpoint is left behind. The checkpoint before is completed first.
-        Returns the directory that is to be; an older one of the same step is replaced.
+        If it raises, no checkpoint is left behind. Returns the directory that is to be; an older
+        one of the same step is replaced.
 
         Raises:
             ConfigError: the disk has no space for it.
-            SaveError: the one before could not be written.
+            SaveError: the one before, which is completed first, could not be written.
         """
         self.wait()
         liveness.sign("saving", step)
@@ -145,11 +145,7 @@ class Saver:
         return pending is not None and pending.done() and pending.exception() is not None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete on every rank.
-
-        Raises:
-            SaveError: it could not be written, on any rank.
-        """
+        """Wait until the last checkpoint is complete on every rank, or raise SaveError."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -165,17 +161,6 @@ def tensor_bytes(config: RunConfig, policy: Policy) -> int:
     # Two moments, and a fp32 value where the optimizer has it apart from the parameter.
     optimizer = 12 if element < 4 or _is_sharded(_layout(config)) else 8
     return policy.architecture.parameters() * (element + optimizer)
-
-
-def save(
-    config: RunConfig, policy: Policy, step: int, write_state: StateWriter | None = None
-) -> Path:
-    """Write one checkpoint, and return its complete directory; `Saver` has the rest."""
-    saver = Saver(config, policy)
-    path = saver.save(step, write_state)
-    saver.wait()
-    saver.close()
-    return path
 
 
 def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:

@@ -60,8 +60,7 @@ def resume_from(config: RunConfig, rank: int) -> Path | None:
     first; a damaged one that was not chosen is passed over, with a warning that names the file.
 
     Raises:
-        ConfigError: `resume` is set and there is none, or not the one of this step, or that one is
-            damaged.
+        ConfigError: there is none that `resume` asks for, or it is damaged.
     """
     root = folder(config)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -123,11 +122,8 @@ def find_damage(path: Path) -> str | None:
 def check_space(config: RunConfig, size: int, reserve: bool = False) -> None:
     """Refuse to begin what would fill the disk; collective over the trainer ranks.
 
-    Args:
-        config: `output_dir` and `checkpoint.keep` count.
-        size: bytes of the next checkpoint.
-        reserve: for `checkpoint.keep` checkpoints in all and the next one, which is complete before
-            an older one is removed; else for the next one alone.
+    `size` is that of the next checkpoint in bytes. With `reserve`, `checkpoint.keep` checkpoints
+    must fit and the next one, which is complete before an older one is removed.
 
     Raises:
         ConfigError: they don't fit.

@@ -1,16 +1,25 @@
 """Connection of trainer rank 0 to the orchestrator."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch.distributed as dist
 
 from megatron_rl import messages as m
-from megatron_rl.config import Timeouts
+from megatron_rl.config import RunConfig, Timeouts
 from megatron_rl.messages import TRAINER
 from megatron_rl.orchestrator_connection import OrchestratorConnection
+from megatron_rl.weights.store import node_name
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.publisher import Publisher
+    from megatron_rl.trainer.shards import ModelShards
 
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
@@ -20,11 +29,44 @@ class OrchestratorGone(RuntimeError):
     """The orchestrator ended or did not answer in time."""
 
 
-def show_life(store: Any, rank: int) -> OrchestratorConnection:
-    """Connect a rank after the first to the orchestrator, to which its silence tells its end.
+def connect(
+    stack: ExitStack,
+    config: RunConfig,
+    policy: ModelShards,
+    store: Any,
+    orchestrator: Any,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> tuple[TrainerClient | None, Publisher]:
+    """Connect this rank to the orchestrator; return the client, on rank 0, and the publisher.
 
-    Rank 0 puts the address into torchrun's `store`.
+    Rank 0 has the process of the orchestrator, and its address is in torchrun's `store`; other
+    ranks have None. `stack` closes what is made.
     """
+    from megatron_rl.trainer import publisher, start_comparison
+
+    client = None
+    if orchestrator is None:
+        stack.callback(show_life(store, dist.get_rank()).close)
+    else:
+        client = TrainerClient(
+            orchestrator.endpoint,
+            config.timeouts,
+            active_parameters=policy.architecture.active_parameters(),
+            max_logprob_error=start_comparison.bound(config),
+            alive=orchestrator.ended,
+            stop_requested=stop_requested,
+        )
+        stack.callback(client.close)
+    own = publisher.Publisher(config, policy, node_name(), client.announce if client else None)
+    stack.callback(own.close)
+    if client is not None:
+        client.raise_if_failed = own.raise_if_failed
+    own.serve_other_nodes(lambda: str(store.get("orchestrator").decode()))
+    return client, own
+
+
+def show_life(store: Any, rank: int) -> OrchestratorConnection:
+    """Connect a rank after the first to the orchestrator, to which its silence tells its end."""
     peer = OrchestratorConnection(store.get("orchestrator").decode(), f"{TRAINER}-{rank}")
     peer.send(m.Hello(role="trainer-rank", rank=rank, version=0))
     return peer
@@ -82,7 +124,7 @@ class TrainerClient:
         self.send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
 
     def save_state(self, step: int, directory: str) -> None:
-        """Make the orchestrator write its state into a checkpoint folder; returns when written.
+        """Return when the orchestrator has written its state into a checkpoint folder.
 
         Raises:
             OrchestratorGone: not written within `timeouts.startup_seconds`.

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from megatron_rl.trainer.shards import ModelShards
 
 Stream = Iterator[tuple[str, Tensor]]
-"""Tensors with their Hugging Face names, read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def plan_of(
     """Return the plan of a model, made at the first call; that is collective over trainer ranks.
 
     Args:
-        model: the shards; plans are kept in `model.export_plans`.
+        model: the shards, which keep their plans.
         bucket_bytes: largest bucket, unless one Hugging Face tensor is larger.
         dtype: number format to travel in; None: the parameters' own.
         spread: join each bucket on one of the ranks that hold a part of it, instead of on rank 0.
@@ -169,9 +168,8 @@ def export(
         pace: group of all ranks in which they wait for the reader of a slow stream, bucket by
             bucket; without it a bucket is sent at once, and NCCL's time-out runs until it is read.
 
-    Returns:
-        On trainer rank 0 the stream of (name, new CPU tensor); it must be read to its end. On other
-        ranks an exhausted one: they have sent their shards when this returns.
+    Returns on trainer rank 0 the stream of (name, new CPU tensor), which must be read to its end;
+    on other ranks an exhausted one: they have sent their shards.
     """
     plan = plan_of(model, bucket_bytes, dtype)
     buckets = export_buckets(model, plan, on_cpu=True, pace=pace)

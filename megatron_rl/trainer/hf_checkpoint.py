@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.files import naming_full_disk, replace_file, replace_folder, sibling
-from megatron_rl.models.base import Architecture
 from megatron_rl.models.safetensors_directory import INDEX, SafetensorsDirectory
 from megatron_rl.trainer import world
 from megatron_rl.trainer.export import Stream, export
@@ -25,15 +24,6 @@ COPIED = (
     *("added_tokens.json", "vocab.json", "merges.txt"),
 )
 """Files other than weights that are copied from the source directory."""
-
-
-def passthrough(directory: str | Path, architecture: Architecture) -> Stream:
-    """Yield the checkpoint's tensors that are not trained (a vision tower), by name."""
-    if not architecture.untrained:
-        return
-    source = SafetensorsDirectory(directory)
-    for name in sorted(architecture.passthrough(source.tensors)):
-        yield name, source.read(name)
 
 
 def write(
@@ -89,6 +79,9 @@ def save_huggingface(policy: ModelShards, directory: str | Path, source: str | P
     group = world.control_group()
     stream = export(policy, policy.run.weights.bucket_bytes, pace=group)
     if dist.get_rank() == 0:
-        untrained = passthrough(source, policy.architecture)
-        write(directory, source, itertools.chain(stream, untrained))
+        if policy.architecture.untrained:  # a vision tower
+            reader = SafetensorsDirectory(source)
+            names = sorted(policy.architecture.passthrough(reader.tensors))
+            stream = itertools.chain(stream, ((name, reader.read(name)) for name in names))
+        write(directory, source, stream)
     dist.barrier(group=group)

@@ -1,9 +1,7 @@
 """Log-probs and entropy of given tokens by autograd over all their logits.
 
 The reference for `megatron_rl.kernels`, and the only method with the entropy's gradient;
-vocabulary-parallel shards are not gathered.
-
-Shape legend: T rows, V vocabulary of this rank.
+vocabulary-parallel shards are not gathered. Shape legend: T rows, V vocabulary of this rank.
 """
 
 from typing import Any
@@ -14,8 +12,6 @@ from torch import Tensor
 
 
 class _VocabularyParallelLogprob(torch.autograd.Function):
-    """(log-prob [T], entropy [T]) of fp32 logits [T, V] whose columns are split over a group."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -79,15 +75,11 @@ def vocabulary_parallel_logprobs(
     group: dist.ProcessGroup,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs [T] with gradient and entropies [T], of columns split over `group`.
+    """Return log-probs [T] with gradient and entropies [T], of fp32 columns split over `group`.
 
-    Args:
-        logits_TV: fp32 logits of this rank's columns.
-        targets_T: token ids in the whole vocabulary.
-        temperature: divides the logits.
-        vocabulary: columns beyond it, over the whole group, are padding and have probability 0.
-        group: tensor-parallel group.
-        entropy_gradient: True if the entropies have a gradient too.
+    `targets_T` are ids of the whole vocabulary, whose columns beyond `vocabulary` are padding with
+    probability 0. `temperature` divides the logits. The entropies have a gradient with
+    `entropy_gradient`.
     """
     logprobs_T, entropy_T = _VocabularyParallelLogprob.apply(
         logits_TV, targets_T, temperature, vocabulary, group, entropy_gradient

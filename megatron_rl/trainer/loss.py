@@ -46,11 +46,7 @@ Method = Literal["row kernel", "one pass", "two passes", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The algorithm of a step, as the LM head and the metrics need it.
-
-    Example: cross-entropy on demonstrations is `Objective(Algorithm(loss="reinforce"))` on
-    `batch_of_examples`.
-    """
+    """The algorithm of a step, as the LM head and the metrics need it."""
 
     algorithm: Algorithm
     old_is_current: bool = False
@@ -96,10 +92,7 @@ class LmHead:
 
     @classmethod
     def of(cls, run: RunConfig, vocabulary: int, temperature: float | None = None) -> LmHead:
-        """Return the head of a run's configuration, in the Megatron world of this process.
-
-        Without a `temperature`, that of generation divides the logits.
-        """
+        """Return the head of a run's configuration; without a `temperature`, that of generation."""
         chunk_mib = run.kernels.chunk_mib
         return cls(
             run.kernels.head,
@@ -117,12 +110,14 @@ class LmHead:
 
 @dataclass(frozen=True, slots=True)
 class HeadPass:
-    """One call of the hook: a micro-batch, which takes the results, and how to compute them."""
+    """One call of the hook: a micro-batch, which takes the results, and how to compute them.
+
+    Without an objective: log-probs alone, without gradient.
+    """
 
     head: LmHead
     micro: MicroBatch
     objective: Objective | None
-    """None: log-probs alone, without gradient."""
 
 
 @cache
@@ -147,8 +142,7 @@ def head_loss(
         output_weight: a tied weight [V, H] in its place, or None.
         context: the pass; `logprobs_T` and `entropy_T` of its micro-batch are set.
 
-    Returns:
-        The loss, a scalar with gradient; without an objective, the sum of the log-probs.
+    Without an objective, the sum of the log-probs is returned.
     """
     head, micro, objective = context.head, context.micro, context.objective
     method: Method | None = None

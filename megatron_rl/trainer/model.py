@@ -28,11 +28,7 @@ class Policy(ModelShards):
     """The trained model: this rank's pipeline stage and its optimizer.
 
     `forward_backward` computes the gradient of the plain sum of the loss terms over all
-    micro-batches and ranks, in every parallel layout.
-
-    Args:
-        run: `parallel`, `precision`, `optimizer` and `generation.temperature` count.
-        directory: Hugging Face model to load.
+    micro-batches and ranks, in every parallel layout. `directory` is the Hugging Face model.
 
     Raises:
         CheckpointError: no Hugging Face model, or an incomplete one.
@@ -83,11 +79,7 @@ class Policy(ModelShards):
         return self._parameters
 
     def load_huggingface(self, directory: str | Path) -> None:
-        """Copy this rank's shards from a Hugging Face directory into the parameters.
-
-        Raises:
-            ValueError: names or shapes that differ from the architecture's.
-        """
+        """Copy this rank's shards from a Hugging Face directory of this architecture."""
         parameters.load(self.architecture, self.parameters, self.split_rank, directory)
 
     def forward_backward(
@@ -99,12 +91,9 @@ class Policy(ModelShards):
     ) -> None:
         """Run the pipeline schedule over this rank's micro-batches; gradients add up.
 
-        Sets `logprobs_T` and `entropy_T` of each micro-batch on the last pipeline stage.
-
-        Args:
-            micro_batches: of this data-parallel rank; their number is the same on all ranks.
-            objective: trained; None: a forward pass alone, and no gradients.
-            temperature: divides the logits; None: that of generation.
+        Sets `logprobs_T` and `entropy_T` of each micro-batch on the last pipeline stage. All ranks
+        have the same number of micro-batches. Without an objective it is a forward pass alone. The
+        default of `temperature`, which divides the logits, is that of generation.
         """
         head = LmHead.of(self.run, self.architecture.vocabulary, temperature)
         if objective is not None:
@@ -152,17 +141,15 @@ def forward(
     stock_attention: bool = False,
     padding_BS: Tensor | None = None,
 ) -> Tensor:
-    """Run a chunk of a model over a micro-batch, up to its summed loss.
+    """Run a chunk of a `GPTModel` over a micro-batch; return its activations, or the summed loss.
 
     Args:
-        model: a chunk of a `GPTModel`, wrapped or not.
+        model: the chunk, wrapped or not.
         context: the micro-batch, and what the LM head computes from it.
         routing: the model's routers, where they follow the generator's or are compared with them.
         stock_attention: the model has Megatron's own attention, not that of `models.attention`:
             packed rows are then in Megatron's "thd" format, and padded ones need nothing.
         padding_BS: True where the routers' own losses leave a token out.
-
-    Returns the activations of the chunk; on the last stage, the summed loss.
     """
     micro = context.micro
     rank = parallel_state.get_context_parallel_rank()
@@ -184,5 +171,5 @@ def forward(
 
 
 def _summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return Megatron's (loss, number of tokens, logged values): the loss is divided by nothing."""
+    """Return (loss, number of tokens, logged values): Megatron divides the loss by nothing."""
     return loss, torch.zeros((), dtype=torch.int), {}

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 def by_weight(
     architecture: Architecture, modules: Sequence[torch.nn.Module], experts: range, use_te: bool
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of all model chunks, in the order of the forward pass.
+    """Return this rank's parameters by `Weight.megatron`, in the order of the forward pass.
 
     Args:
         architecture: of the model.
@@ -56,11 +56,7 @@ def load(
 ) -> None:
     """Copy this rank's shards from a Hugging Face directory, one parameter at a time.
 
-    Args:
-        architecture: the directory must hold exactly its trained tensors.
-        parameters: of this rank, by `Weight.megatron`.
-        split_rank: (rank, size) of the group that shards a weight.
-        directory: a Hugging Face model.
+    `split_rank` returns (rank, size) of the group that shards a weight.
 
     Raises:
         CheckpointError: as from `SafetensorsDirectory` and its `check`.

@@ -42,12 +42,8 @@ Announce = Callable[[Manifest, float], None]
 class Publisher:
     """This rank's store and its part in every version; collective over the trainer ranks.
 
-    Args:
-        config: its `weights` and `timeouts.transfer_seconds` count.
-        policy: the model whose weights are published.
-        node: name of this rank's node (`weights.store.node_name`).
-        announce: called on rank 0, in a thread, with each complete version and the seconds that
-            it took.
+    `announce` is called on rank 0, in a thread, with each complete version and the seconds that it
+    took. `node` is the name of this rank's node (`weights.store.node_name`).
 
     Raises:
         WeightsError: the folder is too small for two versions, or not writable.
@@ -111,8 +107,7 @@ class Publisher:
     def publish(self, version: int) -> None:
         """Copy the current weights into the store, and complete the version in the background.
 
-        Args:
-            version: optimizer steps that made these weights; larger than all before.
+        `version`, the optimizer steps that made these weights, is larger than all before.
 
         Raises:
             WeightsError: a version that is not newer, a full file system, a slot that is still

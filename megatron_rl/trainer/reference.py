@@ -47,9 +47,6 @@ class FrozenWeights:
 
     It costs one extra copy of this rank's parameters and one extra forward pass per batch. There
     is no second module: the frozen weights replace the trained ones during the pass.
-
-    Args:
-        policy: its module computes; its weights are the same after each call.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -62,11 +59,7 @@ class FrozenWeights:
             self._weights[name].copy_(p.data)
 
     def take_huggingface(self, directory: str | Path) -> None:
-        """Freeze the weights of a Hugging Face directory of the same architecture.
-
-        Raises:
-            ValueError: names or shapes that differ from the architecture's.
-        """
+        """Freeze the weights of a Hugging Face directory of the same architecture."""
         self._swap()
         try:
             self._policy.load_huggingface(directory)
@@ -94,12 +87,7 @@ class FrozenWeights:
 
 
 class FixedPolicies:
-    """The frozen policies that a run's algorithm needs; others cost nothing.
-
-    Args:
-        config: `algorithm`, `schedule` and `output_dir` count.
-        policy: the trained policy, with its weights of any step.
-    """
+    """The frozen policies that a run's algorithm needs; others cost nothing."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self._config, self._policy = config, policy
@@ -110,11 +98,7 @@ class FixedPolicies:
     def add_logprobs(self, micro_batches: list[MicroBatch], step: int) -> None:
         """Set the micro-batches' old and reference log-probs, where the algorithm needs them.
 
-        Collective over the trainer ranks.
-
-        Args:
-            micro_batches: of this data-parallel rank.
-            step: optimizer steps that are in the policy's weights.
+        Collective over the trainer ranks; `step` optimizer steps are in the policy's weights.
         """
         if recomputes_old(self._config):
             phase = self._config.schedule.phase_start(step)

@@ -33,12 +33,7 @@ those that its own routers would not have taken."""
 
 
 class Routing:
-    """The routers of this rank's model chunks.
-
-    Args:
-        chunks: modules of Megatron, wrapped or not.
-        architecture: of the whole model.
-        mode: `algorithm.routing_replay`.
+    """The routers of this rank's model chunks, wrapped or not.
 
     Raises:
         ValueError: a model without experts, or routers that are not top-k.
@@ -59,12 +54,10 @@ class Routing:
 
     @contextmanager
     def following(self, chunk: Any, experts_RLK: Tensor | None) -> Iterator[None]:
-        """Follow or compare the generator's experts during a forward pass of a chunk.
+        """Follow or compare the generator's experts during a forward pass of one of the chunks.
 
-        Args:
-            chunk: one of `chunks`, wrapped or not.
-            experts_RLK: the generator's choices for the positions of this context-parallel rank;
-                None: every token is routed live.
+        `experts_RLK` has the generator's choices for the positions of this context-parallel rank;
+        None: every token is routed live.
         """
         module, own = unwrap_model(chunk), experts_RLK
         if own is not None:

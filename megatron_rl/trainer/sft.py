@@ -46,17 +46,14 @@ CROSS_ENTROPY = Objective(Algorithm(loss=Reinforce()))
 """On `batch_of_examples`, whose advantages are 1, REINFORCE is the log-likelihood."""
 STATE, LOG = "supervised.json", "sft.jsonl"
 PRINT_SECONDS = 5.0
-"""Between lines on the terminal."""
 OnStep = Callable[[dict[str, Any]], None]
 
 
 class ExampleFeed:
     """Batches of rank 0, each made in a thread while the one before is trained.
 
-    Args:
-        config: `sft.steps` and `checkpoint` count.
-        steps: examples of each step, and the position after them.
-        start: position before the first of them.
+    `steps` yields the examples of each step and the position after them; `start` is the position
+    before the first of them.
     """
 
     def __init__(
@@ -107,9 +104,8 @@ def run_supervised(
 
     Rank 0 has the feed, others have None. AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps
     1e-8 here; the optimizer is left with the constants of `config.optimizer` and the moments of
-    this stage. `on_step` is called with the row of each step in `sft.jsonl`.
-
-    Returns False if the stage was interrupted.
+    this stage. `on_step` is called with the row of each step in `sft.jsonl`. Returns False if the
+    stage was interrupted.
 
     Raises:
         DataError: the rows cannot be used.

@@ -16,21 +16,15 @@ from megatron_rl.trainer.router_replay import Routing
 
 
 class ModelShards:
-    """This rank's share of a model and its data, in the parallel layout that Megatron has set up.
-
-    Args:
-        run: `parallel` and `schedule` count.
-        architecture: of the model.
-    """
+    """This rank's share of a model and its data, in the layout that Megatron has set up."""
 
     modules: Sequence[torch.nn.Module]
-    """This rank's model chunks, unwrapped."""
     parameters: dict[str, torch.nn.Parameter]
-    """This rank's parameters by `Weight.megatron`."""
+    """By `Weight.megatron`."""
     routing: Routing | None = None
     """This rank's routers; None with `algorithm.routing_replay` none."""
     shares_prompts = False
-    """The model's attention lets the completions of a prompt share it (`shared_prompts`)."""
+    """The model's attention lets the completions of a prompt share it (`packing.share`)."""
 
     def __init__(self, run: RunConfig, architecture: Architecture) -> None:
         self.run, self.architecture = run, architecture
@@ -42,11 +36,7 @@ class ModelShards:
         """Pad the number of micro-batches of a step to a multiple of this."""
 
     def route(self, chunks: Sequence[Any]) -> None:
-        """Attach `algorithm.routing_replay` to the routers of these model chunks.
-
-        Raises:
-            ValueError: a model whose routers do not support it.
-        """
+        """Attach `algorithm.routing_replay` to the routers of these model chunks, as `Routing`."""
         mode = self.run.algorithm.routing_replay
         if mode != "none":
             self.routing = Routing(chunks, self.architecture, mode)

@@ -32,9 +32,6 @@ class StartComparison:
 
     It ends with the first step that has such tokens: the first one, unless a resumed run begins
     with completions of older versions.
-
-    Args:
-        shards: the trainer's model.
     """
 
     def __init__(self, shards: ModelShards) -> None:
@@ -43,9 +40,7 @@ class StartComparison:
     def check(self, metrics: dict[str, float], step: int) -> None:
         """Stop a run whose generators have another model; before the update of a step.
 
-        Args:
-            metrics: of `step_metrics.report`, the same on every rank.
-            step: optimizer steps that are in the weights.
+        `metrics` are those of `step_metrics.report`, the same on every rank.
 
         Raises:
             ConfigError: the mean difference is above `bound`; names it in nats, and what the layers

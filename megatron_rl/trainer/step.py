@@ -40,7 +40,6 @@ from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step_metrics import joined, report
 
 PIECE_BYTES = 2**28
-"""Most bytes of a batch in one message between ranks."""
 _decode = msgspec.msgpack.Decoder(messages.Batch).decode
 
 
@@ -150,11 +149,8 @@ def _rounded(values: NDArray[Any]) -> bytes:
 class Trainer:
     """Trains a policy on batches.
 
-    Args:
-        config: `algorithm`, `optimizer` and `schedule.micro_batch_tokens` count.
-        policy: the model; its weights change.
-        comparison: with the generators' model, before the first update; None: the log-probs of the
-            batches come from elsewhere.
+    `comparison` is with the generators' model, before the first update; without one, the log-probs
+    of the batches come from elsewhere.
     """
 
     def __init__(

@@ -78,13 +78,13 @@ def main(rank: int, folder: Path) -> None:
     steps = importlib.import_module("megatron_rl.megatron_plugin.data_iterator")
     from megatron.training import training
 
-    from megatron_rl.trainer import parameters
+    from megatron_rl.trainer import client, parameters
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
 
     training.has_nvidia_modelopt = False  # 0.18's wheel lacks what it imports then
     join.connect_store = lambda _: dist.HashStore()
-    join.OrchestratorProcess, join.TrainerClient = NoOrchestrator, FixedBatches
-    join.show_life = FixedBatches
+    join.OrchestratorProcess, client.TrainerClient = NoOrchestrator, FixedBatches
+    client.show_life = FixedBatches
     out: dict[str, Any] = {"norms": [], "rows": []}
 
     start = join.PretrainingPlugin._start

@@ -57,6 +57,17 @@ def world_of_one(config: RunConfig) -> Iterator[None]:
         destroy_world()
 
 
+def save_checkpoint(config: RunConfig, policy: Any, step: int, write_state: Any = None) -> Path:
+    """Write one checkpoint, and return its complete directory."""
+    from megatron_rl.trainer.checkpoint import Saver
+
+    saver = Saver(config, policy)
+    path = saver.save(step, write_state)
+    saver.wait()
+    saver.close()
+    return path
+
+
 def write_model(directory: Path, name: str, scale: float = 1.0, **changes: Any) -> Path:
     """Write a tiny model with weights that matter: norms off 1, `changes` in its config.json.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.trainer.cases import batch, run_config
+from tests.trainer.cases import batch, run_config, save_checkpoint
 
 RANKS = 4
 VOCABULARY = 1025
@@ -155,7 +155,7 @@ def files_of_upstream(rank: int, folder: Path) -> dict[str, Any]:
                 Trainer(config, policy).train_step(batch(0), 0)
             else:  # what the other method wrote
                 checkpoint.load(config, policy, path)
-            path = checkpoint.save(config, policy, step)
+            path = save_checkpoint(config, policy, step)
             if rank == 0:
                 written.append(tensors_of(path))
         if rank == 0:
@@ -173,7 +173,7 @@ def slow_disk(rank: int, folder: Path) -> list[bool]:
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron_rl.trainer import checkpoint, hf_checkpoint
+    from megatron_rl.trainer import hf_checkpoint
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.world import destroy_world, init_world
 
@@ -206,7 +206,7 @@ def slow_disk(rank: int, folder: Path) -> list[bool]:
     if rank == RANKS - 1:
         write = slow(FileSystemWriterAsync.write_preloaded_data, 1.0)
         FileSystemWriterAsync.write_preloaded_data = staticmethod(write)
-    checkpoint.save(config, policy, 0)
+    save_checkpoint(config, policy, 0)
     hf_checkpoint.save_file = slow(hf_checkpoint.save_file, 0.1)
     hf_checkpoint.write = functools.partial(hf_checkpoint.write, max_shard_bytes=2**16)
     hf_checkpoint.save_huggingface(policy, folder / "hf", folder / "tiny_dense")

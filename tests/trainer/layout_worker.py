@@ -22,6 +22,7 @@ from tests.trainer.cases import (
     distances,
     gradients,
     run_config,
+    save_checkpoint,
     with_random_routes,
 )
 
@@ -121,7 +122,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
 
     policy = Policy(config, directory)
     if check_resume:  # an optimizer that never stepped
-        path = checkpoint.save(config, policy, 0)
+        path = save_checkpoint(config, policy, 0)
         assert checkpoint.load(config, policy, path) == 0
     trainer = Trainer(config, policy)
     seen: dict[str, Any] = {"exports": [dict(export(policy))], "metrics": [], "gradients": None}
@@ -199,7 +200,7 @@ def _resumes_exactly(config: Any, directory: Path, policy: Any) -> dict[str, Any
     from megatron_rl.trainer.model import Policy
     from megatron_rl.trainer.step import Trainer
 
-    path = checkpoint.save(config, policy, STEPS)
+    path = save_checkpoint(config, policy, STEPS)
     other = Policy(config, directory)
     step = checkpoint.load(config, other, path)
     both = []

@@ -190,11 +190,12 @@ def test_packed_ranks_have_nearly_the_same_to_do() -> None:
 @pytest.mark.parametrize(
     ("bounds", "prompts", "what"),
     [
-        ([0, 3, 6], [1], "1 prompt lengths for 2 sequences"),
+        ([0, 3, 6], [1], "one prompt"),
         ([0, 3, 5], [1, 1], "6 token_ids for 5 tokens"),
-        ([0, 3, 3, 6], [1, 1, 1], "must start at 0 and grow"),
-        ([0, 3, 6], [1, 4], "sequence 1 has 3 tokens and a prompt of 4"),
-        ([0, 3, 6], [0, 1], "sequence 0 has 3 tokens and a prompt of 0"),
+        ([0, 3, 3, 6], [1, 1, 1], "within it"),
+        ([0, 3, 6], [1, 4], "within it"),
+        ([0, 3, 6], [0, 1], "at least one token"),
+        ([1, 3, 6], [1, 1], "start at 0"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(

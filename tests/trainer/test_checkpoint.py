@@ -23,7 +23,7 @@ from megatron_rl.compat import megatron_checkpoint
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.trainer import checkpoint, checkpoint_folder
 from megatron_rl.trainer.model import Policy
-from tests.trainer.cases import run_config, world_of_one, write_model
+from tests.trainer.cases import run_config, save_checkpoint, world_of_one, write_model
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_state_is_written_into_the_same_directory_before_it_counts(
         (Path(directory) / "orchestrator.json").write_text("{}")
 
     # A model that never stepped can be saved as well.
-    path = checkpoint.save(config, policy, 0, write_state)
+    path = save_checkpoint(config, policy, 0, write_state)
     assert [path] == checkpoint_folder.find_complete(checkpoint_folder.folder(config))
     assert sorted(p.name for p in path.iterdir()) == ["model", "orchestrator.json", "trainer.json"]
     latest = json.loads((checkpoint_folder.folder(config) / "latest.json").read_text())
@@ -64,7 +64,7 @@ def test_state_is_written_into_the_same_directory_before_it_counts(
 def test_the_newest_are_kept_and_a_step_can_be_saved_again(run: tuple[RunConfig, Policy]) -> None:
     config, policy = run
     for step in (2, 10, 30, 30):
-        checkpoint.save(config, policy, step)
+        save_checkpoint(config, policy, step)
     assert names(config) == ["latest.json", "step_000010", "step_000030"]
 
 
@@ -75,7 +75,7 @@ def test_steps_of_the_rule_stay_and_a_run_resumes_from_a_chosen_one(
     rule = config.checkpoint.model_copy(update={"keep": 1, "keep_every": 20})
     config = config.model_copy(update={"checkpoint": rule})
     for step in (10, 20, 30, 40, 50):
-        checkpoint.save(config, policy, step)
+        save_checkpoint(config, policy, step)
     kept = ["step_000020", "step_000040", "step_000050"]
     assert names(config) == ["latest.json", *kept]
 
@@ -92,7 +92,7 @@ def test_steps_of_the_rule_stay_and_a_run_resumes_from_a_chosen_one(
     latest = json.loads((checkpoint_folder.folder(config) / "latest.json").read_text())
     assert latest["directory"] == "step_000020"
     # Ranks that torchrun restarts with the same command go on from the newest one.
-    checkpoint.save(config, policy, 30)
+    save_checkpoint(config, policy, 30)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     newest = resumed(config, 20)
     assert newest is not None and newest.name == "step_000030"
@@ -108,13 +108,13 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
     run: tuple[RunConfig, Policy], caplog: pytest.LogCaptureFixture
 ) -> None:
     config, policy = run
-    good = checkpoint.save(config, policy, 1)
+    good = save_checkpoint(config, policy, 1)
 
     def fails(step: int, directory: str) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(config, policy, 2, fails)
+        save_checkpoint(config, policy, 2, fails)
     assert checkpoint_folder.find_complete(checkpoint_folder.folder(config)) == [good]
     assert names(config) == ["latest.json", "step_000001", "step_000002.tmp"]
     (good.parent / ".step_000001.old-0123abcd").mkdir()  # of a replacement that was killed
@@ -126,7 +126,7 @@ def test_a_failed_state_writer_leaves_the_previous_checkpoint(
     assert "step_000002.tmp was left by a save that did not end: removed" in caplog.text
     assert names(config) == ["latest.json", "step_000001"]
     assert sorted(os.listdir(config.output_dir)) == [".mine.tmp-of-others", "checkpoints"]
-    checkpoint.save(config, policy, 2)
+    save_checkpoint(config, policy, 2)
     assert names(config) == ["latest.json", "step_000001", "step_000002"]
 
 
@@ -134,7 +134,7 @@ def test_torn_directories_are_passed_over_with_a_warning(
     run: tuple[RunConfig, Policy], caplog: pytest.LogCaptureFixture
 ) -> None:
     config, policy = run
-    good = checkpoint.save(config, policy, 3)
+    good = save_checkpoint(config, policy, 3)
     torn = good.with_name("step_000009")
     shutil.copytree(good, torn)
     (torn / "trainer.json").write_text('{"format": 1, "st')
@@ -149,7 +149,7 @@ def test_torn_directories_are_passed_over_with_a_warning(
 
 def test_another_format_is_refused(run: tuple[RunConfig, Policy]) -> None:
     config, policy = run
-    path = checkpoint.save(config, policy, 3)
+    path = save_checkpoint(config, policy, 3)
     about = json.loads((path / "trainer.json").read_text())
     (path / "trainer.json").write_text(json.dumps({**about, "format": 3}))
     with pytest.raises(ValueError, match="has format 3: this program reads 2"):
@@ -164,7 +164,7 @@ def test_a_layout_with_another_kind_of_optimizer_is_refused(
     config, policy = run
     layout = checkpoint._layout(config)
     monkeypatch.setattr(checkpoint, "_layout", lambda config: {**layout, "world_size": 2})
-    path = checkpoint.save(config, policy, 3)
+    path = save_checkpoint(config, policy, 3)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="has a sharded optimizer and cannot be resumed with an"):
         checkpoint.load(config, policy, path)
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(
     def write_state(step: int, directory: str) -> None:
         (Path(directory) / "state.msgpack").write_bytes(bytes(range(100)))
 
-    whole, newest = (checkpoint.save(config, policy, step, write_state) for step in (3, 9))
+    whole, newest = (save_checkpoint(config, policy, step, write_state) for step in (3, 9))
     damaging(newest / name)
     # The one that is chosen is never another.
     wanted = f"resume is 9: {newest / name}: {seen}.*; --resume STEP takes another: 3"
@@ -219,7 +219,7 @@ def test_a_changed_list_of_files_does_not_count(
     run: tuple[RunConfig, Policy], caplog: pytest.LogCaptureFixture
 ) -> None:
     config, policy = run
-    whole, newest = (checkpoint.save(config, policy, step) for step in (3, 9))
+    whole, newest = (save_checkpoint(config, policy, step) for step in (3, 9))
     about = newest / "trainer.json"
     text = about.read_text()
     about.write_text(text.replace('"step": 9', '"step": 8'))
@@ -238,7 +238,7 @@ def test_a_run_that_the_disk_cannot_hold_stops_before_its_first_step(
     run: tuple[RunConfig, Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, policy = run
-    path = checkpoint.save(config, policy, 1)
+    path = save_checkpoint(config, policy, 1)
     size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     size -= (path / "trainer.json").stat().st_size
     free(monkeypatch, 2 * size)
@@ -342,7 +342,7 @@ def test_random_state_is_restored_where_only_the_computation_differs(
 ) -> None:
     config, policy = run
     torch.manual_seed(5)
-    path = checkpoint.save(config, policy, 3)
+    path = save_checkpoint(config, policy, 3)
     expected = torch.rand(3)
     parallel = config.parallel.model_copy(update={"recompute": "full", "overlap_grad_reduce": True})
     checkpoint.load(config.model_copy(update={"parallel": parallel}), policy, path)

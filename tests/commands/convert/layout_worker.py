@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainer.cases import run_config
+from tests.trainer.cases import run_config, save_checkpoint
 
 TP = {"parallel__tensor": 2}
 SP = {**TP, "parallel__sequence_parallel": True}
@@ -45,7 +45,7 @@ def load_and_save(config: Any, folder: Path, name: str) -> dict[str, Any]:
     policy = Policy(config, folder / f"{name}.other")
     checkpoint.load_weights(policy, folder / f"{name}.megatron" / "release")
     weights = dict(export(policy))
-    saved = checkpoint.save(config, policy, 1)
+    saved = save_checkpoint(config, policy, 1)
     # The optimizer's own copy of the parameters must be the loaded one as well.
     policy.apply(0.0)
     after = dict(export(policy))
