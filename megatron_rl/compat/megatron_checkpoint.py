@@ -70,8 +70,6 @@ class _ItemStream:
 
 
 class _ItemStreams:
-    """The streams of a writer of files, in place of torch's `_StorageWriterTransforms`."""
-
     def transform_save_stream(self, _: Any, file: Any) -> tuple[_ItemStream, list[str]]:
         return _ItemStream(file), []
 
@@ -121,11 +119,7 @@ class Save:
         self._writer.write_buckets = None
 
     def write(self) -> tuple[list[Path], list[Any]]:
-        """Write this rank's files; return them, and the results that rank 0 needs to `finish`.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Write this rank's files; return them, and the results that rank 0 needs to `finish`."""
         writer, results = self._writer, list[Any]()
         for number, file in enumerate(self._files):
             options = {"results_queue": None, "count_queue": None, "use_fsync": True}

@@ -9,10 +9,8 @@ def before_training_schedules(begin: Callable[[int, Sequence[Any]], None]) -> No
     """Have `megatron.training` call a function on every rank before each training schedule.
 
     Within a schedule, pipeline stages reach the script's functions at different times: nothing
-    collective may happen there. Evaluation runs without the call.
-
-    Args:
-        begin: called with the iterations that are done, and the model chunks as they are wrapped.
+    collective may happen there. Evaluation runs without the call. `begin` gets the number of
+    iterations that are done, and the model chunks as they are wrapped.
     """
     from megatron.training import get_args, training
 

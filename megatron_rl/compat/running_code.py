@@ -27,12 +27,13 @@ _TEXT = re.compile(r"""^(?:PRE_RELEASE = |__version__ = .*?)["']([a-z]\w*|\d[\w.
 
 
 class Code(NamedTuple):
-    """Code that an import gets."""
+    """Code that an import gets; the version is `0+unknown` if the code does not say it.
+
+    `folder` is that of code that is not the installed distribution's.
+    """
 
     version: str
-    """`0+unknown` for code that does not say it."""
     folder: Path | None
-    """Folder of code that is not the installed distribution's."""
 
     def __str__(self) -> str:
         """Return the version, and where it comes from if that is not the installed one."""

@@ -32,7 +32,6 @@ class UpstreamFix:
 
     name: str
     package: str
-    """Distribution in the package index."""
     affected: str
     """Releases that have the fault (PEP 440)."""
     fault: str
@@ -78,11 +77,7 @@ class UpstreamFix:
 
 
 def check(fixes: Iterable[UpstreamFix]) -> None:
-    """Check that the releases that are imported are supported, without importing them.
-
-    Raises:
-        UnsupportedVersionError: one is not; names release, fault and remedy.
-    """
+    """Check that the releases that are imported are supported, without importing them."""
     for fix in fixes:
         fix.state()
 

@@ -101,11 +101,7 @@ def _compile_cuda(nvcc: str, out: Path) -> str:
 
 
 def build(out: Path, *, cuda: bool) -> Path:
-    """Build the library, with the CUDA kernels or without, and put it at `out` when it is done.
-
-    Raises:
-        BuildError: no compiler, no torch headers, or a compiler error (with its text).
-    """
+    """Build the library, with the CUDA kernels or without, and put it at `out` when it is done."""
     compiler, torch_root, nvcc = _compiler(), _torch_directory(), find_nvcc()
     if cuda and nvcc is None:
         raise BuildError("no CUDA compiler: nvcc is not on PATH nor in CUDA_HOME")
@@ -141,11 +137,7 @@ def build(out: Path, *, cuda: bool) -> Path:
 
 
 def wants_cuda() -> bool:
-    """Return True if an installation gets the CUDA code: `MEGATRON_RL_BUILD_CUDA`, else by nvcc.
-
-    Raises:
-        BuildError: the variable is neither 0 nor 1.
-    """
+    """Return True if an installation gets the CUDA code: `MEGATRON_RL_BUILD_CUDA`, else by nvcc."""
     chosen = os.environ.get("MEGATRON_RL_BUILD_CUDA", "")
     if chosen not in ("", "0", "1"):
         raise BuildError(
@@ -158,10 +150,7 @@ def build_for_install(directory: Path) -> Path | None:
     """Build the library into a package directory and remove those of other sources there.
 
     A library of the same sources next to this file is copied. Returns None where the tools are
-    missing.
-
-    Raises:
-        BuildError: `MEGATRON_RL_BUILD_CUDA` requires the CUDA code, and it can't be built.
+    missing, unless `MEGATRON_RL_BUILD_CUDA` requires the CUDA code.
     """
     cuda = wants_cuda()
     target = directory / library_name(cuda)
@@ -185,11 +174,7 @@ def build_for_install(directory: Path) -> Path | None:
 def find_or_build(*, cuda: bool) -> Path:
     """Return the library of these sources: installed, cached, or built now under a file lock.
 
-    Args:
-        cuda: require the CUDA code; else a library with or without it serves.
-
-    Raises:
-        BuildError: there is none and it can't be built.
+    `cuda` requires the CUDA code; else a library with or without it serves.
     """
     names = [library_name(True)] if cuda else [library_name(False), library_name(True)]
     for path in [d / n for d in (INSTALLED, cache_directory()) for n in names]:

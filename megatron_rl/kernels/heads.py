@@ -45,13 +45,12 @@ class HeadProducts:
     """The products. Results are fp32 and are written into `out`; operands are used as stored."""
 
     name: str
-    """Description for the log."""
     logits: Product
-    """(hidden [C, H], weight [V, H], out [C, V]): write hidden weight^T into `out`."""
+    """(hidden [C, H], weight [V, H], out [C, V]): hidden weight^T."""
     hidden_grad: Product
-    """(grads [C, V], weight [V, H], out [C, H]): write grads weight into `out`."""
+    """(grads [C, V], weight [V, H], out [C, H]): grads weight."""
     weight_grad: Callable[[Tensor, Tensor, Tensor, bool], None]
-    """(grads [C, V], hidden [C, H], out [V, H], add): write grads^T hidden into `out`, or add."""
+    """(grads [C, V], hidden [C, H], out [V, H], add): grads^T hidden, written or added."""
     upcasts: bool = False
     """bf16 operands are copied to fp32, which takes memory."""
     narrow_hidden_grad: bool = False
@@ -159,7 +158,6 @@ CUDA_TORCH = HeadProducts(
     _cuda_weight_grad,
     narrow_hidden_grad=True,
 )
-"""bf16 operands and fp32 results without upcasts."""
 
 
 def with_transformer_engine(gemm: Callable[..., object]) -> HeadProducts:
@@ -213,11 +211,8 @@ def select(
 ) -> tuple[HeadProducts, torch.dtype]:
     """Return the products for a type of operands and device, and the type of logit gradients.
 
-    The choice is logged once per combination.
-
-    Raises:
-        ValueError: an unknown setting, or operands that are neither bf16 nor fp32.
-        RuntimeError: on GPU, a Transformer Engine that cannot be used.
+    The choice is logged once per combination. ValueError: an unknown setting, or operands that are
+    neither bf16 nor fp32. RuntimeError: on GPU, a Transformer Engine that cannot be used.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}: one of {', '.join(get_args(Precision))}")

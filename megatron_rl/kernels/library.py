@@ -42,16 +42,16 @@ vdpbf16ps, tdpbf16ps."""
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """The operators of this process."""
+    """The operators of this process.
+
+    Without a `path` they are the torch reference. `cpu_kernels` are the kinds of `CPU_KERNELS` that
+    this processor runs, `cpu_kernel` the fastest of them; `cuda`: CUDA kernels are compiled in.
+    """
 
     path: Path | None
-    """The compiled library; None: the torch reference."""
     cuda: bool
-    """CUDA kernels are compiled in."""
     cpu_kernels: tuple[str, ...]
-    """The kinds of `CPU_KERNELS` that this processor runs."""
     cpu_kernel: str
-    """The fastest of them."""
 
 
 REFERENCE = KernelLibrary(None, False, ("generic",), "generic")
@@ -123,11 +123,7 @@ def load() -> KernelLibrary:
 
 
 def cpu_kernel(library: KernelLibrary) -> str:
-    """Return the kind of bf16 products on CPU: `MEGATRON_RL_CPU_KERNEL`, else the fastest.
-
-    Raises:
-        ValueError: the variable names a kind that doesn't exist or that can't run here.
-    """
+    """Return the kind of bf16 products on CPU: `MEGATRON_RL_CPU_KERNEL`, else the fastest."""
     kind = os.environ.get("MEGATRON_RL_CPU_KERNEL")
     if not kind:
         return library.cpu_kernel

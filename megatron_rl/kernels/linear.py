@@ -66,9 +66,9 @@ class HeadSettings(TypedDict, total=False):
     group: dist.ProcessGroup | None
     """Tensor-parallel group; its ranks hold the vocabulary's shards in order. Default: none."""
     precision: heads.Precision
-    """See `heads.Precision`; fp32 by default."""
+    """`fp32` by default."""
     logit_grads: heads.LogitGrads
-    """See `heads.LogitGrads`; auto by default."""
+    """`auto` by default."""
     chunk_bytes: int | None
     """Memory budget of a chunk's logits; default: `CHUNK_BYTES`."""
 
@@ -223,15 +223,14 @@ def one_pass(
         weight_VH: this rank's rows of the head, of the same type.
         targets_T: token ids in the whole vocabulary; an id outside it has log-prob -inf.
         loss: CISPO's inputs, a function of a chunk's log-probs, or None for log-probs alone.
-        grads: request the gradients by hidden states and by the head.
+        grads: request the gradients by hidden states and by the head; else they are None.
         weight_grad_VH: fp32 tensor that the head's gradient is added to (Megatron's main grad).
         loss_scale: factor of the gradients (not of the loss terms).
         settings: see `HeadSettings`.
 
-    Returns:
-        Rows [5, T] (log-prob, entropy, ratio or 0 for other losses, coefficient, loss term); the
-        hidden gradient [T, H] of the operands' type, summed over the tensor-parallel ranks; the
-        fp32 weight gradient [V, H] of this shard. Gradients that are not requested are None.
+    Returns rows [5, T] (log-prob, entropy, ratio or 0 for other losses, coefficient, loss term);
+    the hidden gradient [T, H] of the operands' type, summed over the tensor-parallel ranks; the
+    fp32 weight gradient [V, H] of this shard.
     """
     chunks = _Chunks(hidden_TH, weight_VH, targets_T, **settings)
     sums, ops = _Gradients(chunks, *grads, weight_grad_VH), torch.ops.megatron_rl

@@ -22,12 +22,6 @@ def fp32_linear(
     """Return the fp32 logits [T, V] of hidden states [T, H] and a head [V, H] of the same type.
 
     The result equals that of fp32 copies of bf16 operands up to the order of the sums.
-
-    Args:
-        hidden_TH: bf16 or fp32.
-        weight_VH: of the same type.
-        precision: see `heads.Precision`.
-        logit_grads: see `heads.LogitGrads`.
     """
     products, _ = heads.select(precision, logit_grads, hidden_TH.dtype, hidden_TH.device.type)
     logits_TV = hidden_TH.new_empty(len(hidden_TH), len(weight_VH), dtype=torch.float32)

@@ -33,9 +33,6 @@ def extend(parser: Parser) -> Parser:
     """Add the plug-in's arguments, make RL's defaults Megatron's, and refuse what RL cannot have.
 
     Megatron calls its `extra_args_provider` before it reads, checks or builds anything.
-
-    Raises:
-        ConfigError: names the arguments of this process that do not fit (`flags.refuse`).
     """
     add_arguments(parser)
     flags.set_defaults(parser)
@@ -49,11 +46,7 @@ def peek(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
-    """Return the configuration of the file, with `--rl-set` and then dotted options on top.
-
-    Raises:
-        ConfigError: as `load_config` does, or a `--rl-set` without "=".
-    """
+    """Return the configuration of the file, with `--rl-set` and then dotted options on top."""
     for item in own.rl_set:
         if "=" not in item:
             raise ConfigError(f"--rl-set {item}: expected KEY=VALUE, as schedule.max_lag_steps=4")
@@ -80,9 +73,6 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
     """Return the keys that Megatron's arguments decide, as dotted options.
 
     Without `--eval-interval`, evaluations are at the start and the end; Megatron needs a number.
-
-    Raises:
-        ConfigError: they do not say how long the run is.
     """
     if not args.train_iters and not args.train_samples:
         raise ConfigError("neither --train-iters nor --train-samples is set: set the run's steps")
@@ -110,11 +100,7 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
 
 
 def check_config(config: RunConfig) -> None:
-    """Refuse a configuration that needs the own training loop, before anything has started.
-
-    Raises:
-        ConfigError: names the key and the remedy.
-    """
+    """Refuse a configuration that needs the own training loop, before anything has started."""
     a, s = config.algorithm, config.schedule
     if a.kl_coefficient:
         raise ConfigError(
@@ -130,11 +116,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def check(args: Any, config: RunConfig) -> None:
-    """Refuse arguments and configuration that don't go together.
-
-    Raises:
-        ConfigError: names the key, the argument and the remedy.
-    """
+    """Refuse arguments and configuration that don't go together."""
     s = config.schedule
     if s.packing and args.transformer_impl == "local" and "packing" in s.model_fields_set:
         raise ConfigError(

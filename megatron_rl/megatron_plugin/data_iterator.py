@@ -36,12 +36,8 @@ class _Step:
 class PluginSteps:
     """The steps of this rank, shared by the iterators of its model chunks.
 
-    Args:
-        config: the run's configuration.
-        model: the script's model.
-        client: connection to the orchestrator, on rank 0; None elsewhere.
-        publisher: of weights.
-        start_step: optimizer steps that Megatron has made.
+    `client` is the connection to the orchestrator, on rank 0; None elsewhere. `start_step` is the
+    number of optimizer steps that Megatron has made.
     """
 
     def __init__(
@@ -66,11 +62,8 @@ class PluginSteps:
     def begin(self, step: int, chunks: Sequence[Any]) -> None:
         """Publish the weights and fetch the batch of a step; collective, before its schedule.
 
-        Within the schedule, pipeline stages reach their data iterators at different times.
-
-        Args:
-            step: optimizer steps that Megatron has made.
-            chunks: the model as Megatron wrapped it.
+        Within the schedule, pipeline stages reach their data iterators at different times. Megatron
+        has made `step` optimizer steps, and wrapped the model as `chunks`.
 
         Raises:
             ConfigError: no more batches, or more micro-batches than Megatron makes of a step.
@@ -116,11 +109,7 @@ class PluginSteps:
         self._publisher.wait()
 
     def trained(self) -> None:
-        """Report the step whose gradients are complete, before the update; collective.
-
-        Raises:
-            ConfigError: the generators have another model (`StartComparison`).
-        """
+        """Report the step whose gradients are complete, before the update; collective."""
         current = self._current
         assert current is not None
         batch = current.batch
@@ -140,10 +129,7 @@ class PluginSteps:
             self._client.send(done)
 
     def save_state(self, directory: Path | None) -> dict[str, int]:
-        """Save the orchestrator's state after the last step into Megatron's iterator folder.
-
-        `directory` is the root of the iterators' files; None on ranks other than 0.
-        """
+        """Save the orchestrator's state after the last step, into Megatron's iterator folder."""
         liveness.sign("saving", self.steps)
         if self._client is not None and directory is not None:
             folder = state_folder(directory, self.steps)
@@ -160,11 +146,7 @@ def state_folder(directory: Path, step: int) -> Path:
 class MicroBatchIterator(Iterator[HeadPass]):
     """Iterator for Megatron's `--dataloader-type external`, one per model chunk.
 
-    Args:
-        steps: of this rank.
-        start_step: iteration of the first micro-batch.
-        count: micro-batches of a step.
-        directory: for `save_state`; None where nothing is saved.
+    A step has `count` micro-batches; `directory` is for `save_state`, None where nothing is saved.
     """
 
     def __init__(
@@ -184,11 +166,7 @@ class MicroBatchIterator(Iterator[HeadPass]):
 
 
 def loss_function(count: int) -> Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Return Megatron's loss function of a micro-batch: its summed loss, divided by nothing.
-
-    Args:
-        count: micro-batches of the step on this rank.
-    """
+    """Return Megatron's loss function of one of `count` micro-batches: the sum, not divided."""
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def summed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -63,9 +63,7 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
 def refuse(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """Refuse arguments that a run with `--rl-config` cannot carry out.
 
-    Args:
-        parser: with Megatron's arguments; those of the table that this release lacks are passed by.
-        argv: the script's arguments.
+    Those of the table that this release's parser lacks are passed by.
 
     Raises:
         ConfigError: names each of them as it was typed, the reason and the remedy.

@@ -42,9 +42,6 @@ CONFIG = "plugin_config"
 def join(argv: list[str] | None = None) -> PretrainingPlugin:
     """Find this rank's role; the first call of a script. A generator rank does not return.
 
-    Args:
-        argv: the script's arguments; those of the process by default.
-
     Raises:
         ConfigError: the configuration of `--rl-config` cannot run on the ranks that were started.
     """
@@ -77,10 +74,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
 def _report(
     folder: Path | None, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """Show the error that ends this rank in torchrun's last lines, too.
-
-    In a run's folder it is recorded for the ranks that torchrun starts again.
-    """
+    """Show the error that ends this rank in torchrun's last lines; record it in a run's folder."""
     report_failure(f"{kind.__name__}: {error}")
     if folder is not None:
         record_if_final(folder, error)
@@ -93,12 +87,7 @@ def _refuse_after_final_error(folder: Path) -> None:
 
 
 class PretrainingPlugin:
-    """Wrappers around the pieces of a pretraining script; without a configuration they do nothing.
-
-    Args:
-        own: the plug-in's arguments; None without `--rl-config`.
-        store: torchrun's; None without `--rl-config`.
-    """
+    """Wrappers around the pieces of a pretraining script; without `--rl-config` they do nothing."""
 
     def __init__(self, own: Any, store: Any) -> None:
         self._own, self._store = own, store
@@ -129,12 +118,8 @@ class PretrainingPlugin:
     def model(self, source: Any) -> Any:
         """Return the model provider or the model configuration (`pre_wrap_hooks`), for RL.
 
-        Args:
-            source: what `pretrain` builds the model from: a provider function, or a configuration
-                for `pretrain_cfg_container_from_args` (Megatron-Core 0.19).
-
-        Raises:
-            ConfigError: neither of the two.
+        `pretrain` builds the model from it: a provider function, or a configuration for
+        `pretrain_cfg_container_from_args` (Megatron-Core 0.19).
         """
         if not self.active:
             return source
@@ -164,11 +149,7 @@ class PretrainingPlugin:
         return self._forward_step if self.active else forward_step
 
     def data(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `train_valid_test_dataset_provider`; call it after Megatron's argument parsing.
-
-        Raises:
-            ConfigError: arguments and configuration that don't go together.
-        """
+        """Return `train_valid_test_dataset_provider`; call it after Megatron's argument parsing."""
         if not self.active:
             return provider
         from megatron.training import get_args
@@ -211,11 +192,7 @@ class PretrainingPlugin:
         return iterators
 
     def finish(self) -> None:
-        """Publish the last weights, and wait for the last evaluation and the report.
-
-        Raises:
-            RunError: the orchestrator did not end well.
-        """
+        """Publish the last weights, and wait for the last evaluation and the report."""
         if self._steps is None or self._ended:
             return
         assert self._config is not None
@@ -292,11 +269,7 @@ def _micro_batches(args: Any) -> int:
 
 
 def _saved_state(args: Any) -> Path | None:
-    """Return the orchestrator's state of the iteration that Megatron loaded; None at iteration 0.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the orchestrator's state of the iteration that Megatron loaded; None at 0."""
     if args.iteration == 0:
         return None
     folder = state_folder(Path(args.dataloader_save or args.load), args.iteration)

@@ -35,13 +35,7 @@ def adopt(config: Any) -> None:
 
 
 class PluginModel(ModelShards):
-    """A model that a Megatron script built.
-
-    Args:
-        run: the configuration, with Megatron's layout in it.
-        modules: the chunks that the script built on this rank.
-        use_te: the modules are Transformer Engine's.
-        micro_batches: of a step, by Megatron's batch sizes.
+    """A model that a Megatron script built, with its number of micro-batches of a step.
 
     Raises:
         ConfigError: the model is not that of `run.model`.
@@ -53,7 +47,6 @@ class PluginModel(ModelShards):
         self.directory = Path(run.model)
         super().__init__(run, architecture(read_config(self.directory)))
         self.micro_batch_multiple = micro_batches
-        """Number of micro-batches of a step, which Megatron fixes."""
         for module in modules:
             self._check(module)
         self.architecture.padded_vocabulary = modules[0].vocab_size
@@ -69,10 +62,7 @@ class PluginModel(ModelShards):
         ]
 
     def complete(self, chunks: Sequence[Any]) -> None:
-        """Run the all-gather of parameters that Megatron has deferred; `chunks` as it wrapped them.
-
-        Collective.
-        """
+        """Run the all-gather of parameters that Megatron has deferred; collective."""
         for chunk in chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -104,11 +94,7 @@ class PluginModel(ModelShards):
         )
 
     def check_count(self, count: int, step: int) -> None:
-        """Refuse a step that does not fit into Megatron's number of micro-batches.
-
-        Raises:
-            ConfigError: names the sizes.
-        """
+        """Refuse a step that does not fit into Megatron's number of micro-batches."""
         if count > self.micro_batch_multiple:
             raise ConfigError(
                 f"step {step}: its sequences need {count} micro-batches of"

@@ -40,10 +40,8 @@ class CheckpointError(ValueError):
 def named_config(name: str) -> dict[str, Any]:
     """Return the `config.json` of a published or a tiny model, without a download.
 
-    Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248.
-
-    Raises:
-        ValueError: neither one of `config.NAMED_MODELS` nor of `config.TINY_MODELS`.
+    Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248. ValueError:
+    another name.
     """
     known = (*NAMED_MODELS, *TINY_MODELS)
     if name not in known:

@@ -27,11 +27,8 @@ class Rotary(torch.nn.Module):
     """Rotary angles at given positions, in place of Megatron's multimodal rotary embedding.
 
     Megatron's ordinary embedding is by index, but positions restart in packed rows and have gaps in
-    context-parallel ones.
-
-    Args:
-        inverse_frequencies: [d / 2], fp32.
-        interleaved: rotary pairs are adjacent, not halves of the head.
+    context-parallel ones. `inverse_frequencies` are fp32 [d / 2]; `interleaved` pairs are adjacent,
+    not halves of the head.
     """
 
     def __init__(self, inverse_frequencies: Tensor, interleaved: bool) -> None:
@@ -66,13 +63,8 @@ class CausalAttention(torch.nn.Module):
     4.6 ms as a batch padded to 60, 100 ms with a block-diagonal mask. Under context parallelism
     keys and values are gathered from the other ranks, and backward sums their gradients there.
 
-    Args:
-        config: Megatron's, for `context_parallel_size`.
-        chunk: positions attend within aligned chunks of this size of their sequence; None: within
-            the whole sequence.
-        temperature: (floor_scale, attn_scale) of the query scale; None: no scale.
-        softmax_scale: None: by the head size.
-        pg_collection: Megatron's groups, for `cp`.
+    Positions attend within aligned chunks of size `chunk` of their sequence, or within all of it.
+    `temperature` is (floor_scale, attn_scale) of the query scale. Megatron gives the rest.
     """
 
     def __init__(

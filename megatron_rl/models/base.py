@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 COLUMN = Along(0)
-"""Output rows of a column-parallel linear layer."""
 ROW = Along(1)
-"""Input columns of a row-parallel linear layer."""
 GATED = Along(0, parts=2)
-"""Output rows of a gated linear layer; gate and up are split separately."""
 
 
 class Architecture(ABC):
@@ -38,11 +35,9 @@ class Architecture(ABC):
     """
 
     interleaved_rope: ClassVar[bool] = False
-    """Rotary pairs are adjacent, not halves of the head."""
     rope_theta: ClassVar[float] = 10000.0
-    """Base of the rotary frequencies if config.json has none."""
     prefix: ClassVar[str] = ""
-    """Prefix of the names of trained tensors in the checkpoint, before `model.`."""
+    """Of the names of trained tensors in the checkpoint, before `model.`."""
     untrained: ClassVar[tuple[str, ...]] = ()
     """Prefixes of checkpoint tensors outside Megatron (a vision tower)."""
 
@@ -61,11 +56,10 @@ class Architecture(ABC):
         self.feed_forward = int(hf["intermediate_size"])
         """Width of the MLP of a layer without experts."""
         self.expert_feed_forward = 0
-        """Width of a routed expert; 0 for a dense model."""
+        """Width of a routed expert."""
         self.moe_layers: set[int] = set()
         """Layers with routed experts, from 0."""
         self.experts = 0
-        """Routed experts of a layer; 0 for a dense model."""
         self.require("hidden_act", "silu")
         self.require("attention_bias", False)
         self.require("mlp_bias", False)
@@ -206,13 +200,9 @@ class Architecture(ABC):
     def gated_weights(
         self, megatron: str, hf: str, size: int, expert: int | None = None
     ) -> list[Weight]:
-        """Return gate, up and down of a gated MLP.
+        """Return gate, up and down of a gated MLP, `size` wide, whose modules have these names.
 
-        Args:
-            megatron: name of Megatron's module, before `.linear_fc1.weight`.
-            hf: name of Hugging Face's module, before `.gate_proj.weight`.
-            size: width between up and down.
-            expert: global number of a routed expert with its own tensors.
+        `expert` is the global number of a routed expert with its own tensors.
         """
         gate_up = tuple(f"{hf}.{x}_proj.weight" for x in ("gate", "up"))
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"

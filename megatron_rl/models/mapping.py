@@ -26,9 +26,7 @@ class Pack:
     """Hugging Face tensors <-> the full Megatron tensor; by default one tensor, unchanged."""
 
     to_megatron: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
-    """Return the full Megatron tensor."""
     to_huggingface: Callable[[Tensor], Sequence[Tensor]] = lambda full: [full]
-    """Return the Hugging Face tensors."""
 
 
 UNCHANGED = Pack()
@@ -162,12 +160,10 @@ class Weight:
         return _shard_shape(self.split, self.shape, size)
 
     def parameter(self, use_te: bool, first_layer: int = 0, first_expert: int = 0) -> str:
-        """Return its name among the parameters of a module.
+        """Return its name among the parameters of a module, by the module's spec.
 
-        Args:
-            use_te: the module has the Transformer Engine spec, else the local one.
-            first_layer: global number of the module's first layer.
-            first_expert: global number of the first expert on this rank.
+        `first_layer` is the global number of the module's first layer, `first_expert` that of the
+        first expert on this rank.
         """
         name = self.megatron
         if self.expert is not None:

@@ -47,10 +47,8 @@ def own_positions(bounds: Bounds, rank: int, size: int) -> NDArray[np.int64]:
     Each sequence is divided into `2 * size` equal parts; rank r has parts r and `2 * size - 1 - r`,
     so that causal attention costs all ranks the same.
 
-    Example: `own_positions((0, 4, 12), 0, 2)` is `[0, 3, 4, 5, 10, 11]`.
-
-    Raises:
-        ValueError: a sequence whose length is no multiple of `2 * size`.
+    Example: `own_positions((0, 4, 12), 0, 2)` is `[0, 3, 4, 5, 10, 11]`. ValueError: a sequence
+    cannot be divided so.
     """
     if size == 1:
         return np.arange(bounds[-1])
@@ -78,14 +76,14 @@ class Pieces:
     """The attention of a rank: runs of its queries, with the keys from the sequence's start.
 
     Piece i is the next `queries[i]` positions of this rank; its last query attends all of its
-    `keys[i]` keys, the one before it all but one, and so on.
+    `keys[i]` keys, the one before it all but one, and so on. `slots` is the index of the keys of
+    all pieces in the positions of all ranks, joined in the order of ranks; None if every piece has
+    the keys of its own queries.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     slots: NDArray[np.int64] | None
-    """Index of the keys of all pieces in the positions of all ranks, joined in the order of ranks;
-    None if every piece has the keys of its own queries."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -239,15 +237,13 @@ class RowLayout:
     """
 
     ranks: int = 1
-    """Data-parallel size."""
     max_tokens: int = 16384
-    """Most tokens of a micro-batch, padding included; one sequence is always allowed."""
+    """Of a micro-batch, padding included; one sequence is always allowed."""
     packed: bool = True
     """One row of many sequences per micro-batch, rather than one padded row per sequence."""
     multiple: int = 1
     """The positions of a row on one context-parallel rank are a multiple of this."""
     context: int = 1
-    """Context-parallel size."""
     count_multiple: int = 1
     """Pad the number of micro-batches to a multiple of this with empty ones."""
     shared_prompts: bool = False
@@ -265,13 +261,14 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRows:
-    """Micro-batch j of every data-parallel rank."""
+    """Micro-batch j of every data-parallel rank: the sequences of each row of each rank.
+
+    Rows have `length` positions; a rank with fewer rows than `rows` gets empty ones.
+    """
 
     length: int
-    """Positions of a row."""
     rows: int
     by_rank: list[list[list[int]]]
-    """Sequences of each row of each rank; a rank with fewer rows than `rows` gets empty ones."""
 
 
 def _round_up(length: int, multiple: int) -> int:

@@ -26,9 +26,7 @@ def check_experts(architecture: Architecture, mode: str) -> None:
 def encode(experts_NLK: RoutedExperts, experts: int) -> bytes:
     """Return the bytes of `messages.Sample.routes`: one per expert, two beyond 255 experts.
 
-    Args:
-        experts_NLK: `UNKNOWN` is written as the largest number.
-        experts: routed experts of a layer.
+    `UNKNOWN` is written as the largest number.
     """
     kind = _dtype(experts)
     known_NLK = np.where(experts_NLK == UNKNOWN, np.iinfo(kind).max, experts_NLK)
@@ -39,8 +37,7 @@ def decode(data: bytes, tokens: int, architecture: Architecture) -> RoutedExpert
     """Return the routed experts of a number of tokens.
 
     Raises:
-        ValueError: bytes of another size, or an expert number beyond those of the model; both mean
-            that the generator has another model.
+        ValueError: bytes of another size, or an expert number beyond the model's.
     """
     layers, per_token = len(architecture.moe_layers), architecture.experts_per_token
     kind = _dtype(architecture.experts)

@@ -20,11 +20,7 @@ def fetched_folder(name: str) -> Path:
 
 
 def start_directory(config: RunConfig) -> Path:
-    """Return the Hugging Face directory that the run starts from; it may not exist yet.
-
-    Raises:
-        ConfigError: a given directory is missing or is not a model.
-    """
+    """Return the Hugging Face directory that the run starts from; it may not exist yet."""
     return config.made_start or base_directory(config)
 
 

@@ -50,11 +50,8 @@ def create(
 ) -> Path:
     """Write a tiny model of `CONFIGS` with initial weights as a Hugging Face directory; return it.
 
-    The directory is created if missing; files of the same names are replaced. `tokenizer_saver`
-    is called with it to add the tokenizer's files.
-
-    Raises:
-        ValueError: another name.
+    Files of the same names are replaced. `tokenizer_saver` is called with the directory to add the
+    tokenizer's files. ValueError: another name.
     """
     if name not in CONFIGS:
         raise ValueError(f"no tiny model {name!r}: known are {', '.join(CONFIGS)}")
