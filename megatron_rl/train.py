@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_rl import launch, liveness, messages, run_lock
-from megatron_rl.compat import imports, megatron_fixes, upstream, vllm_fixes
+from megatron_rl import compat, launch, liveness, messages, run_lock
+from megatron_rl.compat import megatron_fixes, upstream, vllm_fixes
 from megatron_rl.config import ConfigError, RunConfig, load_config, save_config
 from megatron_rl.orchestrator.replay import Replay, ReplayPlan, plan_replay
 from megatron_rl.orchestrator.run_plan import print_plan
@@ -103,7 +103,7 @@ def run_trainer_rank(
     `rank` and `store` are torchrun's. Without `reinforce` it ends after the supervised stage. A
     `replay` has neither that nor orchestrator.
     """
-    imports.collect_rarely()
+    compat.collect_rarely()
     import psutil
     import torch
 

@@ -4,8 +4,13 @@ Megatron is changed while it is imported, so every package here that imports it 
 in its `__init__`: no order of imports has to be kept.
 """
 
+import gc
+
 from megatron_rl.compat import megatron_cpu, megatron_fixes, running_code, upstream
 from megatron_rl.compat.import_hook import after_import
+
+_USUAL = gc.get_threshold()
+_RARE = (50_000, 50, 1000)
 
 
 def install() -> None:
@@ -17,3 +22,15 @@ def install() -> None:
     megatron_cpu.install()
     upstream.install(megatron_fixes.FIXES)
     after_import(running_code.ANNOUNCED, running_code.announce)
+
+
+def collect_rarely() -> None:
+    """Begin the imports of torch, Megatron and vLLM: a fifth of their CPU time is collections."""
+    gc.set_threshold(*_RARE)
+
+
+def collect_as_usual() -> None:
+    """End the imports: later collections leave out what is there now."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_USUAL)

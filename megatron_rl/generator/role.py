@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl import liveness
-from megatron_rl.compat import imports, upstream, vllm_fixes
+from megatron_rl import compat, liveness
+from megatron_rl.compat import upstream, vllm_fixes
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.process_environment import prepare_environment
@@ -55,13 +55,13 @@ def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -
     rank = int(os.environ.get("RANK", index))
 
     def prepare(config: RunConfig, model_dir: str) -> None:
-        imports.collect_rarely()
+        compat.collect_rarely()
         liveness.begin(config, "generator", rank)
         check_head_size(Path(model_dir))
         prepare_environment(config, model_dir)
 
     def ready() -> None:
-        imports.collect_as_usual()
+        compat.collect_as_usual()
         book.write(ready=True)
 
     with _recorded(book, name):

@@ -2,11 +2,8 @@
 
 g++ compiles the CPU code; where nvcc is found, the CUDA code goes into the same file with the CUDA
 runtime linked statically, so that the file loads with and without a GPU. It needs symbols of
-libtorch 2.10 and later only, and no Python. `python -m megatron_rl.kernels.build` builds it.
-
-    name: megatron_rl_kernels-<hash of csrc>-<cpu|cuda>.so, and .ptxas with nvcc's report
-    folder: that of this file (setup.py and `... --install`), else the user's cache directory
-            (built on first use)
+libtorch 2.10 and later only, and no Python. It lies next to this file (setup.py and `python -m
+megatron_rl.kernels.build --install`), else in the user's cache directory (built on first use).
 """
 
 import argparse

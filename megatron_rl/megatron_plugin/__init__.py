@@ -4,27 +4,16 @@
 
     rl = megatron_plugin.join()                # a generator rank serves here and does not return
     args = parse_and_validate_args(extra_args_provider=rl.arguments(extra_args))
-    model_cfg = rl.model(gpt_config_from_args(args))
     pretrain(
-        pretrain_cfg_container_from_args(args, model_cfg),
+        pretrain_cfg_container_from_args(args, rl.model(gpt_config_from_args(args))),
         rl.data(train_valid_test_datasets_provider),
         ModelType.encoder_or_decoder,
         rl.step(forward_step),
     )
     rl.finish()
 
-A script whose model comes from a function passes `rl.model(partial(model_provider, gpt_builder))`
-to `pretrain` instead. Started with `--rl-config FILE`, the script trains by reinforcement learning
-from its Megatron checkpoint (`--load`); without it every `rl.` above returns its argument, and the
-script is unchanged. Megatron's arguments decide the parallel layout, optimizer, number format,
-checkpoints, `--train-iters` and `--eval-interval` (`flags.yaml` says what each one means); the file
-decides everything else (`megatron-rl config`), and `--rl-set schedule.prompts_per_step=8` overrides
-single keys. Its `model` is a Hugging Face directory with the config and the tokenizer of the same
-model, for the generators; it needs no weights.
-
-`torchrun` starts trainers and generators together; the last `roles.generator_ranks` ranks generate.
-
-A step of a run, on every trainer rank; no file of Megatron is changed:
+Without `--rl-config FILE` every `rl.` above returns its argument, and the script is unchanged. A
+step, on every trainer rank; no file of Megatron is changed:
 
     before the schedule         publish the weights, ask the orchestrator for the step's batch
     forward_step                loss from the hidden states, through `output_processor`

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_rl import liveness, messages
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.megatron_plugin.plugin_model import PluginModel
-from megatron_rl.trainer.batch import MicroBatch, check_routed_experts, micro_batches_of
+from megatron_rl.trainer.batch import check_routed_experts, micro_batches_of
 from megatron_rl.trainer.client import TrainerClient
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
 from megatron_rl.trainer.publisher import Publisher
@@ -21,16 +20,6 @@ from megatron_rl.trainer.reference import old_is_current
 from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step import next_batch, token_results
 from megatron_rl.trainer.step_metrics import report
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    batch: messages.Batch
-    micro_batches: list[MicroBatch]
-    objective: Objective
-    head: LmHead
-    started: float
-    wait_seconds: float
 
 
 class PluginSteps:
@@ -52,7 +41,7 @@ class PluginSteps:
         self._client, self._publisher = client, publisher
         self._comparison = StartComparison(model)
         self._step, self._published = start_step - 1, -1
-        self._current: _Step | None = None
+        self._passes: list[HeadPass] = []
 
     @property
     def steps(self) -> int:
@@ -64,17 +53,13 @@ class PluginSteps:
 
         Within the schedule, pipeline stages reach their data iterators at different times. Megatron
         has made `step` optimizer steps, and wrapped the model as `chunks`.
-
-        Raises:
-            ConfigError: no more batches, or more micro-batches than Megatron makes of a step.
-            OrchestratorGone: no batch in time.
         """
         config, model = self._config, self._model
         model.complete(chunks)
         self.publish(step)
         began = time.perf_counter()
         batch, _ = next_batch(self._client, step, lambda: False, model)
-        started = time.perf_counter()
+        self._started = time.perf_counter()
         if batch.stop:
             raise ConfigError(
                 f"step {step}: the orchestrator has no more batches, and Megatron continues to"
@@ -84,16 +69,15 @@ class PluginSteps:
         micro_batches = micro_batches_of(batch, model)
         model.check_count(len(micro_batches), step)
         model.divide_router_losses(int(messages.ints(batch.bounds)[-1]))
-        objective = Objective(config.algorithm, old_is_current(config, step))
+        self._objective = Objective(config.algorithm, old_is_current(config, step))
         head = LmHead.of(config, model.architecture.vocabulary)
-        self._step = step
-        self._current = _Step(batch, micro_batches, objective, head, started, started - began)
+        self._passes = [HeadPass(head, micro, self._objective) for micro in micro_batches]
+        self._step, self._batch, self._wait_seconds = step, batch, self._started - began
 
     def micro_batch(self, step: int, index: int) -> HeadPass:
         """Return the pass of micro-batch `index` of the step that began."""
-        current = self._current
-        assert current is not None and step == self._step
-        return HeadPass(current.head, current.micro_batches[index], current.objective)
+        assert step == self._step
+        return self._passes[index]
 
     def publish(self, version: int) -> None:
         """Offer the weights to the generators, once per version; collective."""
@@ -110,19 +94,17 @@ class PluginSteps:
 
     def trained(self) -> None:
         """Report the step whose gradients are complete, before the update; collective."""
-        current = self._current
-        assert current is not None
-        batch = current.batch
-        metrics, probe = report(batch, current.micro_batches, current.objective, self._model)
+        batch, micro_batches = self._batch, [each.micro for each in self._passes]
+        metrics, probe = report(batch, micro_batches, self._objective, self._model)
         self._comparison.check(metrics, self._step)
-        ratios, entropies = token_results(batch, current.micro_batches, self._model)
+        ratios, entropies = token_results(batch, micro_batches, self._model)
         if self._client is not None:
             done = messages.StepDone(
                 step=self._step,
                 metrics=metrics,
                 probe_logprobs=probe,
-                wait_seconds=current.wait_seconds,
-                train_seconds=time.perf_counter() - current.started,
+                wait_seconds=self._wait_seconds,
+                train_seconds=time.perf_counter() - self._started,
                 ratios=ratios,
                 entropies=entropies,
             )

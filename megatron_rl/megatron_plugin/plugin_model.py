@@ -15,10 +15,9 @@ from torch import Tensor
 from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.models import architecture
 from megatron_rl.models.safetensors_directory import read_config
-from megatron_rl.trainer import parameters
 from megatron_rl.trainer.loss import HeadPass
 from megatron_rl.trainer.model import forward
-from megatron_rl.trainer.shards import ModelShards
+from megatron_rl.trainer.shards import ModelShards, by_weight
 
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 _TRAINING_ONLY = (*ROUTER_LOSSES, "moe_router_load_balancing_type")
@@ -50,7 +49,7 @@ class PluginModel(ModelShards):
         for module in modules:
             self._check(module)
         self.architecture.padded_vocabulary = modules[0].vocab_size
-        self.parameters = parameters.by_weight(self.architecture, modules, self.experts, use_te)
+        self.parameters = by_weight(self.architecture, modules, self.experts, use_te)
         self.modules = modules
         self.route(modules)
         configs = {id(module.config): module.config for module in modules}.values()

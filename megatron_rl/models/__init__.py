@@ -1,4 +1,4 @@
-"""Architectures by Hugging Face `model_type`, one file each: `architecture(config)` makes them.
+"""Architectures by Hugging Face `model_type`: `architecture(config)` makes them.
 
 Megatron-Core is imported inside functions that build its specs, so `models.tiny` and the mapping of
 names need torch only.
@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "llama4": "megatron_rl.models.llama4:Llama4Multimodal",
     "llama4_text": "megatron_rl.models.llama4:Llama4",
     "qwen3": "megatron_rl.models.qwen3:Qwen3",
-    "qwen3_moe": "megatron_rl.models.qwen3_moe:Qwen3Moe",
+    "qwen3_moe": "megatron_rl.models.qwen3:Qwen3Moe",
 }
 """`model_type` of a config.json -> module and class."""
 

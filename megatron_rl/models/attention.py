@@ -1,10 +1,10 @@
 """Layers with attention in packed, chunked and context-parallel rows. Imports Megatron.
 
 Core attentions and rotary angles follow from `packing.Rows`, which Megatron passes to every
-attention as its packed-sequence parameters. A chunked layer refines it, and no layer needs a mask.
+attention as its packed-sequence parameters. No layer needs a mask.
 
-Shape legend: s positions of this rank, b rows, n heads, g key-value heads, d head size; S
-positions of a row over all context-parallel ranks.
+Shape legend: s positions of this rank, b rows, n heads, g key-value heads, d head size; S positions
+of a row over all context-parallel ranks.
 """
 
 import functools

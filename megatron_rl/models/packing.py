@@ -138,12 +138,8 @@ def share(
     A run that continues another one attends that one's positions and its own, and its positions
     count on from there. So a prompt passes the layers once for the whole group. Its last token
     stays with each completion, whose first token it predicts; the last token of a completion
-    predicts nothing and is left out. Sums have another order; nothing else differs.
-
-    Args:
-        bounds: of the sequences in a packed row of S positions.
-        ids_S: tokens.
-        predicts_S: True where the next token is of the completion; nowhere in padding.
+    predicts nothing and is left out. Sums have another order; nothing else differs. `predicts_S` is
+    True where the next token is of the completion.
 
     Returns (bounds, the run that each run continues or -1, index in S of each position). The second
     value is empty where that would save less than `LEAST_SAVING`.

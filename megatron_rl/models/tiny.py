@@ -1,8 +1,6 @@
 """Models that learn on a laptop: real architectures, a fraction of a million parameters.
 
-`create` writes the files of `save_pretrained` of transformers (same file and tensor names) without
-importing it: config.json, generation_config.json and model.safetensors with initial weights. The
-caller adds the tokenizer's files.
+`create` writes the files of `save_pretrained` of transformers without importing it.
 
 | name | architecture | parameters | active |
 |---|---|---|---|

@@ -113,15 +113,15 @@ def layout_of(shards: ModelShards) -> RowLayout:
 
 def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBatch]:
     """Return this rank's micro-batches of a batch, or of its part, as `divide`; collective."""
-    rank = parallel_state.get_data_parallel_rank()
-    context_rank = parallel_state.get_context_parallel_rank()
-    device = world.device()
-
-    def total(values: Tensor) -> Tensor:
-        return shards.add_over_context(values.to(device)).cpu()
-
-    layout = layout_of(shards)
-    return divide(batch, shards.architecture, layout, rank, context_rank, device, total)
+    return divide(
+        batch,
+        shards.architecture,
+        layout_of(shards),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        device := world.device(),
+        lambda values: shards.add_over_context(values.to(device)).cpu(),
+    )
 
 
 def check_routed_experts(batch: messages.Batch, shards: ModelShards) -> None:
@@ -183,8 +183,13 @@ def divide(
         "sequences_T": sequence_n,
         "same_version_T": same_n,
     }
-    out = []
-    for row_bounds, continues, origin_BS, place_BS in _placed(rows, layout, ids, predicts, used_n):
+    out, continues = [], Bounds()
+    for row_bounds, origin_BS in rows:
+        place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
+        if layout.shared_prompts:
+            shared = share(row_bounds, ids[place_BS[0]], predicts[origin_BS[0]])
+            row_bounds, continues, kept_S = shared
+            origin_BS, place_BS = origin_BS[:, kept_S], place_BS[:, kept_S]
         # Hidden states are position-major.
         origin_R, place_R = origin_BS.T.reshape(-1), place_BS.T.reshape(-1)
         rows_T = np.flatnonzero(predicts[origin_R])
@@ -205,23 +210,6 @@ def divide(
             )
         )
     return out
-
-
-def _placed(
-    rows: list[tuple[Bounds, NDArray[np.int64]]],
-    layout: RowLayout,
-    ids: NDArray[np.int64],
-    predicts: NDArray[np.bool_],
-    used_n: NDArray[np.int64],
-) -> Iterator[tuple[Bounds, Bounds, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield (bounds, `continues`, positions in the step, in the part) of each micro-batch."""
-    for bounds, origin_BS in rows:
-        place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
-        if not layout.shared_prompts:
-            yield bounds, (), origin_BS, place_BS
-            continue
-        ends, continues, kept_S = share(bounds, ids[place_BS[0]], predicts[origin_BS[0]])
-        yield ends, continues, origin_BS[:, kept_S], place_BS[:, kept_S]
 
 
 def same_version(

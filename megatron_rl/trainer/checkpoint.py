@@ -1,9 +1,8 @@
 """Checkpoints of a run: Megatron's distributed checkpoint and the orchestrator's state.
 
-`checkpoint_folder` has the files and the recovery. Each rank writes and reads its own shards; the
-format reshards over tensor, pipeline, context and data parallelism. Training waits for the copy of
-a rank's shards to its host's memory; a thread of each rank writes them, makes their checksums, and
-completes the checkpoint, also while the ranks are in a long step or are asked to stop.
+Each rank writes and reads its own shards; the format reshards over tensor, pipeline, context and
+data parallelism. Training waits for the copy of a rank's shards to its host's memory; a thread of
+each rank writes them, makes their checksums, and completes the checkpoint.
 """
 
 import shutil

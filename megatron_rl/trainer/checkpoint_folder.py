@@ -1,15 +1,13 @@
 """The folder of a run's checkpoints: which are whole, where a run goes on, and their space.
 
-On disk, below `output_dir/checkpoints`:
-
     step_000020/        a checkpoint (`models.run_checkpoint`)
     latest.json         {"format": 2, "step": 20, "directory": "step_000020"}
 
-All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced
-after the rename. Recovery: the newest directory counts whose files are all as `trainer.json` says
-(`resume_from`), or the one of a step that is chosen; newer ones are moved to
-`checkpoints.old-<n>`, damaged ones as well. A `.tmp` directory was torn by a crash, and is removed
-when the next run starts.
+All files are written into `step_000020.tmp`, which is then renamed; `latest.json` is replaced after
+the rename. Recovery: the newest directory counts whose files are all as `trainer.json` says
+(`resume_from`), or the one of a step that is chosen; newer ones are moved to `checkpoints.old-<n>`,
+damaged ones as well. A `.tmp` directory was torn by a crash, and is removed when the next run
+starts.
 """
 
 import json

@@ -75,13 +75,9 @@ def show_life(store: Any, rank: int) -> OrchestratorConnection:
 class TrainerClient:
     """Requests batches and reports steps.
 
-    Args:
-        endpoint: ZeroMQ address of the orchestrator.
-        timeouts: bounds of every wait.
-        active_parameters: parameters that one token uses.
-        max_logprob_error: mean difference to the generators' log-probs that ends the run, in nats.
-        alive: None while the orchestrator runs, else why it ended.
-        stop_requested: True once the run was interrupted.
+    Every wait is bounded by `timeouts`. `max_logprob_error` is the mean difference to the
+    generators' log-probs that ends the run, in nats. `alive` returns None while the orchestrator
+    runs, else why it ended; `stop_requested` True once the run was interrupted.
     """
 
     def __init__(
@@ -110,10 +106,7 @@ class TrainerClient:
         """Return the batch of this step, or a stopping batch if the run is interrupted.
 
         A batch that is skipped because nothing can be learned from it starts the wait again.
-
-        Raises:
-            OrchestratorGone: no batch within `timeouts.batch_seconds`, or no orchestrator, or a
-                silent one.
+        OrchestratorGone: none within `timeouts.batch_seconds`, or a silent orchestrator, or none.
         """
         self.send(m.BatchRequest(step=step))
         batch = self._wait(m.Batch, "batch_seconds", step, interruptible=True)
@@ -124,11 +117,7 @@ class TrainerClient:
         self.send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
 
     def save_state(self, step: int, directory: str) -> None:
-        """Return when the orchestrator has written its state into a checkpoint folder.
-
-        Raises:
-            OrchestratorGone: not written within `timeouts.startup_seconds`.
-        """
+        """Return when the orchestrator has written its state into a checkpoint folder."""
         self.send(m.SaveState(step=step, directory=directory))
         self._wait(m.StateSaved, "startup_seconds", step)
 

@@ -1,10 +1,9 @@
 """Megatron shards -> a stream of (Hugging Face name, tensor) on the ranks that take it.
 
 A plan says which rank sends each shard and which rank joins each bucket of shards; it is made once
-per model and kept, because it depends on the layout alone: tensor, pipeline, virtual pipeline,
-expert, expert-tensor and data parallel. Then each version costs one message per sending rank and
-bucket: a rank flattens its shards of the bucket into bytes, and the destination splits them, joins
-the tensor-parallel shards and renames.
+per model, because it depends on the layout alone. Then each version costs one message per sending
+rank and bucket: a rank flattens its shards of the bucket into bytes, and the destination splits
+them, joins the tensor-parallel shards and renames.
 
 - A checkpoint (`export`) is joined on rank 0, under exactly the names of the checkpoint that the
   model was loaded from.
@@ -73,11 +72,9 @@ def plan_of(
 ) -> ExportPlan:
     """Return the plan of a model, made at the first call; that is collective over trainer ranks.
 
-    Args:
-        model: the shards, which keep their plans.
-        bucket_bytes: largest bucket, unless one Hugging Face tensor is larger.
-        dtype: number format to travel in; None: the parameters' own.
-        spread: join each bucket on one of the ranks that hold a part of it, instead of on rank 0.
+    A bucket has at most `bucket_bytes`, unless one Hugging Face tensor is larger. `dtype` is the
+    number format to travel in, by default the parameters' own. `spread`: join each bucket on one of
+    the ranks that hold a part of it, instead of on rank 0.
 
     Raises:
         RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
@@ -161,15 +158,10 @@ def export(
 ) -> Stream:
     """Return the current weights by Hugging Face name; collective over the trainer ranks.
 
-    Args:
-        model: the shards.
-        bucket_bytes: bytes gathered at a time.
-        dtype: number format to travel in; None: the parameters' own.
-        pace: group of all ranks in which they wait for the reader of a slow stream, bucket by
-            bucket; without it a bucket is sent at once, and NCCL's time-out runs until it is read.
-
-    Returns on trainer rank 0 the stream of (name, new CPU tensor), which must be read to its end;
-    on other ranks an exhausted one: they have sent their shards.
+    Trainer rank 0 gets the stream of (name, new CPU tensor), which must be read to its end; other
+    ranks an exhausted one: they have sent their shards. `bucket_bytes` are gathered at a time.
+    `pace` is a group of all ranks in which they wait for the reader of a slow stream, bucket by
+    bucket; without it a bucket is sent at once, and NCCL's time-out runs until it is read.
     """
     plan = plan_of(model, bucket_bytes, dtype)
     buckets = export_buckets(model, plan, on_cpu=True, pace=pace)

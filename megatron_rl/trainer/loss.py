@@ -3,14 +3,11 @@
     row kernel   CISPO: coefficients in the row kernel; three products
     one pass     every other loss of single tokens; three products
     two passes   losses with sums over a sequence: log-probs first; four products
-    plain        the logits of all rows and autograd: for the entropy's gradient, and where
-                 `kernels.head` asks for it
+    plain        the logits of all rows and autograd: for the entropy's gradient, or `kernels.head`
 
-All but `plain` go chunk by chunk through `megatron_rl.kernels`. The head's gradient is in main_grad
-before the backward pass begins: the gradient that reaches the summed loss is 1 (Megatron divides a
-per-token loss by nothing, `megatron_build`), DDP reduces a bucket no earlier than after the
-backward pass of its last parameter, and Megatron's schedules run each forward pass of the last
-stage once.
+The head's gradient is in main_grad before the backward pass begins: the gradient that reaches the
+summed loss is 1 (`megatron_build`), DDP reduces a bucket no earlier than after the backward pass of
+its last parameter, and Megatron's schedules run each forward pass of the last stage once.
 
 Shape legend: S positions, B sequences, H hidden, T selected rows, C rows of a chunk.
 """

@@ -17,11 +17,11 @@ from megatron_rl.models import architecture
 from megatron_rl.models.divisibility import divisibility_errors
 from megatron_rl.models.packing import Rows
 from megatron_rl.models.safetensors_directory import read_config
-from megatron_rl.trainer import megatron_build, parameters, world
+from megatron_rl.trainer import megatron_build, world
 from megatron_rl.trainer.batch import MicroBatch
 from megatron_rl.trainer.loss import HeadPass, LmHead, Objective, head_loss
 from megatron_rl.trainer.router_replay import Routing
-from megatron_rl.trainer.shards import ModelShards
+from megatron_rl.trainer.shards import ModelShards, by_weight
 
 
 class Policy(ModelShards):
@@ -56,9 +56,7 @@ class Policy(ModelShards):
             for i in range(run.parallel.virtual_pipeline)
         ]
         """The chunks of this pipeline stage; one, unless the pipeline is a virtual one."""
-        self._parameters = parameters.by_weight(
-            self.architecture, self.modules, self.experts, use_te
-        )
+        self._parameters = by_weight(self.architecture, self.modules, self.experts, use_te)
         self.route(self.modules)
         self.load_huggingface(directory)
         self.chunks = [megatron_build.wrap(run, self.config, module) for module in self.modules]
@@ -77,10 +75,6 @@ class Policy(ModelShards):
                 if group.param_gather_handle is not None:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
         return self._parameters
-
-    def load_huggingface(self, directory: str | Path) -> None:
-        """Copy this rank's shards from a Hugging Face directory of this architecture."""
-        parameters.load(self.architecture, self.parameters, self.split_rank, directory)
 
     def forward_backward(
         self,

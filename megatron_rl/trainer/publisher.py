@@ -107,11 +107,9 @@ class Publisher:
     def publish(self, version: int) -> None:
         """Copy the current weights into the store, and complete the version in the background.
 
-        `version`, the optimizer steps that made these weights, is larger than all before.
-
-        Raises:
-            WeightsError: a version that is not newer, a full file system, a slot that is still
-                read, or what went wrong with the version before.
+        `version` is the number of optimizer steps that made these weights. WeightsError: it does
+        not grow, a full file system, a slot that is still read, or what went wrong with the version
+        before.
         """
         started = time.monotonic()
         self.wait()

@@ -2,23 +2,22 @@
 
 Source of the old log-probs (`algorithm.old_policy`):
 
-- `generator`: the generator's own at sampling time; nothing is computed here.
+- `generator`: the generator's own at sampling time.
 - `trainer`, one update per phase: the current policy's, so that the ratio is 1 and the importance
-  correction alone separates the generator's policy from it; nothing extra is computed.
+  correction alone separates the generator's policy from it.
 - `trainer`, k updates per phase: those of the weights at the phase's start, from a frozen copy.
   A run that is resumed within a phase no longer has that copy; it takes the generator's log-probs,
   which are of the same weights, until the next phase begins.
 
 The reference (`algorithm.kl_coefficient`) is the start checkpoint. With `algorithm.kl_reset_steps`
-it becomes the current policy at that interval; each such reference is kept below
-`output_dir/reference/step_000100`, so that a resumed run continues with the right one.
+it becomes the current policy at that interval, and is kept below `output_dir/reference`, so that a
+resumed run continues with the right one.
 """
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,7 +65,6 @@ class FrozenWeights:
         finally:
             self._swap()
 
-    @torch.no_grad()
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor | None]:
         """Return the log-probs [T] of each micro-batch under the frozen weights.
 

@@ -1,10 +1,7 @@
 """The supervised stage: token-mean cross-entropy on responses, through the RL path.
 
-Rank 0 reads the examples and each rank gets its part, as in a run (`step.next_batch`). The loss is
-the sum of weighted token terms of `reinforce` with advantage 1 and the weight `1 / response tokens
-of the step`: the log-likelihood.
-
-A stage from a given model leaves in `output_dir`:
+The loss is the sum of weighted token terms of `reinforce` with advantage 1 and the weight `1 /
+response tokens of the step`: the log-likelihood. A stage from a given model leaves in `output_dir`:
 
     final/        the Hugging Face directory, a run's `start_checkpoint`
     checkpoints/  as a run's, with `supervised.json`, the position in the data
@@ -167,9 +164,6 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     A run that begins with it makes its start directory, without checkpoints on the way; a tiny
     model without a given checkpoint has random weights before. Otherwise the result is
     `output_dir/final`, and `resume` continues. Returns False if the stage was interrupted.
-
-    Raises:
-        ConfigError: the rows cannot be used, or there is no checkpoint to resume from.
     """
     makes_start, at_random = config.made_start is not None, config.begins_at_random
     final = config.made_start or config.output_dir / "final"

@@ -1,6 +1,8 @@
 """This rank's share of a model that Megatron has divided over the trainer ranks."""
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ from torch import Tensor
 from megatron_rl.config import RunConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.mapping import Weight
+from megatron_rl.models.safetensors_directory import SafetensorsDirectory
 from megatron_rl.trainer.export import ExportPlan
 from megatron_rl.trainer.router_replay import Routing
+
+_log = logging.getLogger(__name__)
 
 
 class ModelShards:
@@ -55,6 +60,36 @@ class ModelShards:
             return m.get_tensor_model_parallel_rank(), m.get_tensor_model_parallel_world_size()
         return m.get_expert_tensor_parallel_rank(), m.get_expert_tensor_parallel_world_size()
 
+    @torch.no_grad()
+    def load_huggingface(self, directory: str | Path) -> None:
+        """Copy this rank's shards from a Hugging Face directory, one parameter at a time.
+
+        Raises:
+            CheckpointError: as from `SafetensorsDirectory` and its `check`.
+            ValueError: a parameter of another shape than the architecture's.
+        """
+        source, parameters = SafetensorsDirectory(directory), self.parameters
+        leftovers = source.check(self.architecture)
+        if leftovers and dist.get_rank() == 0:
+            _log.warning(
+                f"{directory} has {len(leftovers)} tensors that the model does not have, left by"
+                f" the tool that wrote it ({', '.join(sorted(leftovers)[:3])}): they are ignored"
+            )
+        own = [w for w in self.architecture.weights() if w.megatron in parameters]
+        # In file order: ranks of a node read the same file at about the same time.
+        for weight in sorted(own, key=lambda w: max(source.file_of[name] for name in w.hf)):
+            param = parameters[weight.megatron]
+            tensors = [source.read(name) for name in weight.hf]
+            if weight.index is not None:
+                tensors = [tensor[weight.index] for tensor in tensors]
+            shard = weight.split.shard(weight.pack.to_megatron(tensors), *self.split_rank(weight))
+            if shard.shape != param.shape:
+                raise ValueError(
+                    f"{weight.megatron} has shape {tuple(param.shape)} on this rank, and"
+                    f" {' + '.join(weight.hf)} in {directory} gives {tuple(shard.shape)}"
+                )
+            param.copy_(shard)
+
     @staticmethod
     def add_over_context(values: Tensor) -> Tensor:
         """Return the sum over context-parallel ranks, without gradient."""
@@ -72,3 +107,34 @@ class ModelShards:
         """
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         return first and bool(parallel_state.is_pipeline_last_stage())
+
+
+def by_weight(
+    architecture: Architecture, modules: Sequence[torch.nn.Module], experts: range, use_te: bool
+) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's parameters by `Weight.megatron`, in the order of the forward pass.
+
+    `modules` are all chunks of this rank, each with consecutive layers, of the Transformer Engine
+    spec with `use_te`; `experts` the global numbers of the routed experts on this rank.
+
+    Raises:
+        RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
+    """
+    chunks = []
+    for module in modules:
+        first_layer = next((layer.layer_number - 1 for layer in module.decoder.layers), 0)
+        chunks.append((first_layer, dict(module.named_parameters())))
+    out: dict[str, torch.nn.Parameter] = {}
+    for weight in architecture.weights():
+        if weight.expert is not None and weight.expert not in experts:
+            continue
+        for first_layer, named in chunks:
+            name = weight.parameter(use_te, first_layer, experts.start)
+            if name in named:
+                out[weight.megatron] = named.pop(name)
+    if left := sorted(name for _, named in chunks for name in named):
+        raise RuntimeError(
+            f"{type(architecture).__name__} maps no Hugging Face tensor to {', '.join(left)}: add"
+            " them to its weights()"
+        )
+    return out

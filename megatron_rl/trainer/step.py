@@ -1,13 +1,7 @@
 """One RL step of the trainer: a batch in, one optimizer step and its metrics out.
 
 The trainer computes `sum(loss_weight * term)` over the whole batch and nothing else; the
-orchestrator has put every divisor into the loss weights. From the batch's bytes to the gradient:
-
-    next_batch            the bytes of this rank's part of the batch
-    batch.py              parts, and MicroBatch: this rank's tokens, rows by models/packing.py
-    model.py              Policy.forward_backward: Megatron's schedule over `forward`
-    loss.py               head_loss, in Megatron's output hook: the objective over the LM head
-    kernels/fused.py      linear_loss -> linear.py -> heads.py, library.py: loss and gradient
+orchestrator has put every divisor into the loss weights.
 """
 
 import time
@@ -19,7 +13,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl import liveness, messages
@@ -39,7 +32,7 @@ from megatron_rl.trainer.shards import ModelShards
 from megatron_rl.trainer.start_comparison import StartComparison
 from megatron_rl.trainer.step_metrics import joined, report
 
-PIECE_BYTES = 2**28
+PIECE_BYTES = 2**28  # of a batch in one message between ranks, at most
 _decode = msgspec.msgpack.Decoder(messages.Batch).decode
 
 
@@ -55,15 +48,11 @@ def next_batch(
     step: int,
     stop_requested: Callable[[], bool],
     shards: ModelShards,
-    piece_bytes: int = PIECE_BYTES,
 ) -> tuple[messages.Batch, bool]:
     """Return (this rank's part of the batch, True if any rank was interrupted); collective.
 
     Rank 0 has the client, and sends each part to one rank of the model-parallel group that trains
     it, which passes it on. A part may have more than 4 GiB: it travels in pieces.
-
-    Raises:
-        ValueError: on rank 0, a batch whose arrays don't fit together.
     """
     liveness.sign("training", step)
     group, groups, rank = world.control_group(), world.row_groups(), dist.get_rank()
@@ -76,35 +65,32 @@ def next_batch(
             if ranks[0] == rank:
                 own = _encoded(part)
             else:
-                _moved(_encoded(part), partial(dist.send, dst=ranks[0], group=group), piece_bytes)
+                _moved(_encoded(part), partial(dist.send, dst=ranks[0], group=group))
     ranks, peers = next(each for each in groups if rank in each[0])
     if rank == ranks[0] != 0:
-        own = _moved(own, partial(dist.recv, src=0, group=group), piece_bytes)
+        own = _moved(own, partial(dist.recv, src=0, group=group))
     if peers is not None:
-        own = _moved(own, partial(dist.broadcast, src=ranks[0], group=peers), piece_bytes)
+        own = _moved(own, partial(dist.broadcast, src=ranks[0], group=peers))
     return _decode(own), bool(stop)
 
 
-def _encoded(part: messages.Batch) -> bytearray:
+def _encoded(part: Any) -> bytearray:
     data = bytearray()
     msgspec.msgpack.Encoder().encode_into(part, data)
     return data
 
 
-def _moved(data: bytearray, move: Callable[[Tensor], Any], piece_bytes: int) -> bytearray:
+def _moved(data: bytearray, move: Callable[[Tensor], Any]) -> bytearray:
     """Move the number of bytes and then the bytes, and return them; a receiver gives none."""
     move(size := torch.tensor([len(data)]))
     data = data or bytearray(int(size))
-    for piece in torch.frombuffer(data, dtype=torch.uint8).split(piece_bytes):
+    for piece in torch.frombuffer(data, dtype=torch.uint8).split(PIECE_BYTES):
         move(piece)
     return data
 
 
 def token_results(
-    batch: messages.Batch,
-    micro_batches: Sequence[MicroBatch],
-    shards: ModelShards,
-    piece_bytes: int = PIECE_BYTES,
+    batch: messages.Batch, micro_batches: Sequence[MicroBatch], shards: ModelShards
 ) -> tuple[bytes, bytes]:
     """Return `StepDone.ratios` and `.entropies` on rank 0, from one rank per token; collective.
 
@@ -123,17 +109,16 @@ def token_results(
         names = ("source", "logprobs", "generator_logprobs", "entropy")
         source, new, old, entropy = (joined(micro_batches, f"{name}_T") for name in names)
         ratio = (new.double() - old.double()).exp()
-        parts = [messages.int_bytes(source), *(_rounded(x.numpy()) for x in (ratio, entropy))]
-        msgspec.msgpack.Encoder().encode_into(parts, own)
+        own = _encoded([messages.int_bytes(source), _rounded(ratio), _rounded(entropy)])
     if rank:
         if own:
-            _moved(own, partial(dist.send, dst=0, group=group), piece_bytes)
+            _moved(own, partial(dist.send, dst=0, group=group))
         return b"", b""
     bounds, lengths = messages.ints(batch.bounds), messages.ints(batch.prompt_lengths)
     values_2N = np.full((2, bounds[-1]), np.nan, "<f4")
     for other in reports.nonzero().flatten().tolist():
         if other:
-            own = _moved(bytearray(), partial(dist.recv, src=other, group=group), piece_bytes)
+            own = _moved(bytearray(), partial(dist.recv, src=other, group=group))
         positions, *parts = msgspec.msgpack.decode(own)
         values_2N[:, messages.ints(positions)] = [messages.floats(part) for part in parts]
     is_prompt = np.arange(bounds[-1]) < np.repeat(bounds[:-1] + lengths, np.diff(bounds))
@@ -141,8 +126,8 @@ def token_results(
     return ratios.tobytes(), entropies.tobytes()
 
 
-def _rounded(values: NDArray[Any]) -> bytes:
-    bits = values.astype("<f4").view("<u4")
+def _rounded(values: Tensor) -> bytes:
+    bits = values.numpy().astype("<f4").view("<u4")
     return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).tobytes()
 
 

@@ -17,7 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from megatron_rl.compat import imports
+from megatron_rl import compat
 from megatron_rl.config import ConfigError, RunConfig
 
 CONTEXTS_GIB = 2.0
@@ -55,11 +55,8 @@ def row_groups() -> list[tuple[list[int], dist.ProcessGroup | None]]:
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
     """Join this process, rank `rank` of the trainer ranks, to the Megatron world, and seed it.
 
-    The trainer ranks share the store; its keys get a prefix.
-
-    Raises:
-        ValueError: sizes that don't fit together.
-        ConfigError: on one GPU, the generator leaves the trainer no memory.
+    The trainer ranks share the store; its keys get a prefix. ValueError: sizes that don't fit
+    together. ConfigError: on one GPU, the generator leaves the trainer no memory.
     """
     p, t = config.parallel, config.timeouts
     if world_size != config.roles.trainer_ranks:
@@ -98,7 +95,7 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
 @cache
 def _freeze_modules() -> None:
     # `_release_models` would walk through them, too (0.2 s).
-    imports.collect_as_usual()
+    compat.collect_as_usual()
 
 
 def _leave_memory_to_the_generator(config: RunConfig, device: int) -> None:

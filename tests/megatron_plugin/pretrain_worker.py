@@ -78,7 +78,7 @@ def main(rank: int, folder: Path) -> None:
     steps = importlib.import_module("megatron_rl.megatron_plugin.data_iterator")
     from megatron.training import training
 
-    from megatron_rl.trainer import client, parameters
+    from megatron_rl.trainer import client
     from megatron_rl.trainer.hf_checkpoint import save_huggingface
 
     training.has_nvidia_modelopt = False  # 0.18's wheel lacks what it imports then
@@ -91,8 +91,7 @@ def main(rank: int, folder: Path) -> None:
 
     def start_with_weights(self: Any, config: Any, args: Any) -> Any:
         made = start(self, config, args)
-        model, directory = self._model, case["model"]
-        parameters.load(model.architecture, model.parameters, model.split_rank, directory)
+        self._model.load_huggingface(case["model"])
         return made
 
     join.PretrainingPlugin._start = start_with_weights

@@ -58,7 +58,7 @@ def test_the_mapping_covers_every_name_and_shape_of_the_index(name: str) -> None
 def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None:
     import torch.distributed as dist
 
-    from megatron_rl.trainer import megatron_build, parameters
+    from megatron_rl.trainer import megatron_build, shards
     from megatron_rl.trainer.world import destroy_world, init_world
     from tests.trainer.cases import run_config
 
@@ -75,7 +75,7 @@ def test_the_megatron_model_has_exactly_the_mapped_parameters(name: str) -> None
     finally:
         destroy_world()
     assert sum(p.numel() for p in module.parameters()) == PARAMETERS[name]
-    own = parameters.by_weight(found, [module], range(found.experts), use_te=False)
+    own = shards.by_weight(found, [module], range(found.experts), use_te=False)
     weights = {w.megatron: w for w in found.weights()}
     # A tied output layer is a parameter of its own on other pipeline stages only.
     assert own.keys() == {name for name, w in weights.items() if w.exported}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl import messages
 from megatron_rl.models import architecture, tiny
+from megatron_rl.trainer import step as trainer_step
 from megatron_rl.trainer import world
 from megatron_rl.trainer.batch import MicroBatch, micro_batches_of
 from megatron_rl.trainer.shards import ModelShards
@@ -129,7 +130,7 @@ def returned(shards: ModelShards, message: messages.Batch) -> bool:
     for micro in micros if shards.reports else ():
         micro.logprobs_T = micro.generator_logprobs_T + micro.source_T / 2**10
         micro.entropy_T = micro.source_T.float()
-    ratios, entropies = token_results(message, micros, shards, PIECE_BYTES)
+    ratios, entropies = token_results(message, micros, shards)
     if dist.get_rank():
         return ratios == entropies == b""
     bounds, lengths = messages.ints(message.bounds), messages.ints(message.prompt_lengths)
@@ -143,7 +144,7 @@ def received(shards: ModelShards, message: messages.Batch) -> dict[str, Any]:
     """Receive a batch, and return what this rank has then."""
     source = Source(message) if dist.get_rank() == 0 else None
     with Counted() as counted:
-        part, stopped = next_batch(source, message.step, lambda: False, shards, PIECE_BYTES)
+        part, stopped = next_batch(source, message.step, lambda: False, shards)
     assert not stopped and (part.stop, part.save) == (message.stop, message.save)
     bytes_ = {name: getattr(counted, name) for name in ("sent", "received", "largest")}
     if message.stop:
@@ -167,6 +168,7 @@ def received(shards: ModelShards, message: messages.Batch) -> dict[str, Any]:
 
 
 def main(rank: int, folder: Path) -> None:
+    trainer_step.PIECE_BYTES = PIECE_BYTES
     torch.set_num_threads(1)
     seen = {}
     for i, (layout, options) in enumerate(LAYOUTS.items()):
