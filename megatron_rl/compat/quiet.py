@@ -15,7 +15,6 @@ LOG_LINES: dict[str, tuple[str, ...]] = {
     "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
 }
-"""Logger -> starts of lines."""
 WARNINGS = (
     "Apex is not installed. Falling back to Torch Norm",
     "Transformer Engine and Apex are not installed",

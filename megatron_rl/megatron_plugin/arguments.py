@@ -30,10 +30,7 @@ def add_arguments(parser: Parser) -> Parser:
 
 
 def extend(parser: Parser) -> Parser:
-    """Add the plug-in's arguments, make RL's defaults Megatron's, and refuse what RL cannot have.
-
-    Megatron calls its `extra_args_provider` before it reads, checks or builds anything.
-    """
+    """Add the plug-in's arguments before Megatron reads its own; refuse what RL cannot have."""
     add_arguments(parser)
     flags.set_defaults(parser)
     flags.refuse(parser, sys.argv[1:])

@@ -126,10 +126,7 @@ def state_folder(directory: Path, step: int) -> Path:
 
 
 class MicroBatchIterator(Iterator[HeadPass]):
-    """Iterator for Megatron's `--dataloader-type external`, one per model chunk.
-
-    A step has `count` micro-batches; `directory` is for `save_state`, None where nothing is saved.
-    """
+    """Iterator for Megatron's `--dataloader-type external`, one per model chunk."""
 
     def __init__(
         self, steps: PluginSteps, start_step: int, count: int, directory: Path | None

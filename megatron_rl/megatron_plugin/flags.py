@@ -63,10 +63,7 @@ def set_defaults(parser: argparse.ArgumentParser) -> None:
 def refuse(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """Refuse arguments that a run with `--rl-config` cannot carry out.
 
-    Those of the table that this release's parser lacks are passed by.
-
-    Raises:
-        ConfigError: names each of them as it was typed, the reason and the remedy.
+    ConfigError names each of them as it was typed, the reason and the remedy.
     """
     args, _ = parser.parse_known_args(argv)
     actions, problems = parser._option_string_actions, []

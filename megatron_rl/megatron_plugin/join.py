@@ -39,11 +39,7 @@ CONFIG = "plugin_config"
 
 
 def join(argv: list[str] | None = None) -> PretrainingPlugin:
-    """Find this rank's role; the first call of a script. A generator rank does not return.
-
-    Raises:
-        ConfigError: the configuration of `--rl-config` cannot run on the ranks that were started.
-    """
+    """Find this rank's role; the first call of a script. A generator rank does not return."""
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
@@ -264,11 +260,11 @@ class PretrainingPlugin:
 
 
 def _before_training_schedules(begin: Callable[[int, Sequence[Any]], None]) -> None:
-    """Have `megatron.training` call a function on every rank before each training schedule.
+    """Have `megatron.training` call `begin` on every rank before each training schedule.
 
     Within a schedule, pipeline stages reach the script's functions at different times: nothing
-    collective may happen there. Evaluation runs without the call. `begin` gets the number of
-    iterations that are done, and the model chunks as they are wrapped.
+    collective may happen there. `begin` gets the number of iterations that are done, and the model
+    chunks as they are wrapped.
     """
     from megatron.training import get_args, training
 

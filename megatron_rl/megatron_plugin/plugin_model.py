@@ -34,11 +34,7 @@ def adopt(config: Any) -> None:
 
 
 class PluginModel(ModelShards):
-    """A model that a Megatron script built, with its number of micro-batches of a step.
-
-    Raises:
-        ConfigError: the model is not that of `run.model`.
-    """
+    """A model that a Megatron script built; ConfigError if it is not that of `run.model`."""
 
     def __init__(
         self, run: RunConfig, modules: list[Any], *, use_te: bool, micro_batches: int

@@ -40,8 +40,7 @@ class CheckpointError(ValueError):
 def named_config(name: str) -> dict[str, Any]:
     """Return the `config.json` of a published or a tiny model, without a download.
 
-    Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248. ValueError:
-    another name.
+    Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248.
     """
     known = (*NAMED_MODELS, *TINY_MODELS)
     if name not in known:
@@ -51,11 +50,7 @@ def named_config(name: str) -> dict[str, Any]:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture for the contents of a `config.json`.
-
-    Raises:
-        ValueError: an unknown `model_type`, or a feature that its file does not implement.
-    """
+    """Return the architecture for the contents of a `config.json`."""
     model_type = hf_config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ValueError(

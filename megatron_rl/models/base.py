@@ -25,13 +25,9 @@ GATED = Along(0, parts=2)
 
 
 class Architecture(ABC):
-    """One Hugging Face `model_type` for Megatron.
+    """One Hugging Face `model_type` for Megatron, from the contents of a `config.json`.
 
-    Args:
-        hf: contents of `config.json`.
-
-    Raises:
-        ValueError: a feature that is not implemented; the message names the key and its value.
+    ValueError names the key and the value of a feature that is not implemented.
     """
 
     interleaved_rope: ClassVar[bool] = False
@@ -56,7 +52,6 @@ class Architecture(ABC):
         self.feed_forward = int(hf["intermediate_size"])
         """Width of the MLP of a layer without experts."""
         self.expert_feed_forward = 0
-        """Width of a routed expert."""
         self.moe_layers: set[int] = set()
         """Layers with routed experts, from 0."""
         self.experts = 0
@@ -218,11 +213,7 @@ class Architecture(ABC):
         return [self.mlp_norm_weight(layer, dense=True), *gated]
 
     def inverse_frequencies(self) -> Tensor:
-        """Compute the rotary frequencies [head_dim / 2] in fp32, as transformers does.
-
-        Raises:
-            ValueError: a `rope_type` other than `default` and `llama3`.
-        """
+        """Compute the rotary frequencies [head_dim / 2] in fp32, as transformers does."""
         rope = dict(self.hf.get("rope_parameters") or self.hf.get("rope_scaling") or {})
         theta = float(rope.get("rope_theta", self.hf.get("rope_theta", self.rope_theta)))
         # On the CPU, also inside `torch.device("meta")`.

@@ -36,10 +36,8 @@ def divisibility_errors(p: Parallel, a: Architecture) -> list[str]:
 def first_stage_layers(layers: int, stages: int, chunks: int) -> int | None:
     """Return the layers of the first stage if it has more than the others, else None.
 
-    The last stage also has the head, so the first one takes the remainder.
-
-    Raises:
-        ValueError: no even split over the stages after the first, or over the chunks of a stage.
+    The last stage also has the head, so the first one takes the remainder. ValueError: no even
+    split over the stages after the first, or over the chunks of a stage.
     """
     if layers % (stages * chunks) == 0:
         return None

@@ -57,7 +57,6 @@ class Split:
     """The full Megatron tensor <-> shards of `size` tensor-parallel ranks; here full on each."""
 
     sharded: ClassVar[bool] = False
-    """Ranks hold different shards."""
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """Return the shard of a rank."""

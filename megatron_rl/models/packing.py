@@ -90,11 +90,7 @@ class Pieces:
 def pieces(
     bounds: Bounds, chunk: int | None, rank: int, size: int, continues: Bounds = ()
 ) -> Pieces:
-    """Return the pieces of a context-parallel rank: attention within sequence and chunk.
-
-    Raises:
-        ValueError: sequences that continue others, with chunks or context parallelism.
-    """
+    """Return the pieces of a context-parallel rank: attention within sequence and chunk."""
     if continues:
         if chunk is not None or size > 1:
             raise ValueError("shared prompts need attention without chunks on one rank")
@@ -274,12 +270,9 @@ def _round_up(length: int, multiple: int) -> int:
 def plan_rows(lengths: NDArray[np.int64], layout: RowLayout) -> list[MicroBatchRows]:
     """Divide a step's sequences into micro-batches of the same shapes on all ranks.
 
-    Sequences are dealt to the ranks in rounds, longest first; in a packed row, the rank with the
-    fewest tokens takes the longest sequence of a round.
-
-    Example: `plan_rows([5, 3, 4], RowLayout(ranks=2, max_tokens=8))` is
-    `[MicroBatchRows(7, 1, [[[0]], [[2, 1]]])]`, and without packing
-    `[MicroBatchRows(5, 1, [[[0]], [[2]]]), MicroBatchRows(3, 1, [[[1]], []])]`.
+    Sequences are dealt to the ranks in rounds, longest first. Example: `plan_rows([5, 3, 4],
+    RowLayout(ranks=2, max_tokens=8))` is `[MicroBatchRows(7, 1, [[[0]], [[2, 1]]])]`, and without
+    packing `[MicroBatchRows(5, 1, [[[0]], [[2]]]), MicroBatchRows(3, 1, [[[1]], []])]`.
     """
     order, n = np.argsort(-lengths, kind="stable").tolist(), layout.ranks
     rounds = [order[i : i + n] for i in range(0, len(order), n)]

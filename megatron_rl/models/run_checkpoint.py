@@ -44,9 +44,7 @@ def find_complete(directory: Path) -> list[Path]:
 def read_about(path: Path) -> dict[str, Any]:
     """Return the contents of a complete checkpoint's `trainer.json`.
 
-    Raises:
-        FileNotFoundError: there is none that can be read.
-        ValueError: one that this program cannot read.
+    FileNotFoundError: there is none that can be read. ValueError: it has another format.
     """
     about = _parsed(path / ABOUT)
     if about is None:
@@ -63,11 +61,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def problems(path: Path, names: Iterable[str]) -> list[str]:
-    """Return what is wrong with these files of a complete checkpoint, a line for each.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_about`.
-    """
+    """Return what is wrong with these files of a complete checkpoint, a line for each."""
     files = read_about(path)["files"]
     return damage(path, {name: files[name] for name in names})
 

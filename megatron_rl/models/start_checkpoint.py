@@ -25,11 +25,7 @@ def start_directory(config: RunConfig) -> Path:
 
 
 def base_directory(config: RunConfig) -> Path:
-    """Return the Hugging Face directory that is given, for the supervised stage or the run.
-
-    Raises:
-        ConfigError: it is missing or is not a model.
-    """
+    """Return the Hugging Face directory that is given, for the supervised stage or the run."""
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
     elif config.model in FETCHED_MODELS:

@@ -36,10 +36,8 @@ class SaveError(RuntimeError):
 class Saver:
     """Writes the checkpoints of a run in the background; collective over the trainer ranks.
 
-    It keeps memory of the host for the bytes that this rank writes.
-
-    Raises:
-        ConfigError: the disk has no space for `checkpoint.keep` checkpoints and the next one.
+    It keeps memory of the host for the bytes that this rank writes. ConfigError: the disk has no
+    space for `checkpoint.keep` checkpoints and the next one.
     """
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
@@ -168,10 +166,6 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     The parallel layout may differ from that of the finished checkpoint `directory`, except in the
     number of expert-parallel ranks and in whether the optimizer is sharded. Its files were checked
     by `checkpoint_folder.resume_from`. Returns the optimizer steps that made the weights.
-
-    Raises:
-        FileNotFoundError: no complete checkpoint.
-        ValueError: a checkpoint that this program or this layout cannot read.
     """
     path = Path(directory)
     about = read_about(path)

@@ -40,7 +40,6 @@ class _Shard:
     weight: int
     """Position in `Architecture.weights()`."""
     split_rank: int
-    """Rank in the tensor-parallel group."""
     sender: int
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -133,13 +133,9 @@ def head_loss(
 ) -> Tensor:
     """Return the summed loss of a micro-batch's tokens: Megatron's `output_processor`.
 
-    Args:
-        hidden_states: [S, B, H], or this rank's part of S under sequence parallelism.
-        output_layer: the LM head; its weight is [V, H].
-        output_weight: a tied weight [V, H] in its place, or None.
-        context: the pass; `logprobs_T` and `entropy_T` of its micro-batch are set.
-
-    Without an objective, the sum of the log-probs is returned.
+    `hidden_states` are [S, B, H], or this rank's part of S under sequence parallelism. A tied
+    weight [V, H] takes the place of the layer's. `logprobs_T` and `entropy_T` of the micro-batch
+    are set. Without an objective, the sum of the log-probs is returned.
     """
     head, micro, objective = context.head, context.micro, context.objective
     method: Method | None = None

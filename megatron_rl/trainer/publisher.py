@@ -43,10 +43,7 @@ class Publisher:
     """This rank's store and its part in every version; collective over the trainer ranks.
 
     `announce` is called on rank 0, in a thread, with each complete version and the seconds that it
-    took. `node` is the name of this rank's node (`weights.store.node_name`).
-
-    Raises:
-        WeightsError: the folder is too small for two versions, or not writable.
+    took. WeightsError: the folder is too small for two versions, or not writable.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ those that its own routers would not have taken."""
 class Routing:
     """The routers of this rank's model chunks, wrapped or not.
 
-    Raises:
-        ValueError: a model without experts, or routers that are not top-k.
+    ValueError: a model without experts, or routers that are not top-k.
     """
 
     def __init__(

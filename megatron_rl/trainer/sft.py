@@ -102,11 +102,7 @@ def run_supervised(
     Rank 0 has the feed, others have None. AdamW has betas (`optimizer.beta1`, `sft.beta2`) and eps
     1e-8 here; the optimizer is left with the constants of `config.optimizer` and the moments of
     this stage. `on_step` is called with the row of each step in `sft.jsonl`. Returns False if the
-    stage was interrupted.
-
-    Raises:
-        DataError: the rows cannot be used.
-        FloatingPointError: loss or gradient norm is not finite.
+    stage was interrupted. FloatingPointError: loss or gradient norm is not finite.
     """
     o, step = config.optimizer, start_step
     saver = checkpoint.Saver(config, policy) if checkpoints else None

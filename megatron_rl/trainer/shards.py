@@ -25,7 +25,6 @@ class ModelShards:
 
     modules: Sequence[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
-    """By `Weight.megatron`."""
     routing: Routing | None = None
     """This rank's routers; None with `algorithm.routing_replay` none."""
     shares_prompts = False
@@ -62,12 +61,7 @@ class ModelShards:
 
     @torch.no_grad()
     def load_huggingface(self, directory: str | Path) -> None:
-        """Copy this rank's shards from a Hugging Face directory, one parameter at a time.
-
-        Raises:
-            CheckpointError: as from `SafetensorsDirectory` and its `check`.
-            ValueError: a parameter of another shape than the architecture's.
-        """
+        """Copy this rank's shards from a Hugging Face directory, one parameter at a time."""
         source, parameters = SafetensorsDirectory(directory), self.parameters
         leftovers = source.check(self.architecture)
         if leftovers and dist.get_rank() == 0:
@@ -116,9 +110,6 @@ def by_weight(
 
     `modules` are all chunks of this rank, each with consecutive layers, of the Transformer Engine
     spec with `use_te`; `experts` the global numbers of the routed experts on this rank.
-
-    Raises:
-        RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
     """
     chunks = []
     for module in modules:

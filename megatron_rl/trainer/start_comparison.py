@@ -40,11 +40,9 @@ class StartComparison:
     def check(self, metrics: dict[str, float], step: int) -> None:
         """Stop a run whose generators have another model; before the update of a step.
 
-        `metrics` are those of `step_metrics.report`, the same on every rank.
-
-        Raises:
-            ConfigError: the mean difference is above `bound`; names it in nats, and what the layers
-                have that config.json does not say.
+        `metrics` are those of `step_metrics.report`, the same on every rank. ConfigError: the mean
+        difference is above `bound`; names it, and what the layers have that config.json does not
+        say.
         """
         tokens = int(metrics["same_version_logprob_tokens"])
         if self._done or not tokens:

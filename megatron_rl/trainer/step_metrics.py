@@ -27,7 +27,6 @@ TOKEN_SUMS = (
 )
 SUMS = (*TOKEN_SUMS, *COUNTS)
 NEAR_ONE = (0.9, 1.1)
-"""Ratios outside of this are counted as `ratio_outside_0.9_1.1`."""
 _WHOLE = ("step", "prompt_id", "completion", "position", "token", "staleness")
 _REAL = ("advantage", "generator_logprob", "trainer_logprob", "ratio")
 COLUMNS = np.dtype([*((name, "<i4") for name in _WHOLE), *((name, "<f4") for name in _REAL)])
