@@ -5,6 +5,7 @@ in its `__init__`: no order of imports has to be kept.
 """
 
 import gc
+from functools import cache
 
 from megatron_rl.compat import megatron_cpu, megatron_fixes, running_code, upstream
 from megatron_rl.compat.import_hook import after_import
@@ -29,8 +30,9 @@ def collect_rarely() -> None:
     gc.set_threshold(*_RARE)
 
 
+@cache
 def collect_as_usual() -> None:
-    """End the imports: later collections leave out what is there now."""
+    """End the imports: later collections leave out what is there now; safe to repeat."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_USUAL)

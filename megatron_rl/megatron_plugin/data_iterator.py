@@ -37,11 +37,11 @@ class PluginSteps:
         publisher: Publisher,
         start_step: int,
     ) -> None:
-        self._config, self._model = config, model
-        self._client, self._publisher = client, publisher
+        self.config, self.model = config, model
+        self.client, self._publisher = client, publisher
         self._comparison = StartComparison(model)
         self._step, self._published = start_step - 1, -1
-        self._passes: list[HeadPass] = []
+        self.passes: list[HeadPass] = []
 
     @property
     def steps(self) -> int:
@@ -54,11 +54,11 @@ class PluginSteps:
         Within the schedule, pipeline stages reach their data iterators at different times. Megatron
         has made `step` optimizer steps, and wrapped the model as `chunks`.
         """
-        config, model = self._config, self._model
+        config, model = self.config, self.model
         model.complete(chunks)
         self.publish(step)
         began = time.perf_counter()
-        batch, _ = next_batch(self._client, step, lambda: False, model)
+        batch, _ = next_batch(self.client, step, lambda: False, model)
         self._started = time.perf_counter()
         if batch.stop:
             raise ConfigError(
@@ -71,13 +71,8 @@ class PluginSteps:
         model.divide_router_losses(int(messages.ints(batch.bounds)[-1]))
         self._objective = Objective(config.algorithm, old_is_current(config, step))
         head = LmHead.of(config, model.architecture.vocabulary)
-        self._passes = [HeadPass(head, micro, self._objective) for micro in micro_batches]
+        self.passes = [HeadPass(head, micro, self._objective) for micro in micro_batches]
         self._step, self._batch, self._wait_seconds = step, batch, self._started - began
-
-    def micro_batch(self, step: int, index: int) -> HeadPass:
-        """Return the pass of micro-batch `index` of the step that began."""
-        assert step == self._step
-        return self._passes[index]
 
     def publish(self, version: int) -> None:
         """Offer the weights to the generators, once per version; collective."""
@@ -88,17 +83,17 @@ class PluginSteps:
 
     def finish(self, chunks: Sequence[Any]) -> None:
         """Publish the last weights, and wait until they are complete; collective."""
-        self._model.complete(chunks)
+        self.model.complete(chunks)
         self.publish(self.steps)
         self._publisher.wait()
 
     def trained(self) -> None:
         """Report the step whose gradients are complete, before the update; collective."""
-        batch, micro_batches = self._batch, [each.micro for each in self._passes]
-        metrics, probe = report(batch, micro_batches, self._objective, self._model)
+        batch, micro_batches = self._batch, [each.micro for each in self.passes]
+        metrics, probe = report(batch, micro_batches, self._objective, self.model)
         self._comparison.check(metrics, self._step)
-        ratios, entropies = token_results(batch, micro_batches, self._model)
-        if self._client is not None:
+        ratios, entropies = token_results(batch, micro_batches, self.model)
+        if self.client is not None:
             done = messages.StepDone(
                 step=self._step,
                 metrics=metrics,
@@ -108,15 +103,15 @@ class PluginSteps:
                 ratios=ratios,
                 entropies=entropies,
             )
-            self._client.send(done)
+            self.client.send(done)
 
     def save_state(self, directory: Path | None) -> dict[str, int]:
         """Save the orchestrator's state after the last step, into Megatron's iterator folder."""
         liveness.sign("saving", self.steps)
-        if self._client is not None and directory is not None:
+        if self.client is not None and directory is not None:
             folder = state_folder(directory, self.steps)
             folder.mkdir(parents=True, exist_ok=True)
-            self._client.save_state(self.steps, str(folder))
+            self.client.save_state(self.steps, str(folder))
         return {"step": self.steps}
 
 
@@ -135,9 +130,10 @@ class MicroBatchIterator(Iterator[HeadPass]):
         self._next = start_step * count
 
     def __next__(self) -> HeadPass:
-        micro_batch = self._steps.micro_batch(*divmod(self._next, self._count))
+        step, index = divmod(self._next, self._count)
+        assert step + 1 == self._steps.steps
         self._next += 1
-        return micro_batch
+        return self._steps.passes[index]
 
     def save_state(self) -> dict[str, int]:
         """Save the orchestrator's state; Megatron calls this when it saves a checkpoint."""

@@ -30,7 +30,7 @@ from megatron_rl.megatron_plugin.plugin_model import PluginModel, adopt
 from megatron_rl.messages import TrainerDone
 from megatron_rl.orchestrator.child_process import OrchestratorProcess
 from megatron_rl.trainer import world
-from megatron_rl.trainer.client import TrainerClient, connect
+from megatron_rl.trainer.client import connect
 from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.weights.store import node_name
 
@@ -87,13 +87,10 @@ class PretrainingPlugin:
     def __init__(self, own: Any, store: Any) -> None:
         self._own, self._store = own, store
         self._orchestrator: OrchestratorProcess | None = None
-        self._client: TrainerClient | None = None
         self._stack = contextlib.ExitStack()
         self._modules: list[Any] = []
         self._chunks: Sequence[Any] = ()
         self._steps: PluginSteps | None = None
-        self._config: RunConfig | None = None
-        self._model: PluginModel | None = None
         self._ended, self._agent = False, os.getppid()
 
     @property
@@ -160,7 +157,6 @@ class PretrainingPlugin:
         arguments.check(args, config)
         if args.transformer_impl == "local":
             config.schedule.packing = False
-        self._config = config
         if args.rank == 0:
             self._stack.enter_context(run_lock.hold(config.output_dir))
         _refuse_after_final_error(config.output_dir)
@@ -190,9 +186,8 @@ class PretrainingPlugin:
         """Publish the last weights, and wait for the last evaluation and the report."""
         if self._steps is None or self._ended:
             return
-        assert self._config is not None
         self._steps.finish(self._chunks)
-        self._leave(self._config.timeouts.evaluation_seconds, together=True)
+        self._leave(self._steps.config.timeouts.evaluation_seconds, together=True)
         liveness.sign("ended")
 
     def _start(self, config: RunConfig, args: Any) -> PluginSteps:
@@ -206,36 +201,33 @@ class PretrainingPlugin:
             )
         use_te, count = args.transformer_impl == "transformer_engine", _micro_batches(args)
         model = PluginModel(config, self._modules, use_te=use_te, micro_batches=count)
-        self._model = model
         if args.rank == 0:
             save_config(config)
-            orchestrator = OrchestratorProcess(
+            self._orchestrator = OrchestratorProcess(
                 config, model.directory, {}, _saved_state(args), node_name()
             )
-            self._orchestrator = orchestrator
-            self._store.set("orchestrator", orchestrator.endpoint)
+            self._store.set("orchestrator", self._orchestrator.endpoint)
         atexit.register(self._leave_early)
         connected = connect(self._stack, config, model, self._store, self._orchestrator)
-        self._client, publisher = connected
-        return PluginSteps(config, model, self._client, publisher, args.iteration)
+        return PluginSteps(config, model, *connected, args.iteration)
 
     def _leave(self, seconds: float, *, together: bool = False) -> None:
         """Wait for the orchestrator on rank 0; `together`, other ranks wait for rank 0."""
-        assert self._config is not None and self._steps is not None
-        self._ended, steps = True, self._steps.steps
-        liveness.sign("evaluating", steps)
+        assert self._steps is not None
+        self._ended, step, client = True, self._steps.steps, self._steps.client
+        liveness.sign("evaluating", step)
         with self._stack:
-            if self._client is not None and self._orchestrator is not None:
-                interrupted = steps < self._config.schedule.steps
-                self._client.send(TrainerDone(step=steps, interrupted=interrupted))
+            if client is not None and self._orchestrator is not None:
+                interrupted = step < self._steps.config.schedule.steps
+                client.send(TrainerDone(step=step, interrupted=interrupted))
                 self._orchestrator.wait(seconds)
             if together:  # generators read every rank's store until now
                 dist.barrier(group=world.control_group())
 
     def _leave_early(self) -> None:
         """End the run when `pretrain` exits the process (a signal, `--exit-interval`) or fails."""
-        if not self._ended and self._config is not None and self._steps is not None:
-            self._leave(self._config.timeouts.shutdown_seconds)
+        if not self._ended and self._steps is not None:
+            self._leave(self._steps.config.timeouts.shutdown_seconds)
 
     def _begin(self, step: int, chunks: Sequence[Any]) -> None:
         assert self._steps is not None
@@ -249,8 +241,8 @@ class PretrainingPlugin:
     def _forward_step(
         self, data_iterator: Any, model: Any, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        own = self._model
-        assert own is not None and not return_schedule_plan
+        assert self._steps is not None and not return_schedule_plan
+        own = self._steps.model
         return own.forward(model, next(data_iterator)), loss_function(own.micro_batch_multiple)
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:

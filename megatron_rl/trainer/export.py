@@ -76,7 +76,7 @@ def plan_of(
     the ranks that hold a part of it, instead of on rank 0.
 
     Raises:
-        RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
+        RuntimeError: a shard that no rank holds.
     """
     key = (bucket_bytes, dtype, spread)
     if key in model.export_plans:
@@ -98,26 +98,16 @@ def plan_of(
     # Parameters of the same Hugging Face tensors form a unit, in the order of their first one.
     units: dict[tuple[str, ...], list[list[_Shard]]] = {}
     for weight, parts, size in zip(weights, holders, sizes, strict=True):
-        _check(weight, parts, size)
+        if sorted(parts) != list(range(size)):
+            raise RuntimeError(
+                f"shards {sorted(parts)} of {size} of {weight.megatron} are on trainer ranks: the"
+                " export needs all of them"
+            )
         name = (weight.megatron,) if spread and weight.index is not None else weight.hf
         units.setdefault(name, []).extend(parts[part] for part in range(size))
     buckets = _fill(list(units.values()), bucket_bytes, spread=spread)
     model.export_plans[key] = ExportPlan(weights, buckets, spread)
     return model.export_plans[key]
-
-
-def _check(weight: Weight, parts: dict[int, list[_Shard]], size: int) -> None:
-    if sorted(parts) != list(range(size)):
-        raise RuntimeError(
-            f"shards {sorted(parts)} of {size} of {weight.megatron} are on trainer ranks: the"
-            " export needs all of them"
-        )
-    for shard in itertools.chain(*parts.values()):
-        if shard.shape != weight.shard_shape(size):
-            raise RuntimeError(
-                f"{weight.megatron} has shape {list(shard.shape)} on trainer rank {shard.sender}:"
-                f" a part of {size} of it has shape {list(weight.shard_shape(size))}"
-            )
 
 
 def _fill(

@@ -8,7 +8,6 @@ import gc
 import math
 import os
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -55,16 +54,11 @@ def row_groups() -> list[tuple[list[int], dist.ProcessGroup | None]]:
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
     """Join this process, rank `rank` of the trainer ranks, to the Megatron world, and seed it.
 
-    The trainer ranks share the store; its keys get a prefix. ValueError: sizes that don't fit
-    together. ConfigError: on one GPU, the generator leaves the trainer no memory.
+    The trainer ranks share the store; its keys get a prefix. ConfigError: on one GPU, the generator
+    leaves the trainer no memory.
     """
     p, t = config.parallel, config.timeouts
-    if world_size != config.roles.trainer_ranks:
-        raise ValueError(
-            f"{world_size} ranks joined the Megatron world: roles.trainer_ranks ="
-            f" {config.roles.trainer_ranks} must join it"
-        )
-    _freeze_modules()
+    compat.collect_as_usual()  # once: `_release_models` would walk through the modules, too
     cuda = torch.cuda.is_available()
     if cuda:
         local = int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
@@ -90,12 +84,6 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
     join_world(config)
     torch.manual_seed(config.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
-
-
-@cache
-def _freeze_modules() -> None:
-    # `_release_models` would walk through them, too (0.2 s).
-    compat.collect_as_usual()
 
 
 def _leave_memory_to_the_generator(config: RunConfig, device: int) -> None:

@@ -91,7 +91,7 @@ def main(rank: int, folder: Path) -> None:
 
     def start_with_weights(self: Any, config: Any, args: Any) -> Any:
         made = start(self, config, args)
-        self._model.load_huggingface(case["model"])
+        made.model.load_huggingface(case["model"])
         return made
 
     join.PretrainingPlugin._start = start_with_weights
@@ -99,18 +99,18 @@ def main(rank: int, folder: Path) -> None:
 
     def observed(self: Any) -> None:
         if case.get("gradients") and self._step == 0:
-            whole = gradients(self._model)  # on every rank
+            whole = gradients(self.model)  # on every rank
             if rank == 0:
                 torch.save(whole, folder / "gradients.pt")
         trained(self)
         if rank == 0:
-            out["rows"] = self._client.rows
+            out["rows"] = self.client.rows
 
     def finish_and_save(self: Any, chunks: Any) -> None:
         finish(self, chunks)
-        save_huggingface(self._model, folder / "weights", case["model"])
+        save_huggingface(self.model, folder / "weights", case["model"])
         if rank == 0:
-            out["announced"] = self._client.announced
+            out["announced"] = self.client.announced
 
     steps.PluginSteps.trained, steps.PluginSteps.finish = observed, finish_and_save
     train_step = training.train_step
