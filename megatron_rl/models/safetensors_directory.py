@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.models import CheckpointError
 from megatron_rl.models.base import Architecture
+from megatron_rl.models.mapping import Weight
 
 INDEX = "model.safetensors.index.json"
 
@@ -88,6 +89,13 @@ class SafetensorsDirectory:
         """Return a tensor that is mapped from its file: only what is used of it is read."""
         with safe_open(self.file_of[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    def parameter(self, weight: Weight) -> Tensor:
+        """Return the full Megatron tensor of a weight."""
+        tensors = [self.read(name) for name in weight.hf]
+        if weight.index is not None:
+            tensors = [tensor[weight.index] for tensor in tensors]
+        return weight.pack.to_megatron(tensors)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class _Shard:
     weight: int
     """Position in `Architecture.weights()`."""
     split_rank: int
+    splits: int
     sender: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -82,22 +83,20 @@ def plan_of(
     if key in model.export_plans:
         return model.export_plans[key]
     weights = [w for w in model.architecture.weights() if w.exported]
-    held: list[tuple[_Shard, int]] = []
+    held: list[_Shard] = []
     for i, w in enumerate(weights):
         if (p := model.parameters.get(w.megatron)) is not None:
-            part, size = model.split_rank(w) if w.split.sharded else (0, 1)
-            shard = _Shard(i, part, dist.get_rank(), tuple(p.shape), dtype or p.dtype)
-            held.append((shard, size))
-    everywhere: list[list[tuple[_Shard, int]]] = [[]] * dist.get_world_size()
+            split = model.split_rank(w) if w.split.sharded else (0, 1)
+            held.append(_Shard(i, *split, dist.get_rank(), tuple(p.shape), dtype or p.dtype))
+    everywhere: list[list[_Shard]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, held)
     holders: list[dict[int, list[_Shard]]] = [{} for _ in weights]
-    sizes = [1] * len(weights)
-    for shard, size in itertools.chain(*everywhere):  # in the order of ranks
+    for shard in itertools.chain(*everywhere):  # in the order of ranks
         holders[shard.weight].setdefault(shard.split_rank, []).append(shard)
-        sizes[shard.weight] = size
     # Parameters of the same Hugging Face tensors form a unit, in the order of their first one.
     units: dict[tuple[str, ...], list[list[_Shard]]] = {}
-    for weight, parts, size in zip(weights, holders, sizes, strict=True):
+    for weight, parts in zip(weights, holders, strict=True):
+        size = next(iter(parts.values()))[0].splits if parts else 1
         if sorted(parts) != list(range(size)):
             raise RuntimeError(
                 f"shards {sorted(parts)} of {size} of {weight.megatron} are on trainer ranks: the"
@@ -132,8 +131,7 @@ def _fill(
             bucket, filled = PlannedBucket(destination, []), 0
             buckets.append(bucket)
         # The destination's own shard, else the nearest one; without `spread` the lowest rank's.
-        nearest = destination if spread else 0
-        bucket.shards.extend(min(h, key=lambda s: abs(s.sender - nearest)) for h in unit)
+        bucket.shards.extend(min(h, key=lambda s: abs(s.sender - destination)) for h in unit)
         open_buckets[destination] = (bucket, filled + size)
     return buckets
 

@@ -90,7 +90,6 @@ class FixedPolicies:
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         self._config, self._policy = config, policy
         self._old: FrozenWeights | None = None
-        self._old_phase = -1
         self._reference: FrozenWeights | None = None
 
     def add_logprobs(self, micro_batches: list[MicroBatch], step: int) -> None:
@@ -99,12 +98,10 @@ class FixedPolicies:
         Collective over the trainer ranks; `step` optimizer steps are in the policy's weights.
         """
         if recomputes_old(self._config):
-            phase = self._config.schedule.phase_start(step)
-            if step == phase:
+            if step == self._config.schedule.phase_start(step):
                 self._old = self._old or FrozenWeights(self._policy)
                 self._old.take()
-                self._old_phase = phase
-            elif self._old is not None and self._old_phase == phase:
+            elif self._old is not None:
                 logprobs = self._old.logprobs(micro_batches)
                 for micro, logprobs_T in zip(micro_batches, logprobs, strict=True):
                     micro.old_logprobs_T = logprobs_T

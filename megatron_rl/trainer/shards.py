@@ -73,10 +73,7 @@ class ModelShards:
         # In file order: ranks of a node read the same file at about the same time.
         for weight in sorted(own, key=lambda w: max(source.file_of[name] for name in w.hf)):
             param = parameters[weight.megatron]
-            tensors = [source.read(name) for name in weight.hf]
-            if weight.index is not None:
-                tensors = [tensor[weight.index] for tensor in tensors]
-            shard = weight.split.shard(weight.pack.to_megatron(tensors), *self.split_rank(weight))
+            shard = weight.split.shard(source.parameter(weight), *self.split_rank(weight))
             if shard.shape != param.shape:
                 raise ValueError(
                     f"{weight.megatron} has shape {tuple(param.shape)} on this rank, and"

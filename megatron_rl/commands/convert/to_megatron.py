@@ -127,11 +127,8 @@ class CheckpointPlan(DefaultSavePlanner):
             torch.save([None], stream)
             return stream
         weight, chunk = self._weights[write_item.index], write_item.tensor_data.chunk
-        tensors = [self.source.read(name) for name in weight.hf]
-        if weight.index is not None:
-            tensors = [tensor[weight.index] for tensor in tensors]
         axis = -len(weight.shape)
-        rows = weight.pack.to_megatron(tensors).narrow(0, chunk.offsets[axis], chunk.sizes[axis])
+        rows = self.source.parameter(weight).narrow(0, chunk.offsets[axis], chunk.sizes[axis])
         return rows.contiguous().view(chunk.sizes)
 
 

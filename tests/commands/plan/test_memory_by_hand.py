@@ -238,7 +238,7 @@ def test_the_stores_of_a_stage_share_its_buckets_evenly_over_all_its_ranks() -> 
                 group = weight.expert // (a.experts // p.expert)
                 ranks = [r for r in ranks if (r - first) // p.expert_tensor % p.expert == group]
             shape = (weight.elements,)
-            units.append([[_Shard(i, 0, rank, shape, torch.bfloat16) for rank in ranks]])
+            units.append([[_Shard(i, 0, 1, rank, shape, torch.bfloat16) for rank in ranks]])
         largest = max(unit[0][0].num_bytes for unit in units)
         for bucket in _fill(units, run.weights.bucket_bytes, spread=True):
             held[bucket.destination] += sum(shard.num_bytes for shard in bucket.shards)
