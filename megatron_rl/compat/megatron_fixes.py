@@ -1,8 +1,9 @@
-"""Fixes of Megatron-Core for a trainer; `patches/` has them as diffs."""
+"""Fixes of Megatron-Core for a trainer, of which `patches/` has diffs, and a hook that it lacks."""
 
 import functools
 import importlib
 import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,27 @@ def _load_step_counts(module: Any) -> None:
     cls.state_dict = state_dict
     cls.load_state_dict = load_state_dict
     cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+def before_training_schedules(begin: Callable[[int, Sequence[Any]], None]) -> None:
+    """Have `megatron.training` call `begin` on every rank before each training schedule.
+
+    Within a schedule, pipeline stages reach the script's functions at different times: nothing
+    collective may happen there. `begin` gets the number of iterations that are done, and the model
+    chunks as they are wrapped.
+    """
+    from megatron.training import get_args, training
+
+    schedule_of = training.get_forward_backward_func
+
+    def run(schedule: Callable[..., Any], **options: Any) -> Any:
+        if not options["forward_only"]:
+            begin(get_args().curr_iteration, options["model"])
+        return schedule(**options)
+
+    training.get_forward_backward_func = lambda *args, **kwargs: functools.partial(
+        run, schedule_of(*args, **kwargs)
+    )
 
 
 _PACKAGE, _BOTH = "megatron-core", ">=0.18.2,<0.20"

@@ -14,7 +14,7 @@ from megatron_rl.config import ConfigError, RunConfig
 from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.trainer.batch import check_routed_experts, micro_batches_of
 from megatron_rl.trainer.client import TrainerClient
-from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
+from megatron_rl.trainer.loss import HeadPass, Objective
 from megatron_rl.trainer.publisher import Publisher
 from megatron_rl.trainer.reference import old_is_current
 from megatron_rl.trainer.start_comparison import StartComparison
@@ -70,8 +70,8 @@ class PluginSteps:
         model.check_count(len(micro_batches), step)
         model.divide_router_losses(int(messages.ints(batch.bounds)[-1]))
         self._objective = Objective(config.algorithm, old_is_current(config, step))
-        head = LmHead.of(config, model.architecture.vocabulary)
-        self.passes = [HeadPass(head, micro, self._objective) for micro in micro_batches]
+        vocabulary, objective = model.architecture.vocabulary, self._objective
+        self.passes = [HeadPass(config, vocabulary, micro, objective) for micro in micro_batches]
         self._step, self._batch, self._wait_seconds = step, batch, self._started - began
 
     def publish(self, version: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import liveness, run_lock
+from megatron_rl.compat.megatron_fixes import before_training_schedules
 from megatron_rl.config import ConfigError, RunConfig, save_config
 from megatron_rl.files import report_failure
 from megatron_rl.launch import connect_store, record_if_final, run_generator_rank
@@ -177,7 +178,7 @@ class PretrainingPlugin:
         if args.dataloader_save is None:
             args.dataloader_save = args.save
         iterators.is_distributed = True  # type: ignore[attr-defined]
-        _before_training_schedules(self._begin)
+        before_training_schedules(self._begin)
         # Megatron saves and leaves at this one.
         signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(args.exit_signal))
         return iterators
@@ -249,27 +250,6 @@ class PretrainingPlugin:
         assert self._steps is not None
         finalize_gradients(*args, **kwargs)
         self._steps.trained()
-
-
-def _before_training_schedules(begin: Callable[[int, Sequence[Any]], None]) -> None:
-    """Have `megatron.training` call `begin` on every rank before each training schedule.
-
-    Within a schedule, pipeline stages reach the script's functions at different times: nothing
-    collective may happen there. `begin` gets the number of iterations that are done, and the model
-    chunks as they are wrapped.
-    """
-    from megatron.training import get_args, training
-
-    schedule_of = training.get_forward_backward_func
-
-    def run(schedule: Callable[..., Any], **options: Any) -> Any:
-        if not options["forward_only"]:
-            begin(get_args().curr_iteration, options["model"])
-        return schedule(**options)
-
-    training.get_forward_backward_func = lambda *args, **kwargs: functools.partial(
-        run, schedule_of(*args, **kwargs)
-    )
 
 
 def _micro_batches(args: Any) -> int:

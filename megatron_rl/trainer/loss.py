@@ -80,41 +80,31 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class LmHead:
-    """The LM head's settings, constant over a run."""
-
-    kind: Literal["fused", "plain"]
-    sequence_parallel: bool
-    settings: linear.HeadSettings
-
-    @classmethod
-    def of(cls, run: RunConfig, vocabulary: int, temperature: float | None = None) -> LmHead:
-        """Return the head of a run's configuration; without a `temperature`, that of generation."""
-        chunk_mib = run.kernels.chunk_mib
-        return cls(
-            run.kernels.head,
-            run.parallel.sequence_parallel,
-            linear.HeadSettings(
-                temperature=temperature or run.generation.temperature,
-                precision=run.precision.logits,
-                logit_grads=run.precision.logit_grads,
-                chunk_bytes=None if chunk_mib is None else int(chunk_mib * 2**20),
-                vocabulary=vocabulary,
-                group=parallel_state.get_tensor_model_parallel_group(),
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class HeadPass:
     """One call of the hook: a micro-batch, which takes the results, and how to compute them.
 
     Without an objective: log-probs alone, without gradient.
     """
 
-    head: LmHead
+    run: RunConfig
+    vocabulary: int
     micro: MicroBatch
     objective: Objective | None
+    temperature: float | None = None
+    """Divides the logits; None: that of generation."""
+
+    @property
+    def settings(self) -> linear.HeadSettings:
+        """Keyword arguments of the kernels, in the Megatron world of this process."""
+        run, chunk_mib = self.run, self.run.kernels.chunk_mib
+        return linear.HeadSettings(
+            temperature=self.temperature or run.generation.temperature,
+            precision=run.precision.logits,
+            logit_grads=run.precision.logit_grads,
+            chunk_bytes=None if chunk_mib is None else int(chunk_mib * 2**20),
+            vocabulary=self.vocabulary,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
 
 @cache
@@ -137,59 +127,54 @@ def head_loss(
     weight [V, H] takes the place of the layer's. `logprobs_T` and `entropy_T` of the micro-batch
     are set. Without an objective, the sum of the log-probs is returned.
     """
-    head, micro, objective = context.head, context.micro, context.objective
-    method: Method | None = None
+    micro, objective, settings = context.micro, context.objective, context.settings
+    kind, hidden_SBH = context.run.kernels.head, hidden_states
+    method: Method = "plain" if kind == "plain" else "two passes"
     if objective is not None:
-        method = objective.method(head.kind)
-        _log_method(method, head.kind)
-    plain = head.kind == "plain" if objective is None else method == "plain"
-    hidden_SBH = hidden_states
-    if head.sequence_parallel:
+        method = objective.method(kind)
+        _log_method(method, kind)
+    if context.run.parallel.sequence_parallel:
         # The kernels have summed the gradient over the vocabulary's shards; autograd has not.
         hidden_SBH = gather_from_sequence_parallel_region(
-            hidden_SBH, tensor_parallel_output_grad=plain, group=head.settings["group"]
+            hidden_SBH, tensor_parallel_output_grad=method == "plain", group=settings["group"]
         )
     hidden_TH = hidden_SBH.flatten(0, 1).index_select(0, micro.rows_T)
     # The head is not called, so its hooks are: DDP ends a gather of parameters in them.
     for hook in output_layer._forward_pre_hooks.values():
         hook(output_layer, ())
     weight_VH = output_layer.weight if output_weight is None else output_weight
-    if plain:
-        return _plain(hidden_TH, weight_VH, context)
-    return _fused(hidden_TH, weight_VH, context, method)
-
-
-def _fused(
-    hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass, method: Method | None
-) -> Tensor:
-    settings, micro, objective = context.head.settings, context.micro, context.objective
     operands = (hidden_TH, weight_VH, micro.targets_T)
-    if objective is None or method == "two passes":
-        logprobs_T, micro.entropy_T = linear_logprobs(*operands, **settings)
-        micro.logprobs_T = logprobs_T.detach()
-        if objective is None:
-            return logprobs_T.sum()
-        return objective.terms(micro, logprobs_T, slice(None)).sum()
-    terms = partial(objective.terms, micro)
-    loss = objective.cispo_inputs(micro) if method == "row kernel" else terms
-    done = linear_loss(*operands, loss, loss_scale=1.0, **settings)
-    micro.logprobs_T, micro.entropy_T = done.logprobs_T.detach(), done.entropy_T.detach()
-    return done.loss
-
-
-def _plain(hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass) -> Tensor:
-    head, micro, objective = context.head, context.micro, context.objective
-    settings, group, vocabulary = head.settings, head.settings["group"], head.settings["vocabulary"]
-    assert group is not None and vocabulary is not None
-    if not head.sequence_parallel and group.size() > 1 and len(hidden_TH):
-        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=group)
-    entropy_gradient = objective is not None and objective.algorithm.entropy_coefficient != 0.0
-    logits_TV = fp32_linear(hidden_TH, weight_VH, settings["precision"], settings["logit_grads"])
-    logprobs_T, entropy_T = vocabulary_parallel_logprobs(
-        logits_TV, micro.targets_T, settings["temperature"], vocabulary, group, entropy_gradient
-    )
+    if objective is not None and method in ("row kernel", "one pass"):
+        terms = partial(objective.terms, micro)
+        loss = objective.cispo_inputs(micro) if method == "row kernel" else terms
+        done = linear_loss(*operands, loss, loss_scale=1.0, **settings)
+        micro.logprobs_T, micro.entropy_T = done.logprobs_T.detach(), done.entropy_T.detach()
+        return done.loss
+    if method == "plain":
+        logprobs_T, entropy_T = _plain_logprobs(hidden_TH, weight_VH, context)
+    else:
+        logprobs_T, entropy_T = linear_logprobs(*operands, **settings)
     micro.logprobs_T, micro.entropy_T = logprobs_T.detach(), entropy_T.detach()
     if objective is None:
         return logprobs_T.sum()
-    entropy = entropy_T if entropy_gradient else None
+    entropy = entropy_T if objective.algorithm.entropy_coefficient else None
     return objective.terms(micro, logprobs_T, slice(None), entropy).sum()
+
+
+def _plain_logprobs(
+    hidden_TH: Tensor, weight_VH: Tensor, context: HeadPass
+) -> tuple[Tensor, Tensor]:
+    settings, objective = context.settings, context.objective
+    group, precision = settings["group"], (settings["precision"], settings["logit_grads"])
+    assert group is not None
+    gathered = context.run.parallel.sequence_parallel
+    if not gathered and group.size() > 1 and len(hidden_TH):
+        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=group)
+    return vocabulary_parallel_logprobs(
+        fp32_linear(hidden_TH, weight_VH, *precision),
+        context.micro.targets_T,
+        settings["temperature"],
+        context.vocabulary,
+        group,
+        objective is not None and objective.algorithm.entropy_coefficient != 0.0,
+    )

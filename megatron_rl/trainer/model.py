@@ -19,7 +19,7 @@ from megatron_rl.models.packing import Rows
 from megatron_rl.models.safetensors_directory import read_config
 from megatron_rl.trainer import megatron_build, world
 from megatron_rl.trainer.batch import MicroBatch
-from megatron_rl.trainer.loss import HeadPass, LmHead, Objective, head_loss
+from megatron_rl.trainer.loss import HeadPass, Objective, head_loss
 from megatron_rl.trainer.router_replay import Routing
 from megatron_rl.trainer.shards import ModelShards, by_weight
 
@@ -85,17 +85,16 @@ class Policy(ModelShards):
         have the same number of micro-batches. Without an objective it is a forward pass alone. The
         default of `temperature`, which divides the logits, is that of generation.
         """
-        head = LmHead.of(self.run, self.architecture.vocabulary, temperature)
         if objective is not None:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
 
         def step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-            context = HeadPass(head, next(iterator), objective)
+            context = HeadPass(self.run, vocabulary, next(iterator), objective, temperature)
             return forward(model, context, routing=self.routing), _summed
 
-        first = micro_batches[0].tokens_BS
+        vocabulary, first = self.architecture.vocabulary, micro_batches[0].tokens_BS
         with torch.set_grad_enabled(objective is not None):
             self._forward_backward(
                 forward_step_func=step,

@@ -58,7 +58,7 @@ def test_the_head_may_be_fp32_on_one_side_only(model_dir):
         precision = {"params": "bf16", "logits": trainer, "generator_logits": generator}
         config = with_precision(run_config(model_dir), **precision)
         assert engine_args(config, 0, str(model_dir)).hf_overrides.get("head_dtype") == head
-        assert config.precision.logits == trainer  # of the trainer's `LmHead`
+        assert config.precision.logits == trainer  # of the trainer's `HeadPass`
     for wrong in ({"generator_logits": "tf32"}, {"generator_logits": "fp16"}):
         with pytest.raises(ValueError, match=r"(?s)precision.generator_logits.*'fp32' or 'bf16'"):
             RunConfig(precision=wrong)

@@ -17,7 +17,7 @@ from megatron_rl.megatron_plugin import arguments, join
 from megatron_rl.megatron_plugin.data_iterator import PluginSteps
 from megatron_rl.megatron_plugin.plugin_model import PluginModel
 from megatron_rl.trainer.batch import micro_batches_of
-from megatron_rl.trainer.loss import HeadPass, LmHead, Objective
+from megatron_rl.trainer.loss import HeadPass, Objective
 from megatron_rl.trainer.model import Policy, forward
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_metrics import report
@@ -77,11 +77,11 @@ def test_the_loss_and_the_gradient_are_those_of_the_own_loop(world: None, direct
     plugged = PluginModel(config, [module], use_te=False, micro_batches=3)
     micro_batches, objective = micro_batches_of(batch(), plugged), Objective(config.algorithm)
     assert len(micro_batches) == 3
-    head = LmHead.of(config, plugged.architecture.vocabulary)
     chunk.zero_grad_buffer()
     loss = 0.0
     for micro in micro_batches:
-        summed = forward(chunk, HeadPass(head, micro, objective), stock_attention=True)
+        context = HeadPass(config, plugged.architecture.vocabulary, micro, objective)
+        summed = forward(chunk, context, stock_attention=True)
         summed.backward()
         loss += float(summed.detach())
     found, _ = report(batch(), micro_batches, objective, plugged)
