@@ -56,15 +56,6 @@ class HeadProducts:
     """`hidden_grad` also accepts `out` of the operands' type: fp32 sums, rounded once."""
 
 
-def _cpu_bf16(kind: str) -> HeadProducts:
-    """Return the GEMMs of `csrc/gemm_bf16.cpp`; `kind` is not the `generic` one."""
-    number = CPU_KERNELS.index(kind)
-    ops = (getattr(torch.ops.megatron_rl, name) for name in GEMMS)
-    logits, hidden_grad, weight_grad = (partial(op, kind=number) for op in ops)
-    name = f"bf16 x bf16 -> fp32 on CPU ({kind})"
-    return HeadProducts(name, logits, hidden_grad, weight_grad)
-
-
 def _upcast(tf32: bool) -> HeadProducts:
     """Return fp32 products of fp32 operands or exact upcasts, a block of the weight at a time."""
 
@@ -130,14 +121,6 @@ def _addmm_takes_fp32() -> bool:
     return True
 
 
-def _cuda_logits(hidden_CH: Tensor, weight_VH: Tensor, out_CV: Tensor) -> None:
-    torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out_CV)
-
-
-def _cuda_hidden_grad(grads_CV: Tensor, weight_VH: Tensor, out_CH: Tensor) -> None:
-    torch.mm(grads_CV, weight_VH, out_dtype=out_CH.dtype, out=out_CH)
-
-
 def _cuda_weight_grad(grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: bool) -> None:
     grads_VC = grads_CV.t()
     if not add:
@@ -152,8 +135,8 @@ def _cuda_weight_grad(grads_CV: Tensor, hidden_CH: Tensor, out_VH: Tensor, add: 
 
 CUDA_TORCH = HeadProducts(
     "bf16 x bf16 -> fp32 by torch.mm(out_dtype=) (cuBLAS)",
-    _cuda_logits,
-    _cuda_hidden_grad,
+    lambda h, w, out: torch.mm(h, w.t(), out_dtype=torch.float32, out=out),
+    lambda grads, w, out: torch.mm(grads, w, out_dtype=out.dtype, out=out),
     _cuda_weight_grad,
     narrow_hidden_grad=True,
 )
@@ -200,8 +183,11 @@ def _bf16_products(device: str, tf32: bool) -> HeadProducts:
     if device == "cuda":
         gemm = transformer_engine.general_gemm()
         return CUDA_TORCH if gemm is None else with_transformer_engine(gemm)
-    kind = cpu_kernel(load())
-    return _upcast(tf32) if kind == "generic" else _cpu_bf16(kind)
+    if (kind := cpu_kernel(load())) == "generic":
+        return _upcast(tf32)
+    number, ops = CPU_KERNELS.index(kind), torch.ops.megatron_rl  # csrc/gemm_bf16.cpp
+    logits, hidden, weight = (partial(getattr(ops, name), kind=number) for name in GEMMS)
+    return HeadProducts(f"bf16 x bf16 -> fp32 on CPU ({kind})", logits, hidden, weight)
 
 
 @cache

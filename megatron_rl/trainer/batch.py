@@ -168,11 +168,7 @@ def divide(
     whole = len(batch.token_ids) // 4 == bounds[-1]
     _checked_tokens(batch, int(bounds[-1]) if whole else len(used_n))
     part = _part(batch, bounds, used_n) if whole else batch
-    # Index -1 is padding: the last entry of both.
-    ids, experts = np.append(_checked_ids(part, architecture), 0).astype(np.int64), None
-    if part.routes:
-        experts = routed_experts.decode(b"".join(part.routes), len(ids) - 1, architecture)
-        experts = np.pad(experts, ((0, 1), (0, 0), (0, 0)), constant_values=routed_experts.UNKNOWN)
+    ids, experts = _padded(part, architecture)
     sequence_n, sequences = np.searchsorted(bounds, used_n, side="right") - 1, len(bounds) - 1
     versions_n = messages.ints(part.versions)
     same_n = same_version(sequence_n, versions_n, part.step, sequences, add_over_context)
@@ -184,11 +180,10 @@ def divide(
         "same_version_T": same_n,
     }
     out, continues = [], Bounds()
-    for row_bounds, origin_BS in rows:
+    for ends, origin_BS in rows:
         place_BS = np.where(origin_BS < 0, -1, np.searchsorted(used_n, origin_BS))
         if layout.shared_prompts:
-            shared = share(row_bounds, ids[place_BS[0]], predicts[origin_BS[0]])
-            row_bounds, continues, kept_S = shared
+            ends, continues, kept_S = share(ends, ids[place_BS[0]], predicts[origin_BS[0]])
             origin_BS, place_BS = origin_BS[:, kept_S], place_BS[:, kept_S]
         # Hidden states are position-major.
         origin_R, place_R = origin_BS.T.reshape(-1), place_BS.T.reshape(-1)
@@ -200,7 +195,7 @@ def divide(
         out.append(
             MicroBatch(
                 **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()},
-                bounds=row_bounds,
+                bounds=ends,
                 continues=continues,
                 origin_BS=torch.from_numpy(origin_BS),
                 source_T=torch.from_numpy(origin_R[rows_T] + 1),
@@ -321,11 +316,18 @@ def _checked_tokens(batch: messages.Batch, count: int) -> None:
             )
 
 
-def _checked_ids(batch: messages.Batch, architecture: Architecture) -> NDArray[np.int32]:
-    ids, vocabulary = messages.ints(batch.token_ids), architecture.vocabulary
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+def _padded(
+    part: messages.Batch, architecture: Architecture
+) -> tuple[NDArray[np.int64], routed_experts.RoutedExperts | None]:
+    """Return the ids [n + 1] and experts [n + 1, L, K] of tokens; index -1 is padding."""
+    ids, experts, last = messages.ints(part.token_ids), None, architecture.vocabulary - 1
+    if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
         raise ValueError(
-            f"the batch of step {batch.step} has token ids {ids.min()} to {ids.max()}: the model's"
-            f" vocabulary is 0 to {vocabulary - 1}; tokenizer and model don't belong together"
+            f"the batch of step {part.step} has token ids {ids.min()} to {ids.max()}: the model's"
+            f" vocabulary is 0 to {last}; tokenizer and model don't belong together"
         )
-    return ids
+    if part.routes:
+        experts = routed_experts.decode(b"".join(part.routes), len(ids), architecture)
+        padding = ((0, 1), (0, 0), (0, 0))
+        experts = np.pad(experts, padding, constant_values=routed_experts.UNKNOWN)
+    return np.append(ids, 0).astype(np.int64), experts
