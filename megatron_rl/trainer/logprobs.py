@@ -20,7 +20,7 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
         temperature: float,
         vocabulary: int,
         group: dist.ProcessGroup,
-        entropy_gradient: bool,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         rank, size, columns = group.rank(), group.size(), logits_TV.shape[1]
         first, parallel = rank * columns, size > 1 and len(targets_T) > 0
@@ -67,21 +67,10 @@ class _VocabularyParallelLogprob(torch.autograd.Function):
         return grad_TV, None, None, None, None, None
 
 
-def vocabulary_parallel_logprobs(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    temperature: float,
-    vocabulary: int,
-    group: dist.ProcessGroup,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs [T] with gradient and entropies [T], of fp32 columns split over `group`.
+vocabulary_parallel_logprobs = _VocabularyParallelLogprob.apply
+"""Return log-probs [T] with gradient and entropies [T], of fp32 logits [T, V] split over `group`.
 
-    `targets_T` are ids of the whole vocabulary, whose columns beyond `vocabulary` are padding with
-    probability 0. `temperature` divides the logits. The entropies have a gradient with
-    `entropy_gradient`.
-    """
-    logprobs_T, entropy_T = _VocabularyParallelLogprob.apply(
-        logits_TV, targets_T, temperature, vocabulary, group, entropy_gradient
-    )
-    return logprobs_T, entropy_T
+`targets_T` are ids of the whole vocabulary, whose columns beyond `vocabulary` are padding with
+probability 0. `temperature` divides the logits. The entropies have a gradient with
+`entropy_gradient`. The order of the arguments is that of `forward`.
+"""

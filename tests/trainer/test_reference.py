@@ -181,7 +181,7 @@ def test_the_entropys_gradient_equals_float64(temperature: float) -> None:
     targets = torch.randint(0, 37, (9,), generator=rng)
     logits = base.clone().requires_grad_()
     logprobs_T, entropy_T = vocabulary_parallel_logprobs(
-        logits, targets, temperature, 37, GROUP, entropy_gradient=True
+        logits, targets, temperature, 37, GROUP, True
     )
     exact = base[:, :37].double().requires_grad_()
     all_T = torch.log_softmax(exact / temperature, -1)
