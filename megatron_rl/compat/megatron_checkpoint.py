@@ -5,12 +5,11 @@ them as `fully_reshardable`, and allocates as much to load them. Here each rank 
 own range of each parameter, as boxes of the parameter (`shard_optimizer`). The files hold the same
 tensors under the same keys, so either side reads what the other wrote, under any layout.
 
-`Save` gives the caller the steps between which upstream goes through a process of its own: the
-plan, the tensors to copy (into memory of the caller; upstream: pinned blocks whose sizes are
-rounded up to powers of two), the files, and the end, without any collective but those of the plan.
-The caller can write in a thread of this process. Upstream passes the results through a queue of a
-spawned `multiprocessing.Manager`, which costs seconds at the first save, a re-import of the main
-script (which must guard its main part), and an orphan that keeps stdout open when a rank is killed.
+`Save` gives the caller the steps between which upstream goes through a process of its own, so that
+a thread of this process can write, without any collective but those of the plan. Upstream passes
+the results through a queue of a spawned `multiprocessing.Manager`, which costs seconds at the first
+save, a re-import of the main script, and an orphan that keeps stdout open when a rank is killed;
+its pinned blocks are rounded up to powers of two.
 """
 
 import math

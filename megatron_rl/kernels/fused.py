@@ -1,7 +1,6 @@
 """The two entry points for losses over the LM head, with autograd, for eager and compiled code.
 
-`linear_loss` is one pass of `linear`, `linear_logprobs` is two, for losses of any shape. Both sum
-the hidden gradient over the tensor-parallel ranks: gather hidden states by
+Both sum the hidden gradient over the tensor-parallel ranks: gather hidden states by
 `gather_from_sequence_parallel_region(..., tensor_parallel_output_grad=False)`. The gradient of a
 head with `main_grad` (Megatron's fp32 buffer) is added there, as Megatron's fused weight gradients
 are; else autograd delivers it in the head's own type.

@@ -1,14 +1,12 @@
 """The head and a policy loss in chunks over tokens: [T, V] never exists.
 
-    one pass    logits -> row kernel (log-prob, entropy, coefficient, gradient in place) -> hidden
-                and weight gradient: three products. For losses whose derivative by a log-prob
-                follows from that log-prob alone.
-    two passes  log-probs of all tokens; the coefficients arrive with the backward pass, which is
-                one pass with them as its loss: four products. For all other losses.
+In one pass (`one_pass`) a chunk's logits go through the row kernel (log-prob, entropy, coefficient,
+gradient in place) into hidden and weight gradient. In the second of two passes the coefficients
+arrive with the backward pass. Under tensor parallelism each rank holds V columns of the vocabulary;
+the ranks exchange 16 bytes per token, and the hidden gradient is summed over them once, in fp32.
 
-Under tensor parallelism each rank holds V columns of the vocabulary; the ranks exchange 16 bytes
-per token, and the hidden gradient is summed over them once, in fp32. Shape legend: T tokens, C
-tokens of a chunk, H hidden, V vocabulary of this rank, R tensor-parallel ranks.
+Shape legend: T tokens, C tokens of a chunk, H hidden, V vocabulary of this rank, R tensor-parallel
+ranks.
 """
 
 from __future__ import annotations

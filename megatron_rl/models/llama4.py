@@ -1,8 +1,5 @@
 """Llama 4 (Scout, Maverick): mixture of experts with RoPE and NoPE layers.
 
-There are two kinds of checkpoint: the text model, and the multimodal model, of which the text part
-is trained and the vision part stays unchanged.
-
 Facts on which the code of Meta and transformers agrees, with Megatron's settings:
 
 - Router: sigmoid of the top-1 logit, multiplied onto the expert's *input*

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, override
 
 import msgspec
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def show_life(store: Any, rank: int) -> OrchestratorConnection:
     return peer
 
 
-class TrainerClient:
+class TrainerClient(OrchestratorConnection):
     """Requests batches and reports steps.
 
     Every wait is bounded by `timeouts`. `max_logprob_error` is the mean difference to the
@@ -91,7 +91,7 @@ class TrainerClient:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._timeouts, self._alive, self._stop_requested = timeouts, alive, stop_requested
-        self._peer = OrchestratorConnection(endpoint, TRAINER)
+        super().__init__(endpoint, TRAINER)
         self._is_silent = False
         self.raise_if_failed: Callable[[], None] = lambda: None
         """Called while it waits; raises what makes the wait futile."""
@@ -125,13 +125,9 @@ class TrainerClient:
         """Announce a complete version that took so long; any thread may call this."""
         self.send(m.Published(manifest=manifest, seconds=seconds))
 
-    def close(self) -> None:
-        """Close the connection; what was sent is delivered for up to two seconds."""
-        self._peer.close(CLOSE_SECONDS)
-
-    def send(self, message: m.Message) -> None:
-        """Send a message that has no answer."""
-        self._peer.send(message)
+    @override
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        super().close(seconds)
 
     def _wait[Answer: m.Message](
         self, kind: type[Answer], timeout: str, step: int, *, interruptible: bool = False
@@ -139,7 +135,7 @@ class TrainerClient:
         seconds: float = getattr(self._timeouts, timeout)
         deadline = time.monotonic() + seconds
         while True:
-            if (message := self._peer.receive(POLL_SECONDS)) is not None:
+            if (message := self.receive(POLL_SECONDS)) is not None:
                 # A batch requested before an interrupt may arrive first. It is not lost: the
                 # orchestrator keeps its groups until the step is reported.
                 if isinstance(message, kind) and message.step == step:  # type: ignore[attr-defined]
@@ -159,7 +155,7 @@ class TrainerClient:
                 )
 
     def _check_silence(self) -> None:
-        limit, silent = self._timeouts.silence_seconds, time.monotonic() - self._peer.heard_at
+        limit, silent = self._timeouts.silence_seconds, time.monotonic() - self.heard_at
         text = f"the orchestrator is silent for {silent:.0f} s (timeouts.silence_seconds)"
         if silent <= limit:
             self._is_silent = False

@@ -3,9 +3,7 @@
 Trainer and engine round differently, so a token's experts sometimes differ, and with them its
 log-prob. Under replay a router takes the generator's experts, with its own probabilities and
 gradient. A token whose experts are unknown (padding, and the last token of a sequence, which
-predicts nothing) is routed live.
-
-A Megatron router calls its `router_replay`, if one is set, for the experts of a pass.
+predicts nothing) is routed live. A Megatron router calls its `router_replay`, if one is set.
 
 Shape legend: R tokens of a micro-batch on this rank, position-major, E experts of a layer, K
 experts of a token, L layers with experts.
