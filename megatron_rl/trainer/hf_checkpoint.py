@@ -1,7 +1,5 @@
 """Reading and writing Hugging Face directories for a sharded model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -12,8 +12,6 @@ its last parameter, and Megatron's schedules run each forward pass of the last s
 Shape legend: S positions, B sequences, H hidden, T selected rows, C rows of a chunk.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import cache, partial
