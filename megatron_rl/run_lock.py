@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from megatron_rl.files import naming_full_disk, replace_file, report_failure
 
@@ -132,8 +132,10 @@ def _content(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def end_after(error: str) -> NoReturn:
-    """End this rank because of `final_error`, which torchrun's last lines repeat."""
+def end_after_final_error(folder: Path) -> None:
+    """End this rank if there is a `final_error`, which torchrun's last lines repeat."""
+    if (error := final_error(folder)) is None:
+        return
     text = f"not started again after {error}"
     report_failure(text)
     if os.environ.get("RANK") == "0":

@@ -78,8 +78,7 @@ def run(
     rank = int(os.environ["RANK"])
     if rank == 0:
         _lock = run_lock.hold(config.output_dir)  # until this process ends
-    if (error := run_lock.final_error(config.output_dir)) is not None:
-        run_lock.end_after(error)
+    run_lock.end_after_final_error(config.output_dir)
     try:
         if rank == 0 and command == "train":
             print_plan(config)

@@ -58,7 +58,7 @@ def join(argv: list[str] | None = None) -> PretrainingPlugin:
     store = connect_store(config)
     if rank >= trainers:
         config = RunConfig.model_validate_json(store.get(CONFIG))
-        _refuse_after_final_error(config.output_dir)
+        run_lock.end_after_final_error(config.output_dir)
         sys.excepthook = functools.partial(_report, config.output_dir)
         run_generator_rank(config, rank, store)
         sys.exit(0)
@@ -75,11 +75,6 @@ def _report(
     if folder is not None:
         record_if_final(folder, error)
     sys.__excepthook__(kind, error, trace)
-
-
-def _refuse_after_final_error(folder: Path) -> None:
-    if (error := run_lock.final_error(folder)) is not None:
-        run_lock.end_after(error)
 
 
 class PretrainingPlugin:
@@ -160,7 +155,7 @@ class PretrainingPlugin:
             config.schedule.packing = False
         if args.rank == 0:
             self._stack.enter_context(run_lock.hold(config.output_dir))
-        _refuse_after_final_error(config.output_dir)
+        run_lock.end_after_final_error(config.output_dir)
         sys.excepthook = functools.partial(_report, config.output_dir)
         if args.rank == 0:
             self._store.set(CONFIG, config.model_dump_json())
