@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.config import RunConfig
-from megatron_rl.messages import Bucket, Manifest, TensorInfo
-from megatron_rl.trainer.export import Stream, export_buckets, plan_of, planned_tensors
+from megatron_rl.messages import Bucket, Manifest
+from megatron_rl.trainer.export import export_buckets, plan_of, planned_tensors
 from megatron_rl.weights import difference, store_process
 from megatron_rl.weights.buckets import offsets, tensor_info, views
 from megatron_rl.weights.manifest import WeightsError, checksum
@@ -121,23 +120,13 @@ class Publisher:
             store.header.versions_2N[slot] = NONE
             for local, (number, named) in enumerate(export_buckets(self._policy, self._plan)):
                 flat = torch.from_numpy(store.bucket(slot, local))
-                self._copy(flat, self._layout[number], self._wire.stream(named), version)
+                targets = views(self._layout[number], flat)
+                for (_, tensor), (_, target) in zip(self._wire.stream(named), targets, strict=True):
+                    target.copy_(tensor, non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
         previous, self._previous = self._previous, version
         self._pending = self._thread.submit(self._complete, version, previous, slot, started)
-
-    def _copy(
-        self, flat: Tensor, infos: tuple[TensorInfo, ...], stream: Stream, version: int
-    ) -> None:
-        targets = views(infos, flat)
-        for (name, tensor), info, (_, target) in zip(stream, infos, targets, strict=True):
-            if tensor_info(name, tensor) != info:
-                raise WeightsError(
-                    f"weights version {version}: the export has {tensor_info(name, tensor)} where"
-                    f" {info} was planned; the model changed after the first version"
-                )
-            target.copy_(tensor, non_blocking=True)
 
     def _complete(self, version: int, previous: int, slot: int, started: float) -> None:
         buckets = range(len(self._own))
