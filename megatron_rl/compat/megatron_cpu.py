@@ -17,9 +17,15 @@ import types
 from functools import cache
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from megatron_rl.compat.import_hook import after_import, is_within
+from megatron_rl.compat.running_code import MEGATRON, code_of
+from megatron_rl.compat.upstream import UnsupportedVersionError
 
 PACKAGES = ("megatron.core", "megatron.training")
+RELEASES = ">=0.18,<0.20"
+"""Releases of megatron-core that the workarounds were written for and tested with."""
 
 
 @cache
@@ -28,6 +34,7 @@ def install() -> None:
 
     Raises:
         RuntimeError: `megatron.core` was imported before this call, on a machine without CUDA.
+        UnsupportedVersionError: (of the import) another release of megatron-core.
     """
     if PACKAGES[0] in sys.modules and not sys.modules["torch"].cuda.is_available():
         raise RuntimeError(
@@ -53,11 +60,17 @@ def _change(module: types.ModuleType) -> None:
 
 @cache
 def _view(training: bool) -> types.ModuleType:
-    """Return the `torch` of Megatron's modules."""
+    """Return the `torch` of Megatron's modules, after a check of the release."""
     import torch
 
     from megatron_rl.compat import cpu_torch
 
+    code = code_of(MEGATRON)
+    if code is None or not SpecifierSet(RELEASES).contains(code.version, prereleases=True):
+        raise UnsupportedVersionError(
+            f"{MEGATRON} {code}: on CPU, {MEGATRON} {RELEASES} can run; use one of these, or a"
+            " machine with CUDA"
+        )
     # Two functions for `cuda`, because torch.compile refuses one object under two names of torch.
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self

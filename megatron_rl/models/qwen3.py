@@ -51,6 +51,11 @@ class Qwen3Moe(Qwen3):
         self.experts = experts if self.moe_layers else 0
         self.expert_feed_forward = int(hf["moe_intermediate_size"])
         self.normalized = bool(hf.get("norm_topk_prob", False))
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"config.json has num_experts_per_tok = {self.experts_per_token} of"
+                f" {self.experts} experts: it must not exceed their number"
+            )
         if self.experts_per_token == 1 and self.normalized:
             raise ValueError(
                 "config.json has num_experts_per_tok = 1 with norm_topk_prob = true: the router's"

@@ -140,7 +140,7 @@ def observe(config: Any, directory: Path, check_resume: bool) -> dict[str, Any]:
     policy.apply = observed  # type: ignore[method-assign]
     source = Batches(policy) if dist.get_rank() == 0 else None
     for step in range(STEPS):
-        part, _ = next_batch(source, step, lambda: False, policy, piece_bytes=1000)
+        part, _ = next_batch(source, step, lambda: False, policy)
         done = trainer.train_step(part, step)
         seen["metrics"].append(done.metrics)
         seen.setdefault("probe", []).append(done.probe_logprobs)
@@ -323,9 +323,10 @@ def loop_stopped_by_the_other_rank(config: Any, directory: Path, rank: int) -> l
 
 
 def main(rank: int, folder: Path) -> None:
-    from megatron_rl.trainer import megatron_build
+    from megatron_rl.trainer import megatron_build, step
     from megatron_rl.trainer.world import destroy_world, init_world
 
+    step.PIECE_BYTES = 1000
     torch.set_num_threads(1)
     # Several buckets even of a tiny model, the head's its own; they count where they overlap.
     megatron_build.DistributedDataParallelConfig = partial(
