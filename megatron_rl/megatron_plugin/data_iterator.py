@@ -23,11 +23,7 @@ from megatron_rl.trainer.step_metrics import report
 
 
 class PluginSteps:
-    """The steps of this rank, shared by the iterators of its model chunks.
-
-    `client` is the connection to the orchestrator, on rank 0; None elsewhere. `start_step` is the
-    number of optimizer steps that Megatron has made.
-    """
+    """The steps of this rank, shared by the iterators of its chunks; the client is on rank 0."""
 
     def __init__(
         self,

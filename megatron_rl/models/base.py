@@ -143,10 +143,7 @@ class Architecture(ABC):
         return [name for name in names if name.startswith(self.untrained)]
 
     def leftovers(self, names: Iterable[str]) -> list[str]:
-        """Return the names that tools for fine-tuning write and the model does not have.
-
-        They are buffers of rotary embeddings, and the head of tied embeddings.
-        """
+        """Return the rotary buffers and the tied head that tools for fine-tuning write."""
         head = f"{self.prefix}lm_head.weight" if self.tied else None
         return [n for n in names if n == head or n.endswith("rotary_emb.inv_freq")]
 
@@ -195,10 +192,7 @@ class Architecture(ABC):
     def gated_weights(
         self, megatron: str, hf: str, size: int, expert: int | None = None
     ) -> list[Weight]:
-        """Return gate, up and down of a gated MLP, `size` wide, whose modules have these names.
-
-        `expert` is the global number of a routed expert with its own tensors.
-        """
+        """Return gate, up and down of a gated MLP, `size` wide, whose modules have these names."""
         gate_up = tuple(f"{hf}.{x}_proj.weight" for x in ("gate", "up"))
         fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
         return [

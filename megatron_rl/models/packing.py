@@ -26,10 +26,7 @@ Bounds = tuple[int, ...]
 
 
 def refined(bounds: Bounds, chunk: int | None) -> Bounds:
-    """Divide every sequence at multiples of `chunk` from its own start.
-
-    Example: `refined((0, 5, 7), 2)` is `(0, 2, 4, 5, 7)`.
-    """
+    """Divide every sequence at multiples of `chunk` from its own start."""
     if chunk is None:
         return bounds
     starts = (s for a, b in itertools.pairwise(bounds) for s in range(a, b, chunk))
@@ -223,10 +220,7 @@ class Rows(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Rules by which the sequences of a step become rows of micro-batches (`plan_rows`).
-
-    Example: 2 data-parallel ranks, rows of 8 tokens: `RowLayout(ranks=2, max_tokens=8)`.
-    """
+    """Rules by which the sequences of a step become rows of micro-batches (`plan_rows`)."""
 
     ranks: int = 1
     max_tokens: int = 16384

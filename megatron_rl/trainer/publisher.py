@@ -78,10 +78,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, "weights", *device)
 
     def serve_other_nodes(self, endpoint: Callable[[], str]) -> None:
-        """Start a process that other nodes can read from, on the first rank of each node.
-
-        `endpoint` returns the orchestrator's address; it is called where a process is started.
-        """
+        """Start a process that other nodes can read from, on the first rank of each node."""
         shared, timeouts = self._config.weights.directory is not None, self._config.timeouts
         one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         if shared or one_node or self._nodes.index(self._node) != self._rank:

@@ -93,10 +93,7 @@ class FixedPolicies:
         self._reference: FrozenWeights | None = None
 
     def add_logprobs(self, micro_batches: list[MicroBatch], step: int) -> None:
-        """Set the micro-batches' old and reference log-probs, where the algorithm needs them.
-
-        Collective over the trainer ranks; `step` optimizer steps are in the policy's weights.
-        """
+        """Set the old and reference log-probs that the algorithm needs; collective over ranks."""
         if recomputes_old(self._config):
             if step == self._config.schedule.phase_start(step):
                 self._old = self._old or FrozenWeights(self._policy)

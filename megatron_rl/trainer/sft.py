@@ -47,11 +47,7 @@ OnStep = Callable[[dict[str, Any]], None]
 
 
 class ExampleFeed:
-    """Batches of rank 0, each made in a thread while the one before is trained.
-
-    `steps` yields the examples of each step and the position after them; `start` is the position
-    before the first of them.
-    """
+    """Batches of rank 0, each made in a thread while the one before is trained."""
 
     def __init__(
         self, config: RunConfig, steps: Iterator[tuple[list[Example], Position]], start: Position

@@ -92,10 +92,7 @@ class ModelShards:
 
     @property
     def reports(self) -> bool:
-        """True if this rank's outputs count in sums over the world: one rank per token.
-
-        Data-parallel and context-parallel ranks hold different tokens.
-        """
+        """True if this rank's outputs count in sums over the world: one rank per token."""
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         return first and bool(parallel_state.is_pipeline_last_stage())
 
