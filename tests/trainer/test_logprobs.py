@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.kernels.ops import fp32_linear
-from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.trainer.loss import vocabulary_parallel_logprobs
 
 
 class OneRank:

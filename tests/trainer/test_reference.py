@@ -11,7 +11,7 @@ import torch
 from megatron_rl.models import architecture, tiny
 from megatron_rl.models.packing import RowLayout
 from megatron_rl.trainer.batch import MicroBatch, divide
-from megatron_rl.trainer.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.trainer.loss import vocabulary_parallel_logprobs
 from megatron_rl.trainer.model import Policy
 from megatron_rl.trainer.reference import (
     FOLDER,
