@@ -33,6 +33,7 @@ BASE = [
     "packaging>=24",
     "xxhash>=3.5",
     "pyarrow>=15",
+    "jinja2>=3.1",
 ]
 # Reads of weights between nodes, by the trainer's nodes and the generators' alike.
 NIXL = ["nixl-cu13>=1.5,<2"]
