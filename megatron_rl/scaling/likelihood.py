@@ -62,18 +62,17 @@ class LikelihoodMap:
         """Noise of one evaluation (standard deviation, in pass rate)."""
         return float(np.sqrt(_variance(self.center.s, self.problem.dof)))
 
-    def half_width(self, variances: Array, level: float) -> Array:
+    def _half_width(self, variances: Array, edge: float) -> Array:
         """Return a linear quantity's half-width at the edge in each cell; nan outside."""
-        slack = _threshold(self.problem, self.center, level) - self.cells.s
+        slack = edge - self.cells.s
         return np.where(slack >= 0, np.sqrt(np.maximum(slack, 0) * variances), np.nan)
 
-    def a_range(self, level: float) -> tuple[Array, Array]:
-        """Return the least and greatest A of each cell in the region [cells]; nan outside."""
-        half = self.half_width(self.cells.v_aa, level)
+    def _a_range(self, edge: float) -> Array:
+        """Return the least and greatest A of each cell in the region [2, cells]; nan outside."""
+        half = self._half_width(self.cells.v_aa, edge)
         low = np.maximum(self.cells.a - half, self.problem.a_floor)
         high = np.minimum(self.cells.a + half, self.problem.a_max)
-        out = low > high
-        return np.where(out, np.nan, low), np.where(out, np.nan, high)
+        return np.where(low > high, np.nan, [low, high])
 
     def intervals(self, level: float) -> Array:
         """Return the profile-likelihood intervals of A, R0, u and v [4, 2].
@@ -82,13 +81,13 @@ class LikelihoodMap:
         """
         center, edge = self.center, _threshold(self.problem, self.center, level)
         a, r0 = (center.a, center.a), (center.r0, center.r0)
-        low, high = self.a_range(level)
+        low, high = self._a_range(edge)
         if not np.all(np.isnan(low)):
-            a = min(float(np.nanmin(low)), center.a), max(float(np.nanmax(high)), center.a)
-        half = self.half_width(self.cells.v_rr, level)
+            a = min(np.nanmin(low), center.a), max(np.nanmax(high), center.a)
+        half = self._half_width(self.cells.v_rr, edge)
         if not np.all(np.isnan(half)):
             low = np.maximum(self.cells.r0 - half, self.problem.r0_floor)
-            r0 = float(np.nanmin(low)), float(np.nanmax(self.cells.r0 + half))
+            r0 = np.nanmin(low), np.nanmax(self.cells.r0 + half)
         s = self.cells.s_bounded.reshape(self.u.shape)
         u = _crossing(self.u, s, edge, center.u)
         v = _crossing(self.v[None, :, 0], s.min(axis=1)[None], edge, center.v)
@@ -104,22 +103,21 @@ class LikelihoodMap:
         low, high = np.tile(self.mean_curve(compute), (2, len(levels), 1))
         e = 1 - g
         v_aa, v_ar, v_rr = (v[keep, None] for v in (c.v_aa, c.v_ar, c.v_rr))
-        variances = v_aa * g**2 + 2 * v_ar * g * e + v_rr * e**2
-        spread = np.sqrt(np.maximum(variances, 0))
+        spread = np.sqrt(np.maximum(v_aa * g**2 + 2 * v_ar * g * e + v_rr * e**2, 0))
         center = c.a[keep, None] * g + c.r0[keep, None] * e
         least = -np.inf if p.r0 is None else p.r0
         most = np.full_like(g, p.a_max) if p.r0 is None else p.r0 + (p.a_max - p.r0) * g
-        for i, level in enumerate(levels):
-            inside = np.isfinite(self.a_range(float(level))[0][keep])
+        for i, edge in enumerate(edges):
+            inside = np.isfinite(self._a_range(edge)[0][keep])
             if inside.any():
-                half = np.sqrt(edges[i] - c.s[keep[inside]])[:, None] * spread[inside]
+                half = np.sqrt(edge - c.s[keep[inside]])[:, None] * spread[inside]
                 low[i] = np.maximum(center[inside] - half, least).min(axis=0)
                 high[i] = np.minimum(center[inside] + half, most[inside]).max(axis=0)
         # Pairs with R0 > A fall with compute and are no curves: monotone envelopes drop them.
         order = np.argsort(compute, kind="stable")
         back = np.argsort(order, kind="stable")
         low = np.maximum.accumulate(low[:, order], axis=1)[:, back]
-        rising = np.minimum.accumulate(high[:, order][:, ::-1], axis=1)[:, ::-1]
+        rising = np.minimum.accumulate(high[:, order[::-1]], axis=1)[:, ::-1]
         return low, np.maximum(rising[:, back], low)
 
     def mean_curve(self, compute: Array) -> Array:
