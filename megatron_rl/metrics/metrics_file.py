@@ -21,13 +21,21 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from megatron_rl.files import naming_full_disk, replace_file
-from megatron_rl.metrics.names import METRICS, SPENT
+
+METRICS: dict[str, str] = yaml.safe_load((resources.files(__package__) / "names.yaml").read_text())
+"""Name -> meaning and [unit]; the table is also the file's first line."""
+COMPUTE = (*(name for name in METRICS if name.startswith("compute_")), "wall_seconds")
+"""Cumulative metrics, in every step and eval row."""
+SPENT = tuple(name for name in COMPUTE if "_train_" not in name)
+"""Those that count all that ran: they never go back, whatever a resumed run trains again."""
 
 SCHEMA = "megatron_rl.metrics/1"
 NUMBERED = ("step", "eval", "sets")
@@ -35,7 +43,6 @@ NUMBERED = ("step", "eval", "sets")
 _BLOCK = 1 << 18  # bytes that are read at once from the end, more than a line
 Row = dict[str, Any]
 SCHEMA_ROW: Row = {"kind": "schema", "schema": SCHEMA, "fields": METRICS}
-"""The file's first line."""
 
 
 class MetricsError(ValueError):

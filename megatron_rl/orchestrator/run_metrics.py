@@ -11,8 +11,7 @@ import numpy as np
 from megatron_rl import messages as m
 from megatron_rl.config.sections import Roles
 from megatron_rl.metrics.alarms import Alarms, mismatch
-from megatron_rl.metrics.metrics_file import Row
-from megatron_rl.metrics.names import COMPUTE, SPENT
+from megatron_rl.metrics.metrics_file import COMPUTE, SPENT, Row
 from megatron_rl.metrics.sink import RunSink
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.generators import GeneratorState

@@ -1,5 +1,5 @@
 from megatron_rl.metrics import MetricsWriter, read_metrics
-from megatron_rl.metrics.availability import availability
+from megatron_rl.metrics.run_report import availability
 
 
 def step(number, seconds, trained, waiting=None):

@@ -13,16 +13,17 @@ import pytest
 
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics import MetricsWriter, read_metrics
-from megatron_rl.metrics.mirrors import (
+from megatron_rl.metrics.sink import (
     SAMPLE,
+    SAMPLE_CHARACTERS,
     TABLE_ROWS,
     MirrorError,
+    RunSink,
     TensorBoardMirror,
     WandbMirror,
-    histogram,
+    histograms,
     scalars,
 )
-from megatron_rl.metrics.sink import SAMPLE_CHARACTERS, RunSink
 from megatron_rl.metrics.terminal import UNSEEN
 
 ROW: dict[str, Any] = {
@@ -47,10 +48,8 @@ def test_scalars_leave_out_text_null_lists_and_bookkeeping() -> None:
 
 
 def test_histogram_fills_gaps_and_refuses_what_is_none() -> None:
-    assert histogram({"0": 5, "2": 3}) == [(0, 5), (1, 0), (2, 3)]
-    assert histogram({"right": 3}) is None
-    assert histogram({}) is None
-    assert histogram([1]) is None
+    row = {"x": {"0": 5, "2": 3}, "text": {"right": 3}, "parts": {"1": {}}, "no": {}, "list": [1]}
+    assert [*histograms(row)] == [("x", [(0, 5), (1, 0), (2, 3)])]
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -227,7 +226,7 @@ def test_a_mirror_that_is_not_installed_names_the_extra(
 ) -> None:
     code = (
         f"import sys; sys.modules[{blocked!r}] = None\n"
-        "from megatron_rl.metrics.mirrors import TensorBoardMirror, WandbMirror\n"
+        "from megatron_rl.metrics.sink import TensorBoardMirror, WandbMirror\n"
         + start.format(folder=str(tmp_path))
     )
     done = subprocess.run(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.metrics import MetricsWriter
-from megatron_rl.metrics.mirrors import scalars
 from megatron_rl.metrics.run_report import report_lines, write_report
+from megatron_rl.metrics.sink import scalars
 from megatron_rl.metrics.terminal import ProgressLog
 from megatron_rl.scaling import read
 

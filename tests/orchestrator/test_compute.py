@@ -13,8 +13,7 @@ import pytest
 from megatron_rl import messages
 from megatron_rl.config import load_config
 from megatron_rl.config.sections import Roles
-from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
-from megatron_rl.metrics.names import COMPUTE, SPENT
+from megatron_rl.metrics.metrics_file import COMPUTE, SPENT, MetricsWriter, read_metrics
 from megatron_rl.models import architecture, named_config
 from megatron_rl.orchestrator.event_loop import Orchestrator
 from megatron_rl.orchestrator.run_metrics import RunMetrics

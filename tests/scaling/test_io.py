@@ -384,7 +384,7 @@ def test_hours_of_a_clock_become_gpu_hours_by_the_number_of_devices(tmp_path):
 
 def test_own_tensorboard_mirror_of_several_tasks_gives_the_series_of_metrics_jsonl(tmp_path):
     pytest.importorskip("tensorboard")
-    from megatron_rl.metrics.mirrors import TensorBoardMirror
+    from megatron_rl.metrics.sink import TensorBoardMirror
 
     tasks = [{"math": {"pass_rate": r / 2}, "code": {"pass_rate": r / 4}} for r in R]
     rows = [evaluation(20 * i, r, tasks=t) for i, (r, t) in enumerate(zip(R, tasks, strict=True))]
@@ -405,7 +405,7 @@ def test_own_tensorboard_mirror_of_several_tasks_gives_the_series_of_metrics_jso
 
 def test_offline_wandb_run_that_was_resumed_is_one_series_with_its_tasks(tmp_path):
     pytest.importorskip("wandb")
-    from megatron_rl.metrics.mirrors import WandbMirror
+    from megatron_rl.metrics.sink import WandbMirror
 
     rates = {"math": 0.5, "code": 0.25}
     rows = [

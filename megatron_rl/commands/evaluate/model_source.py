@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
-from megatron_rl.metrics.metrics_file import read_metrics
-from megatron_rl.metrics.names import COMPUTE
+from megatron_rl.metrics.metrics_file import COMPUTE, read_metrics
 from megatron_rl.models.run_checkpoint import ABOUT, find_complete, read_about
 
 

@@ -13,8 +13,7 @@ import yaml
 
 from megatron_rl.commands.report.run_facts import RunFacts
 from megatron_rl.metrics.curves import UNITS, axis_of, parts_of
-from megatron_rl.metrics.metrics_file import Row, last_rows
-from megatron_rl.metrics.names import METRICS
+from megatron_rl.metrics.metrics_file import METRICS, Row, last_rows
 
 Chart = dict[str, Any]
 MOST_POINTS = 400  # of a line: of more, neighbors are joined

@@ -20,7 +20,7 @@ from megatron_rl.commands.report.run_facts import (
     slowest_prompts,
 )
 from megatron_rl.commands.view.page import fill
-from megatron_rl.metrics.names import METRICS
+from megatron_rl.metrics.metrics_file import METRICS
 from megatron_rl.metrics.run_report import report_lines
 from megatron_rl.metrics.terminal import shortened, visible
 
