@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.metrics.metrics_file import Row
+from megatron_rl.metrics.metrics_file import Row, last_rows
 
 if TYPE_CHECKING:
     from megatron_rl.scaling import Fit
@@ -13,7 +13,12 @@ UNITS["steps"] = "optimizer steps"
 
 
 def parts_of(rows: list[Row], key: str) -> dict[str, list[Row]]:
-    """Return name -> evaluations by step, of the `tasks` or `sets` (`key`) of a run's rows."""
+    """Return name -> evaluations by step, of the `tasks` or `sets` (`key`) of a run's rows.
+
+    Those over all held-out prompts, `fit`, have the name "".
+    """
+    if key == "fit":
+        return {"": last_rows(rows, "eval")}
     by_name: dict[str, dict[int, Row]] = {}
     for row in rows:
         parts = row.get(key) if row["kind"] in ("eval", "sets") else None
@@ -46,11 +51,9 @@ def fit_curve(
     from megatron_rl.scaling import fit
     from megatron_rl.scaling.report import plain
 
-    axis = axis_of(fit_compute)
-    used = [r for r in evaluations if None not in (r.get(axis), r.get("pass_rate"))]
+    used, c, r = points_of(evaluations, fit_compute)
     entry: dict[str, Any] = {"compute": fit_compute, "points": len(used)}
     try:
-        c, r = ([row[column] for row in used] for column in (axis, "pass_rate"))
         curve = fit(c, r, _stderrs(used), unit=UNITS.get(fit_compute, fit_compute), name=name)
     # Too few points, bad data or a failure of scipy: the run itself has succeeded.
     except (ValueError, ArithmeticError, RuntimeError) as e:
@@ -63,17 +66,21 @@ def fit_curve(
     return entry, curve
 
 
-def axis_of(fit_compute: str) -> str:
-    """Return the name in metrics.jsonl of a value of `fit.compute`."""
-    return "step" if fit_compute == "steps" else f"compute_{fit_compute}"
+def points_of(
+    evaluations: list[Row], fit_compute: str
+) -> tuple[list[Row], list[float], list[float]]:
+    """Return the evaluations with both, their compute (a value of `fit.compute`) and pass rate."""
+    axis = "step" if fit_compute == "steps" else f"compute_{fit_compute}"
+    used = [row for row in evaluations if None not in (row.get(axis), row.get("pass_rate"))]
+    return used, [row[axis] for row in used], [row["pass_rate"] for row in used]
 
 
 def ends(evaluations: list[Row]) -> dict[str, Any]:
     """Return the first and last pass rate, each {step, value, stderr, entropy}, or None."""
-    names = {"step": "step", "value": "pass_rate", "stderr": "pass_rate_stderr"}
-    names["entropy"] = "eval_entropy"
+    names = {"step": "step", "value": "pass_rate", "stderr": "pass_rate_stderr",
+             "entropy": "eval_entropy"}  # fmt: skip
     points = [{key: row.get(name) for key, name in names.items()} for row in evaluations]
-    return {"first": points[0], "last": points[-1]} if points else {"first": None, "last": None}
+    return {"first": points[0] if points else None, "last": points[-1] if points else None}
 
 
 def _stderrs(rows: list[Row]) -> list[float] | None:

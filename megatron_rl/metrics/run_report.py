@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from megatron_rl.files import replace_file
 from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
 from megatron_rl.metrics.metrics_file import Row, last_rows, mean, read_metrics
-from megatron_rl.metrics.terminal import print_table
 
 if TYPE_CHECKING:
     from megatron_rl.scaling import Fit
@@ -25,26 +22,17 @@ PARTS = ("tasks", "sets")
 """Keys of rows whose entries have curves of their own."""
 
 
-def write_report(
-    output_dir: str | Path,
-    metrics_path: str | Path,
-    *,
-    phases: dict[str, float],
-    fit_compute: str,
-    versions: dict[str, str],
-    extra: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+def write_report(output_dir: str | Path, metrics_path: str | Path, **about: Any) -> dict[str, Any]:
     """Read metrics.jsonl, fit, write summary.json and pictures of the fits; return the summary.
 
     The pictures are fit.png, and fit_tasks.png for several tasks and fit_sets.png for evaluation
-    sets. The arguments are those of `summarize`.
+    sets. `about` are the keywords of `summarize`.
 
     Raises:
         MetricsError: metrics_path is not a readable file of metrics.
     """
     (output_dir := Path(output_dir)).mkdir(parents=True, exist_ok=True)
-    about = {"fit_compute": fit_compute, "phases": phases, "versions": versions, "run": extra}
-    summary, curves = summarize(read_metrics(metrics_path), metrics_path, about)
+    summary, curves = summarize(read_metrics(metrics_path), metrics_path, **about)
     if any(curves.values()):
         from megatron_rl.scaling.plot import save_panels, save_plot
 
@@ -58,20 +46,30 @@ def write_report(
 
 
 def summarize(
-    rows: list[Row], metrics_path: str | Path, about: dict[str, Any]
+    rows: list[Row],
+    metrics_path: str | Path,
+    *,
+    fit_compute: str,
+    phases: dict[str, float] | None = None,
+    versions: dict[str, str] | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, "Fit"]]]:
     """Return the summary of rows of metrics.jsonl, and its fits.
 
-    If the fit fails or has too few evaluations, the summary says so, without an exception. `about`
-    has `fit_compute`, a value of `fit.compute`, and of its entries what is known of `phases`, wall
-    seconds by phase, `versions` of the trainer's packages, and `run`, further values. The fits are
-    by `fit` (under the name ""), `tasks` and `sets`, and there by name.
+    If the fit fails or has too few evaluations, the summary says so, without an exception. The fits
+    are by `fit` (under the name ""), `tasks` and `sets`, and there by name.
+
+    Args:
+        rows: of metrics.jsonl.
+        metrics_path: its path, for the summary.
+        fit_compute: a value of `fit.compute`.
+        phases: wall seconds by phase.
+        versions: of the trainer's packages.
+        extra: further values, `run` of the summary.
     """
-    phases, fit_compute = about.get("phases") or {}, about["fit_compute"]
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     batches = [*steps, *(row for row in rows if row.get("event") == "empty_batch")]
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
-    longer = "multi_version_fraction_long"
     fit, curve = fit_curve(evaluations, fit_compute)
     if curve is not None:
         fit["picture"] = "fit.png"
@@ -87,7 +85,9 @@ def summarize(
         "fit": fit,
         **{key: entries for key, (entries, _) in parts.items()},
         "multi_version_fraction": mean(steps, "multi_version_fraction", "completions"),
-        longer: mean(steps, longer, "completions_long"),
+        "multi_version_fraction_long": mean(
+            steps, "multi_version_fraction_long", "completions_long"
+        ),
         "lag_max": max(_values(steps, "lag_max"), default=None),
         "completions_truncated": _total(batches, "completions_truncated"),
         "alarms": _alarms(sorted(batches, key=lambda row: row["step"])),
@@ -99,9 +99,9 @@ def summarize(
             "mean": mean(rows, "logprob_error_mean", "logprob_error_tokens"),
             "tokens": _total(rows, "logprob_error_tokens"),
         },
-        "wall_seconds": {**phases, "total": sum(phases.values())},
-        "versions": about.get("versions") or {},
-        "run": about.get("run") or {},
+        "wall_seconds": {**(phases or {}), "total": sum((phases or {}).values())},
+        "versions": versions or {},
+        "run": extra or {},
     }
     fits = {"fit": {} if curve is None else {"": curve}}
     return summary, fits | {key: curves for key, (_, curves) in parts.items()}
@@ -120,19 +120,15 @@ def availability(rows: list[Row]) -> dict[str, Any]:
     lost = [row for row in events if row["event"] == "generator_lost"]
     waiting = mean(steps, "generator_wait_fraction", "step_seconds")
     names = {row["generator"] for row in lost}
-    back = [
-        row["recovery_seconds"]
-        for row in events
-        if row["event"] == "generator_ready" and row["generator"] in names
-    ]
+    ready = [row for row in events if row["event"] == "generator_ready"]
+    back = [row["recovery_seconds"] for row in ready if row["generator"] in names]
+    again = ("completions_again", "completions_continued", "tokens_continued")
     return {
         "trainer_busy": mean(steps, "trainer_busy_fraction", "step_seconds"),
         "generators_busy": None if waiting is None else 1 - waiting,
         "generators_lost": len(lost),
         "generator_recoveries": back[-len(lost) :] if lost else [],
-        "completions_again": sum(row["completions_again"] for row in lost),
-        "completions_continued": sum(row["completions_continued"] for row in lost),
-        "tokens_continued": sum(row["tokens_continued"] for row in lost),
+        **{name: sum(row[name] for row in lost) for name in again},
         "prompts_failed": sum(row["event"] == "prompt_failed" for row in events),
         "trainer_recoveries": _trainer_recoveries(rows),
     }
@@ -168,21 +164,17 @@ def write_pages(folder: Path, seconds: float = PAGES_SECONDS) -> list[str]:
     has trained. A page that is not there has a line that begins with `no `, with the cause.
     """
     command = [sys.executable, "-m", "megatron_rl.cli", "report", str(folder), "--view"]
-    files = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(command, timeout=seconds, check=False, **files)  # type: ignore[call-overload]
+        done = subprocess.run(
+            command, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         return [f"no report.html: {e}"]
-    lines: list[str] = done.stdout.splitlines()
+    lines = done.stdout.splitlines()
     if done.returncode:
         cause = (done.stderr.split("\n")[-2:] or [""])[0] or f"exit status {done.returncode}"
         lines.append(f"no report.html: {cause}")
     return lines
-
-
-def print_report(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Print the summary as a table."""
-    print_table("megatron_rl run", report_lines(summary), console)
 
 
 def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -205,25 +197,23 @@ def report_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             *(("fit: note", warning) for warning in fit["warnings"]),
         ]
     for name, measured in (pair for key in PARTS for pair in summary[key].items()):
-        lines += [
-            (f"{name}: pass rate", _rates(measured["pass_rate"]) or "not measured"),
-            (f"{name}: fit", _task_fit(measured["fit"])),
-        ]
+        lines.append((f"{name}: pass rate", _rates(measured["pass_rate"]) or "not measured"))
+        lines.append((f"{name}: fit", _task_fit(measured["fit"])))
     error, seconds = summary["logprob_error"], summary["wall_seconds"]
     names = ("multi_version_fraction", "multi_version_fraction_long")
     share, share_long = (_text(summary[name], "{:.1%}") for name in names)
     largest, mean = (_text(error[name], "{:.1e}") for name in ("max", "mean"))
     tokens = _text(error["tokens"], "{:,.0f}")
-    shares = f"{share} of completions, {share_long} of those over 16 tokens"
+    alarm = "{steps} steps, {first_step} to {last_step}: {message}"
     return [
         *lines,
-        ("two or more weight versions", shares),
+        (
+            "two or more weight versions",
+            f"{share} of completions, {share_long} of those over 16 tokens",
+        ),
         ("maximum lag [steps]", _text(summary["lag_max"], "{:.0f}")),
         ("truncated completions", _text(summary["completions_truncated"], "{:,.0f}")),
-        *(
-            (f"alarm: {name}", "{steps} steps, {first_step} to {last_step}: {message}".format(**a))
-            for name, a in summary["alarms"].items()
-        ),
+        *((f"alarm: {name}", alarm.format(**a)) for name, a in summary["alarms"].items()),
         *_availability_lines(summary["availability"]),
         ("aborted requests", _text(summary["aborted_requests"], "{:.0f}")),
         ("trainer - generator log-prob", f"max {largest}, mean {mean} over {tokens} tokens"),
@@ -248,11 +238,13 @@ def _task_fit(fit: dict[str, Any]) -> str:
 def _availability_lines(a: dict[str, Any]) -> list[tuple[str, str]]:
     busy = (_text(a[f"{role}_busy"], "{:.0%}") for role in ("trainer", "generators"))
     lines = [("busy: trainer, generators", ", ".join(busy))]
-    counts = a["generators_lost"], len(a["trainer_recoveries"])
-    kinds = ("generators lost", "generator_recoveries"), ("trainer restarts", "trainer_recoveries")
-    for count, (name, recoveries) in zip(counts, kinds, strict=True):
+    generators, trainer = a["generator_recoveries"], a["trainer_recoveries"]
+    for name, count, recoveries in (
+        ("generators lost", a["generators_lost"], generators),
+        ("trainer restarts", len(trainer), trainer),
+    ):
         if count:
-            shown = ", ".join(f"{seconds:.0f}" for seconds in a[recoveries]) or "none"
+            shown = ", ".join(f"{seconds:.0f}" for seconds in recoveries) or "none"
             lines.append((name, f"{count}; seconds until work went on: {shown}"))
     return lines
 
@@ -271,8 +263,7 @@ def _values(rows: list[Row], name: str) -> list[float]:
 
 
 def _total(rows: list[Row], name: str) -> float | None:
-    values = _values(rows, name)
-    return sum(values) if values else None
+    return sum(values) if (values := _values(rows, name)) else None
 
 
 def _text(value: float | None, form: str, missing: str = "not measured") -> str:

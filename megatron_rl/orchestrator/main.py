@@ -21,8 +21,9 @@ from megatron_rl.data import PromptSet, load_prompts, read_format
 from megatron_rl.data.question import DataError
 from megatron_rl.files import naming_full_disk, replace_file, report_failure
 from megatron_rl.metrics.metrics_file import MetricsWriter, read_metrics
-from megatron_rl.metrics.run_report import PAGES_SECONDS, print_report, write_pages, write_report
+from megatron_rl.metrics.run_report import PAGES_SECONDS, report_lines, write_pages, write_report
 from megatron_rl.metrics.sink import RunSink
+from megatron_rl.metrics.terminal import print_table
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import FINAL_STATUS, Spec
 from megatron_rl.orchestrator.event_loop import Orchestrator
@@ -131,7 +132,7 @@ def _report(
         )  # fmt: skip
     shown = config.metrics.terminal != "off"
     if shown:
-        print_report(summary)
+        print_table("megatron_rl run", report_lines(summary))
     # The trainer waits for this process, for `evaluation_seconds` in all.
     limit = min(PAGES_SECONDS, config.timeouts.evaluation_seconds / 4)
     for line in write_pages(config.output_dir, limit):

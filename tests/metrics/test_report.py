@@ -15,7 +15,8 @@ from rich.console import Console
 
 from megatron_rl.metrics import MetricsError, MetricsWriter
 from megatron_rl.metrics.alarms import Alarms
-from megatron_rl.metrics.run_report import print_report, report_lines, write_report
+from megatron_rl.metrics.run_report import report_lines, write_report
+from megatron_rl.metrics.terminal import print_table
 
 A, B, CMID, R0 = 0.8, 1.4, 40_000.0, 0.25
 PHASES = {"set-up": 20.0, "sft": 90.5, "rl": 240.0}
@@ -122,7 +123,7 @@ def test_a_run_without_any_row_has_a_report(tmp_path: Path) -> None:
     assert summary["pass_rate"] == {"first": None, "last": None}
     assert summary["lag_max"] is None
     assert summary["fit"]["error"]
-    print_report(summary, Console(file=io.StringIO()))
+    print_table("run", report_lines(summary), Console(file=io.StringIO()))
 
 
 def test_a_compute_that_was_not_measured_is_said(tmp_path: Path) -> None:
@@ -143,7 +144,8 @@ def test_missing_metrics_are_an_error(tmp_path: Path) -> None:
 
 def test_the_table_shows_the_curve_the_lag_and_the_seconds(tmp_path: Path) -> None:
     out = io.StringIO()
-    print_report(report(tmp_path, run(tmp_path)), Console(file=out, width=120))
+    lines = report_lines(report(tmp_path, run(tmp_path)))
+    print_table("megatron_rl run", lines, Console(file=out, width=120))
     text = out.getvalue()
     for part in ("A (pass rate", "Cmid [tokens]", "50.0% of completions", "set-up 20", "total 350"):
         assert part in text

@@ -12,8 +12,12 @@ import numpy as np
 import yaml
 
 from megatron_rl.commands.report.run_facts import RunFacts
-from megatron_rl.metrics.curves import UNITS, axis_of, parts_of
+from megatron_rl.metrics.curves import UNITS, parts_of, points_of
 from megatron_rl.metrics.metrics_file import METRICS, Row, last_rows
+from megatron_rl.scaling.fit_result import Fit, amount
+from megatron_rl.scaling.plot import axis_values, bands, value_range
+from megatron_rl.scaling.plot import title as title_of
+from megatron_rl.scaling.report import b_spec
 
 Chart = dict[str, Any]
 MOST_POINTS = 400  # of a line: of more, neighbors are joined
@@ -23,6 +27,11 @@ CHARTS: dict[str, dict[str, list[str]]] = yaml.safe_load(
 )
 """Section -> title -> metrics."""
 MARKED = ("generator_lost", "resumed", "prompt_failed")
+PASS_RATES = {
+    "fit": "Held-out pass rate",
+    "tasks": "Pass rate, task ",
+    "sets": "Pass rate, evaluation set ",
+}
 
 
 def charts_of(section: str, runs: list[RunFacts]) -> list[Chart]:
@@ -55,8 +64,8 @@ def _chart(title: str, names: list[str], runs: list[RunFacts]) -> Chart:
             notes.append(about)
     if size > 1:
         notes.append(f"Each point is the mean of up to {size} steps; the band is their range.")
-    marks = [] if len(runs) > 1 else marks_of(runs[0])
     unit = units.pop() if len(units) == 1 else ""
+    marks = _marks(runs[0].rows) if len(runs) == 1 else []
     return {"title": title, "unit": unit, "axis": "optimizer step", "log": False, "notes": notes,
             "lines": lines, "marks": marks, "guides": []}  # fmt: skip
 
@@ -99,67 +108,54 @@ def _plain(name: str) -> str:
     return name.replace("/", " / ")
 
 
-def marks_of(run: RunFacts) -> list[list[Any]]:
+def _marks(rows: list[Row]) -> list[list[Any]]:
     """Return (step, text) of the newest events that a chart marks."""
-    events = [row for row in run.rows if row.get("event") in MARKED]
-    return [
-        [row["step"], f"{row['event']} {row.get('generator', '')}"] for row in events[-MOST_MARKS:]
-    ]
+    events = [row for row in rows if row.get("event") in MARKED][-MOST_MARKS:]
+    return [[row["step"], f"{row['event']} {row.get('generator', '')}"] for row in events]
 
 
 def pass_rate_charts(runs: list[RunFacts]) -> list[tuple[Chart, list[str]]]:
     """Return the charts of held-out prompts, of each task and of each set, with their words."""
-    from megatron_rl.scaling.plot import title as title_of
-
-    parts = [("fit", "", "Held-out pass rate")]
-    for key, what in (("tasks", "task"), ("sets", "evaluation set")):
-        names = dict.fromkeys(name for run in runs for name in parts_of(run.rows, key))
-        parts += [(key, name, f"Pass rate, {what} {name}") for name in names]
+    axis = f"compute ({UNITS[runs[0].summary['fit']['compute']]})"
     charts = []
-    for key, name, title in parts:
-        lines, words, guides = list[Any](), list[str](), list[Any]()
-        unit = UNITS[runs[0].summary["fit"]["compute"]]
-        for i, run in enumerate(runs):
-            rows = parts_of(run.rows, key).get(name) if name else last_rows(run.rows, "eval")
-            entry = (
-                run.summary[key][name]["fit"] if name in run.summary[key] else run.summary["fit"]
-            )
-            label = f"{run.name}: " if len(runs) > 1 else ""
-            if not rows:
-                words.append(f"{label}no evaluation has been measured yet.")
-                continue
-            fit = run.fits[key].get(name)
-            lines += _points(i, label, rows, entry["compute"])
-            if fit is None:
-                reason = entry["error"].partition(": ")[2]
-                words.append(
-                    f"{label}no curve is fitted to {entry['points']} evaluations: {reason}"
-                )
-                continue
-            lines += _curve(i, fit, alone=len(runs) == 1)
-            if len(runs) == 1:
-                guides, words = _guides(fit), fit_words(fit)
-            else:
-                codes = ", ".join(warning.code for warning in fit.warnings if warning.serious)
-                numbers = title_of(fit).partition(":  ")[2]
-                words.append(f"{label}{numbers}{codes and f'; ill-conditioned: {codes}'}")
-        chart = {"title": title, "unit": "fraction", "axis": f"compute ({unit})", "log": True}
-        charts.append((chart | {"lines": lines, "guides": guides, "notes": [], "marks": []}, words))
+    for key, title in PASS_RATES.items():
+        parts = [parts_of(run.rows, key) for run in runs]
+        for name in dict.fromkeys(name for evaluations in parts for name in evaluations):
+            chart = {"title": title + name, "unit": "fraction", "axis": axis, "log": True,
+                     "lines": [], "guides": [], "notes": [], "marks": []}  # fmt: skip
+            words = list[str]()
+            for i, (run, evaluations) in enumerate(zip(runs, parts, strict=True)):
+                about = _add_run(chart, i, run, key, name, evaluations.get(name), len(runs) == 1)
+                words += about if len(runs) == 1 else [f"{run.name}: {text}" for text in about]
+            charts.append((chart, words))
     return charts
 
 
-def _points(i: int, label: str, rows: list[Row], compute: str) -> list[Chart]:
-    axis = axis_of(compute)
-    used = [r for r in rows if None not in (r.get(axis), r.get("pass_rate"))]
-    error = [r.get("pass_rate_stderr") or 0.0 for r in used]
-    x, y = ([r[name] for r in used] for name in (axis, "pass_rate"))
-    name = f"{label}measured" if not label else label[:-2]
-    return [{"name": name, "color": i, "kind": "dots", "x": x, "y": y, "error": error}] if x else []
+def _add_run(
+    chart: Chart, i: int, run: RunFacts, key: str, name: str, rows: list[Row] | None, alone: bool
+) -> list[str]:
+    """Add measurements and fit of a run to a chart; return what is said about them."""
+    if not rows:
+        return ["no evaluation has been measured yet."]
+    entry = run.summary[key][name]["fit"] if name in run.summary[key] else run.summary["fit"]
+    used, x, y = points_of(rows, entry["compute"])
+    if x:
+        error = [row.get("pass_rate_stderr") or 0.0 for row in used]
+        label = "measured" if alone else run.name
+        dots = {"name": label, "color": i, "kind": "dots", "x": x, "y": y, "error": error}
+        chart["lines"].append(dots)
+    if (fit := run.fits[key].get(name)) is None:
+        reason = entry["error"].partition(": ")[2]
+        return [f"no curve is fitted to {entry['points']} evaluations: {reason}"]
+    chart["lines"] += _curve(i, fit, alone=alone)
+    if alone:
+        chart["guides"] = _guides(fit)
+        return fit_words(fit)
+    codes = ", ".join(warning.code for warning in fit.warnings if warning.serious)
+    return [f"{title_of(fit).partition(':  ')[2]}{codes and f'; ill-conditioned: {codes}'}"]
 
 
-def _curve(i: int, fit: Any, *, alone: bool) -> list[Chart]:
-    from megatron_rl.scaling.plot import axis_values, bands, value_range
-
+def _curve(i: int, fit: Fit, *, alone: bool) -> list[Chart]:
     x = np.union1d(axis_values(fit, True, 120), axis_values(fit, False, 60))
     x = x[x > 0]
     shades, limits = list[Chart](), np.clip(value_range(fit, float(x[0])), 0, 1)
@@ -173,35 +169,30 @@ def _curve(i: int, fit: Any, *, alone: bool) -> list[Chart]:
     return [*shades, line, expected] if alone else [shades[-1], line]
 
 
-def _guides(fit: Any) -> list[list[Any]]:
-    from megatron_rl.scaling.fit_result import amount
-
+def _guides(fit: Fit) -> list[list[Any]]:
     guides: list[list[Any]] = [["y", fit.A.value, f"A = {fit.A.value:.3f}"]]
     if fit.Cmid is not None and fit.Cmid.value <= 1.6 * fit.series.compute[-1]:
         guides.append(["x", fit.Cmid.value, f"Cmid = {amount(fit.Cmid.value)}"])
     return guides
 
 
-def fit_words(fit: Any) -> list[str]:
+def fit_words(fit: Fit) -> list[str]:
     """Return in plain words what a fit says, and what it cannot say."""
-    from megatron_rl.scaling.fit_result import amount
-    from megatron_rl.scaling.report import b_spec
-
     last, level = float(fit.series.compute[-1]), f"{fit.options.level:.0%}"
     expected = float(fit.predict(2 * last))
     low, high = np.clip(fit.band(2 * last, kind="curve"), 0, 1)
-    cmid = (
-        "" if fit.Cmid is None else f", and half of the gain at Cmid {fit.Cmid:amount} {fit.unit}"
-    )
-    curve = (f"The fitted curve ends at a pass rate of A {fit.A:.3f}, with steepness"
-             f" B {format(fit.B, b_spec(fit))}{cmid}. Brackets: {level} intervals.")  # fmt: skip
-    ahead = (f"With twice the compute of the last evaluation ({amount(2 * last)} {fit.unit}) it"
-             f" expects {expected:.3f} [{low:.3f}, {high:.3f}].")  # fmt: skip
+    cmid = fit.Cmid and f", and half of the gain at Cmid {fit.Cmid:amount} {fit.unit}"
     if fit.well_conditioned:
-        verdict = f"The {fit.n} evaluations determine the curve: the forecast is sound"
-        verdict += " as long as nothing about the run changes."
+        verdict = "determine the curve: the forecast is sound as long as nothing about the run"
+        verdict += " changes."
     else:
-        verdict = f"The {fit.n} evaluations do not determine the curve: it describes what was"
-        verdict += " measured, and does not tell where the run would end."
-    notes = (f"{w.text[:1].upper()}{w.text[1:]}." for w in fit.warnings)
-    return [curve, ahead, verdict, *notes]
+        verdict = "do not determine the curve: it describes what was measured, and does not tell"
+        verdict += " where the run would end."
+    return [
+        f"The fitted curve ends at a pass rate of A {fit.A:.3f}, with steepness"
+        f" B {format(fit.B, b_spec(fit))}{cmid or ''}. Brackets: {level} intervals.",
+        f"With twice the compute of the last evaluation ({amount(2 * last)} {fit.unit}) it"
+        f" expects {expected:.3f} [{low:.3f}, {high:.3f}].",
+        f"The {fit.n} evaluations {verdict}",
+        *(f"{w.text[:1].upper()}{w.text[1:]}." for w in fit.warnings),
+    ]

@@ -23,6 +23,7 @@ from megatron_rl.commands.view.page import fill
 from megatron_rl.metrics.metrics_file import METRICS
 from megatron_rl.metrics.run_report import report_lines
 from megatron_rl.metrics.terminal import shortened, visible
+from megatron_rl.scaling.plot import COLORS
 
 _TEMPLATE, _BODY, _CODE = (
     (resources.files(__package__) / name).read_text(encoding="utf-8")
@@ -36,8 +37,6 @@ ABOUT_EVENTS = ("generator", "reason", "last_act", "completions_again", "complet
 
 def render(runs: list[RunFacts]) -> str:
     """Return the page of a run, or of several side by side."""
-    from megatron_rl.scaling.plot import COLORS
-
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     pass_rates = pass_rate_charts(runs)
     sections = {section: charts_of(section, runs) for section in CHARTS}

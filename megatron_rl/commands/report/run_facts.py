@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.compute as pc
 import yaml
 
 from megatron_rl.commands.view.cli import run_state
 from megatron_rl.config import ConfigError, describe
 from megatron_rl.metrics.curves import UNITS
 from megatron_rl.metrics.metrics_file import MetricsError, Row, read_metrics
+from megatron_rl.metrics.rollouts import read_rollouts
 from megatron_rl.metrics.run_report import SCHEMA, is_reported, summarize
 from megatron_rl.run_lock import last_error
 
@@ -56,10 +59,14 @@ def read_run(folder: Path, name: str, compute: str = "") -> RunFacts:
     run.config = dict(flat(config)) if config else {}
     last = _summary(run)
     compute = compute or run.config.get("fit.compute", DEFAULT_COMPUTE)
-    about = {name: last.get(name) for name in ("versions", "run")}
-    about["phases"] = {n: x for n, x in last.get("wall_seconds", {}).items() if n != "total"}
-    about["fit_compute"] = compute if compute in UNITS else DEFAULT_COMPUTE
-    run.summary, run.fits = summarize(rows, path, about)
+    run.summary, run.fits = summarize(
+        rows,
+        path,
+        fit_compute=compute if compute in UNITS else DEFAULT_COMPUTE,
+        phases={n: x for n, x in last.get("wall_seconds", {}).items() if n != "total"},
+        versions=last.get("versions"),
+        extra=last.get("run"),
+    )
     return run
 
 
@@ -114,10 +121,8 @@ def defaults(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
         described.setdefault(key, []).append((default, about))
     out = {}
     for key in config:
-        parent, entry = (
-            key.rpartition(".")[0],
-            re.sub(r"^(tasks|\w+\.sets)\.[^.]+", r"\1.<name>", key),
-        )
+        parent = key.rpartition(".")[0]
+        entry = re.sub(r"^(tasks|\w+\.sets)\.[^.]+", r"\1.<name>", key)
         kind = f"[{config.get(f'{parent}.kind')}]"
         if choices := described.get(key) or described.get(entry):
             out[key] = next((c for c in choices if c[1].startswith(kind)), choices[0])
@@ -138,10 +143,6 @@ def training_rows(run: RunFacts, columns: tuple[str, ...], most: int) -> tuple[A
 
     The table (`pyarrow.Table`) is None if there are none, and the text then says why.
     """
-    import pyarrow
-
-    from megatron_rl.metrics.rollouts import read_rollouts
-
     files = sorted((run.folder / "rollouts").glob("step_*.parquet"))
     if not files:
         return None, "No rollout files of steps are there (metrics.rollouts_every_steps)."
@@ -159,8 +160,6 @@ def training_rows(run: RunFacts, columns: tuple[str, ...], most: int) -> tuple[A
 
 def slowest_prompts(run: RunFacts) -> tuple[list[Row], str]:
     """Return the prompts whose completions took longest to arrive and be verified, on average."""
-    import pyarrow.compute as pc
-
     table, which = training_rows(run, ABOUT, MOST_FILES)
     if table is None:
         return [], which

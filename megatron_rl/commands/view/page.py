@@ -40,6 +40,7 @@ from megatron_rl.messages import ORIGINS
 from megatron_rl.metrics.metrics_file import MetricsError
 from megatron_rl.metrics.rollouts import COLUMNS
 from megatron_rl.metrics.terminal import UNSEEN
+from megatron_rl.scaling.plot import COLORS
 
 LOGPROB_STEP = 0.002  # nats: log-probs are off by half of it at most, ratios by 0.1%
 NOT_A_NUMBER, LOWEST = -32768, -32767  # in steps; LOWEST: that, or less
@@ -117,8 +118,6 @@ def encode(table: Any, tokenizer: Any = None) -> tuple[dict[str, Any], dict[str,
 
 def render(head: dict[str, Any], arrays: dict[str, Any], about: dict[str, Any]) -> str:
     """Return the page; `about` has its `title`, and the `state` of the run."""
-    from megatron_rl.scaling.plot import COLORS
-
     raw = b"".join(array.tobytes() + bytes(-array.nbytes % 8) for array in arrays.values())
     shown = head | about | {"colors": COLORS, "unseen": UNSEEN.pattern}
     shown |= {"origins": ORIGINS, "marks": MARKS}
