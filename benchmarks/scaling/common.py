@@ -12,8 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import processor  # noqa: E402
 from megatron_rl.scaling import Series, log_sigmoid  # noqa: E402
-from megatron_rl.scaling.noise import covariance  # noqa: E402
 from megatron_rl.scaling.paper_points import published_series  # noqa: E402
+from megatron_rl.scaling.series import covariance  # noqa: E402
 
 MADE = f"`python benchmarks/scaling/{Path(sys.argv[0]).name}`, {date.today()}, {processor()}."
 """Command, date and processor, below the title of a result."""

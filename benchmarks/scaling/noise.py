@@ -1,6 +1,6 @@
 """Noise of the published curves: restricted likelihood of the covariance in `noise.py`.
 
-    python benchmarks/scaling/noise.py > benchmarks/results/scaling_noise.md
+    python benchmarks/scaling/series.py > benchmarks/results/scaling_noise.md
 
 Only points of the fit windows are used, none of the extrapolation markers.
 """
@@ -8,8 +8,8 @@ Only points of the fit windows are used, none of the extrapolation markers.
 import numpy as np
 from common import MADE, published, table
 
-from megatron_rl.scaling.noise import covariance, whitener
 from megatron_rl.scaling.options import FitOptions
+from megatron_rl.scaling.series import covariance, whitener
 from megatron_rl.scaling.solve import solve
 from megatron_rl.scaling.window import choose_window, make_problem
 

@@ -9,7 +9,7 @@ import numpy as np
 from common import MADE, SIGMA, table
 
 from megatron_rl.scaling import fit, log_sigmoid
-from megatron_rl.scaling.noise import covariance
+from megatron_rl.scaling.series import covariance
 
 
 def main(draws: int) -> None:

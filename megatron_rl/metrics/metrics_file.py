@@ -38,8 +38,7 @@ SPENT = tuple(name for name in COMPUTE if "_train_" not in name)
 """Those that count all that ran: they never go back, whatever a resumed run trains again."""
 
 SCHEMA = "megatron_rl.metrics/1"
-NUMBERED = ("step", "eval", "sets")
-"""Kinds of rows that belong to a step."""
+NUMBERED = ("step", "eval", "sets")  # kinds of rows that belong to a step
 _BLOCK = 1 << 18  # bytes that are read at once from the end, more than a line
 Row = dict[str, Any]
 SCHEMA_ROW: Row = {"kind": "schema", "schema": SCHEMA, "fields": METRICS}

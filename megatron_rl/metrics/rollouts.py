@@ -27,10 +27,8 @@ SCHEMA = "megatron_rl.rollouts/3"
 _READ = (SCHEMA, "megatron_rl.rollouts/2", "megatron_rl.rollouts/1")
 """The older ones have `forced_start` and `forced_end` for `origins`; the first no ratios."""
 _TABLE = (resources.files(__package__) / "rollouts.yaml").read_text()
-COLUMNS: dict[str, list[str]] = yaml.safe_load(_TABLE)
-"""Column -> [type, meaning]."""
-BYTES_PER_TOKEN = 12
-"""Disk of a token, rounded up: docs/metrics.md has what was measured."""
+COLUMNS: dict[str, list[str]] = yaml.safe_load(_TABLE)  # column -> [type, meaning]
+BYTES_PER_TOKEN = 12  # of disk, rounded up: docs/metrics.md has what was measured
 Decode = Callable[[list[int]], str]
 RUNS = ("versions", "origins")  # of which rows have pairs of value and number of tokens
 MAX_PENDING = 2  # files; then the next batch waits
@@ -68,8 +66,7 @@ class RolloutWriter:
         """Write a file soon; an evaluation is added to the other sets of its version.
 
         Tokens of rows are little-endian bytes, `versions` and `origins` pairs of value and number
-        of tokens.
-        The `completion` of a row is decoded, unless it has one.
+        of tokens. The `completion` of a row is decoded, unless it has one.
         """
         self._pending.append(self._thread.submit(self._write, kind, step, rows))
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "megatron_rl.summary/1"
 PAGES_SECONDS = 300.0
-PARTS = ("tasks", "sets")
-"""Keys of rows whose entries have curves of their own."""
+PARTS = ("tasks", "sets")  # keys of rows whose entries have curves of their own
 
 
 def write_report(output_dir: str | Path, metrics_path: str | Path, **about: Any) -> dict[str, Any]:

@@ -102,9 +102,9 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested values."""
+    """Yield (dotted key, value) of nested values; an empty mapping is a value."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -1,7 +1,7 @@
 """Intervals, bands and draws averaged over two noise models: independent and correlated.
 
 Twenty evaluations do not determine whether neighbors are correlated, so both models are fitted
-(`noise.py`), weighted by prior times evidence, and their profile likelihoods are averaged in the
+(`series.py`), weighted by prior times evidence, and their profile likelihoods are averaged in the
 tails: the bound y solves ``sum_k w_k tail_k(y) = (1 - level)/2``, the model-averaged profile
 interval of Fletcher and Turek (2012, JABES 17:38). `tail_k` comes from the interval ends of model k
 on a ladder of levels.
@@ -14,8 +14,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from .curve import Array
 from .likelihood import Curves, LikelihoodMap, build_map
-from .noise import SHARE, covariance, whitener
-from .series import Series
+from .series import SHARE, Series, covariance, whitener
 from .solve import FitProblem, Point
 
 # Tail probabilities of the ladder.

@@ -22,7 +22,7 @@ from scipy.special import gammaln, stdtr, stdtrit
 from scipy.stats import f as f_distribution
 
 from .curve import Array, Index, Mask, Shape
-from .noise import FLOOR
+from .series import FLOOR
 from .solve import CellSolutions, FitProblem, Point, refine, solve_cells
 
 WIDE = 0.9999  # level of the region that the grid covers; the weights beyond it are dropped

@@ -13,9 +13,8 @@ from scipy.stats import f as f_distribution
 
 from .curve import Mask, Shape
 from .errors import PointsError
-from .noise import FLOOR, SHARE, covariance, whitener
 from .options import FitOptions
-from .series import Series
+from .series import FLOOR, SHARE, Series, covariance, whitener
 from .solve import FitProblem, solve
 
 KEEP_AT_LEAST = 8

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.scaling import PointsError, Series, fit, log_sigmoid
-from megatron_rl.scaling.noise import covariance
 from megatron_rl.scaling.report import fit_to_dict
+from megatron_rl.scaling.series import covariance
 from tests.scaling.curves import linear_sigmoid, power_law
 from tests.scaling.points import R0, published
 

@@ -21,14 +21,10 @@ class ModelSource:
     path: Path
     is_megatron: bool
     config: RunConfig
-    run: Path | None
-    """Folder of the run."""
-    step: int | None
-    """Weight version."""
-    compute: dict[str, float] = field(default_factory=dict)
-    """Compute that the run had spent at this version; empty if unknown."""
-    evaluation: dict[str, Any] | None = None
-    """The run's own evaluation of this version."""
+    run: Path | None  # its folder
+    step: int | None  # weight version
+    compute: dict[str, float] = field(default_factory=dict)  # spent at this version, if known
+    evaluation: dict[str, Any] | None = None  # the run's own of this version
 
 
 def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelSource:

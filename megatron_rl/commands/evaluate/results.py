@@ -35,13 +35,11 @@ from megatron_rl.rewards.math.extract import NoAnswer, after_thinking, bare_answ
 from megatron_rl.rewards.math.node import MAX_CHARACTERS, OverLimit
 
 SCHEMA = "megatron_rl.commands.evaluate/1"
-RIGHT = "right"
-"""Vote of every correct answer of mathematics: they are all equal to the gold answer."""
+RIGHT = "right"  # vote of every correct answer of mathematics: all equal the gold answer
+# Verifiers of answers that have no majority: equal programs are hardly ever equal texts.
 WITHOUT_VOTES = frozenset({"code"})
-"""Verifiers of answers that have no majority: equal programs are hardly ever equal texts."""
 Row = dict[str, Any]
-Sets = dict[str, list[tuple[str, Prompt]]]
-"""Name of a set -> (id of the question in its data set, prompt)."""
+Sets = dict[str, list[tuple[str, Prompt]]]  # name -> (id of a question in its data set, prompt)
 
 
 def vote(kind: str, text: str, verdict: Verdict, think_end: str) -> str | None:

@@ -22,10 +22,8 @@ from megatron_rl.scaling.report import b_spec
 Chart = dict[str, Any]
 MOST_POINTS = 400  # of a line: of more, neighbors are joined
 MOST_MARKS = 60
-CHARTS: dict[str, dict[str, list[str]]] = yaml.safe_load(
-    (resources.files(__package__) / "charts.yaml").read_text()
-)
-"""Section -> title -> metrics."""
+_SECTIONS = (resources.files(__package__) / "charts.yaml").read_text()
+CHARTS: dict[str, dict[str, list[str]]] = yaml.safe_load(_SECTIONS)  # section -> title -> metrics
 MARKED = ("generator_lost", "resumed", "prompt_failed")
 PASS_RATES = {
     "fit": "Held-out pass rate",

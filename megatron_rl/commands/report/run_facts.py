@@ -16,11 +16,11 @@ from megatron_rl.metrics.curves import UNITS
 from megatron_rl.metrics.metrics_file import MetricsError, Row, read_metrics
 from megatron_rl.metrics.rollouts import read_rollouts
 from megatron_rl.metrics.run_report import SCHEMA, is_reported, summarize
+from megatron_rl.recipes import flatten
 from megatron_rl.run_lock import last_error
 
 DEFAULT_COMPUTE = "train_device_hours"  # of runs without config.yaml
-MOST_FILES, MOST_SLOW, MOST_SHOWN = 200, 8, 3
-"""Newest rollout files that are read, slowest prompts, and best and worst completions."""
+MOST_FILES, MOST_SLOW, MOST_SHOWN = 200, 8, 3  # newest rollout files, prompts, completions
 ABOUT = ("step", "task", "prompt_id", "group", "prompt", "reward", "advantage", "verdict",
          "seconds_to_arrive", "seconds_to_verify")  # fmt: skip
 
@@ -56,7 +56,7 @@ def read_run(folder: Path, name: str, compute: str = "") -> RunFacts:
         raise ConfigError(f"{e}: {remedy}, written by this version of the package") from None
     run = RunFacts(folder, name, rows, {})
     config = _read(run, "config.yaml", "the configuration is not known", yaml.safe_load)
-    run.config = dict(flat(config)) if config else {}
+    run.config = dict(flatten(config))
     last = _summary(run)
     compute = compute or run.config.get("fit.compute", DEFAULT_COMPUTE)
     run.summary, run.fits = summarize(
@@ -103,15 +103,6 @@ def _summary(run: RunFacts) -> dict[str, Any]:
         " versions of packages are known when it has ended."
     )
     return {}
-
-
-def flat(values: Any, key: str = "") -> Any:
-    """Yield (dotted key, value) of nested mappings."""
-    if isinstance(values, dict) and (values or not key):
-        for name, value in values.items():
-            yield from flat(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, values
 
 
 def defaults(config: dict[str, Any]) -> dict[str, tuple[str, str]]:
