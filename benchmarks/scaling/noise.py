@@ -1,6 +1,6 @@
 """Noise of the published curves: restricted likelihood of the covariance in `noise.py`.
 
-    python benchmarks/scaling/series.py > benchmarks/results/scaling_noise.md
+    python benchmarks/scaling/noise.py > benchmarks/results/scaling_noise.md
 
 Only points of the fit windows are used, none of the extrapolation markers.
 """

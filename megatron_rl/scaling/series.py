@@ -23,7 +23,7 @@ from .errors import PointsError
 
 SHARE = 0.9
 LENGTH = 2.0
-FLOOR = 1e-4  # smallest noise that is assumed: pass rates are printed to about 0.01 points
+FLOOR = 1e-4  # smallest noise that is assumed: pass rates are printed to about 0.0001
 
 
 @dataclass(frozen=True, slots=True)
