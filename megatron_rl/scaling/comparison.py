@@ -42,9 +42,8 @@ class Pair:
     difference: Interval  # A of `better` minus A of `other`
     beyond_margin: float  # probability that A of `better` is higher by more than the margin
     verdict: str
+    # Compute beyond which `better` stays ahead, if it is behind before: of the draws with one.
     overtakes: Interval | None
-    """Compute beyond which `better` stays ahead, if it is behind before; its interval covers the
-    draws in which it overtakes."""
     overtake_probability: float  # that it is behind at first and overtakes within 100x the data
 
 
@@ -84,7 +83,7 @@ def compare(
     if shared_a == "mean":
         shared_a = float(np.mean([f.A.value for f in fits]))
     ranked = _rank(fits, margin) if shared_a is None else _rank_by_b(fits, shared_a)
-    entries = [Entry(i, f, shared) for i, (f, shared) in enumerate(ranked, start=1)]
+    entries = [Entry(i, *pair) for i, pair in enumerate(ranked, start=1)]
     pairs = [_compare_pair(a.fit, b.fit, margin) for a, b in pairwise(entries)]
     return Comparison(tuple(entries), tuple(pairs), margin, shared_a)
 
@@ -106,15 +105,14 @@ def transform(f: Fit) -> tuple[Array, Array]:
     return c[inside], odds * f.Cmid.value**f.B.value
 
 
-def _rank_by_b(fits: Sequence[Fit], shared_a: float) -> list[tuple[Fit, Fit | None]]:
+def _rank_by_b(fits: Sequence[Fit], shared_a: float) -> list[tuple[Fit, Fit]]:
     """Rank fits by B at a shared A; returns fits and refits of the same points."""
 
     def refit(f: Fit) -> Fit:
         fixed = replace(f.options, fix_a=shared_a, method="fast", run_margin=0.0)
         return fit_series(f.series, replace(fixed, skip=f.window.skip, skip_epochs=None))
 
-    pairs = [(f, refit(f)) for f in fits]
-    return [*sorted(pairs, key=lambda pair: -pair[1].B.value)]
+    return sorted(((f, refit(f)) for f in fits), key=lambda pair: -pair[1].B.value)
 
 
 def _rank(fits: Sequence[Fit], margin: float) -> list[tuple[Fit, Fit | None]]:
@@ -135,6 +133,7 @@ def _compare_pair(f: Fit, g: Fit, margin: float) -> Pair:
     level = f.options.level
     one, two = f.models.draw(DRAWS, seed=1), g.models.draw(DRAWS, seed=2)
     d = np.random.default_rng(3).permuted(one.a) - two.a
+    difference = Interval.of_draws(f.A.value - g.A.value, d, level)
     low, high = np.quantile(d, [(1 - level) / 2, 1 - (1 - level) / 2])
     if low > margin:
         verdict = f"A is higher by more than the margin {margin:.3g}"
@@ -151,11 +150,9 @@ def _compare_pair(f: Fit, g: Fit, margin: float) -> Pair:
     y2 = Curves(*np.array(two)[:, :OVERTAKE_DRAWS]).at(c, g.problem.shape)
     crossings = _overtakes(c, y1 - y2)
     happens = np.isfinite(crossings)
-    best = float(_overtakes(c, (f.curve(c) - g.curve(c))[None])[0])
-    overtakes = None
+    best, overtakes = float(_overtakes(c, (f.curve(c) - g.curve(c))[None])[0]), None
     if np.isfinite(best) and happens.any():
         overtakes = Interval.of_draws(best, crossings[happens], level)
-    difference = Interval.of_draws(f.A.value - g.A.value, d, level)
     beyond, overtaking = float(np.mean(d > margin)), float(np.mean(happens))
     return Pair(f.name, g.name, difference, beyond, verdict, overtakes, overtaking)
 

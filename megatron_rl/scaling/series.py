@@ -71,7 +71,7 @@ class Series:
         """
         c, r = (np.asarray(x, float).ravel() for x in (compute, reward))
         s, e = (None if x is None else np.asarray(x, float).ravel() for x in (stderr, epoch))
-        if len({len(x) for x in (c, r, s) if x is not None}) > 1:
+        if not len(c) == len(r) == len(r if s is None else s):
             sizes = f"{len(c)} compute, {len(r)} reward"
             sizes += "" if s is None else f", {len(s)} standard errors"
             raise PointsError(f"lengths differ: {sizes}", "Give one value of each per evaluation")
@@ -83,7 +83,7 @@ class Series:
                 line = None if lines is None else lines[i]
                 text = f"{problem} ({values[i]:g}" + (f" at index {i})" if line is None else ")")
                 raise PointsError(text, remedy, file=source, line=line, column=columns[column])
-        notes = list(repairs)
+        notes = [*repairs]
         if np.any(np.diff(c) < 0):
             back = c[np.argmax(np.diff(c) < 0) + 1]
             remedy = "if it starts again after a resume, add the compute before it"

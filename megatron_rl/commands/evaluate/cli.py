@@ -50,14 +50,13 @@ def evaluate(
     `--generation.answer_budget_tokens 4096`.
     """
     from megatron_rl.commands.evaluate import evaluation_run, results
-    from megatron_rl.commands.evaluate.model_source import find_source
     from megatron_rl.config import ConfigError
     from megatron_rl.data.question import DataError
     from megatron_rl.models import CheckpointError
     from megatron_rl.orchestrator import RunError
 
     try:
-        source = find_source(checkpoint, config, context.args)
+        source = evaluation_run.find_source(checkpoint, config, context.args)
         if data is None and source.run is None:
             raise ConfigError(f"{source.path} belongs to no run: choose the data with --data")
         if fit_file is not None and not source.compute:

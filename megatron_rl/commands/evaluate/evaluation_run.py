@@ -1,6 +1,12 @@
-"""A run without training on evaluation sets: orchestrator and one generator as child processes."""
+"""A run without training on evaluation sets: orchestrator and one generator as child processes.
+
+The model is a Hugging Face directory, or a checkpoint of a training run: its folder holds
+`config.yaml`, `metrics.jsonl`, `checkpoints/step_000020/` (complete with a `trainer.json`) and,
+after its end, the Hugging Face directory `final/`.
+"""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +27,15 @@ from tokenizers import Tokenizer
 from megatron_rl import launch
 from megatron_rl.commands.convert.resumable import Output
 from megatron_rl.commands.evaluate import results
-from megatron_rl.commands.evaluate.model_source import ModelSource
-from megatron_rl.config import RunConfig
+from megatron_rl.config import CONFIG_FILE, ConfigError, RunConfig, load_config
 from megatron_rl.data import Prompt, load_prompts, read_format
 from megatron_rl.data.prompt_format import PromptFormat
 from megatron_rl.data.prompts import make_prompt
 from megatron_rl.data.published import load_benchmark
 from megatron_rl.data.question import DataError, apply_template
 from megatron_rl.generator.supervisor import engine_name
+from megatron_rl.metrics.metrics_file import COMPUTE, read_metrics
+from megatron_rl.models.run_checkpoint import ABOUT, find_complete, read_about
 from megatron_rl.models.start_checkpoint import start_directory
 from megatron_rl.orchestrator import RunError
 from megatron_rl.orchestrator.child_process import EvaluateOnly, OrchestratorProcess
@@ -36,6 +43,69 @@ from megatron_rl.orchestrator.evaluation import EvaluatedSample
 from megatron_rl.weights.store import FOLDER_PREFIX, hold, node_name, remove_unused
 
 POLL_SECONDS, GRACE_SECONDS = 0.2, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model, its run, and the configuration for sampling."""
+
+    path: Path
+    is_megatron: bool
+    config: RunConfig
+    run: Path | None  # its folder
+    step: int | None  # weight version
+    compute: dict[str, float] = field(default_factory=dict)  # spent at this version, if known
+    evaluation: dict[str, Any] | None = None  # the run's own of this version
+
+
+def find_source(path: Path, config: Path | None, overrides: list[str]) -> ModelSource:
+    """Find the model at a path (of a run: the newest checkpoint), with its run's configuration.
+
+    `config` replaces the run's own file; `overrides` are dotted options on top.
+
+    Raises:
+        ConfigError: nothing to evaluate, or an invalid configuration.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    if (path / "checkpoints").is_dir():
+        if not (complete := find_complete(path / "checkpoints")):
+            raise ConfigError(f"{path}/checkpoints: no complete checkpoint (step_*/trainer.json)")
+        path = complete[0]
+    is_megatron = (path / ABOUT).is_file()
+    run = next((p for p in path.resolve().parents[:2] if (p / CONFIG_FILE).is_file()), None)
+    file = config or (run / CONFIG_FILE if run is not None else None)
+    if is_megatron and file is None:
+        raise ConfigError(
+            f"{path}: no {CONFIG_FILE} in the run's folder above it; give the run's configuration"
+            " with --config"
+        )
+    if not is_megatron and not ((path / "config.json").is_file() and [*path.glob("*.safetensors")]):
+        raise ConfigError(
+            f"{path}: neither a Hugging Face directory (config.json and *.safetensors), nor a"
+            " run's folder, nor a complete checkpoint of one (trainer.json); `megatron-rl convert`"
+            " makes a Hugging Face directory of a Megatron-LM checkpoint"
+        )
+    if file is None:
+        overrides = ["--model", str(path), *overrides]
+    if run is None:
+        return ModelSource(path, is_megatron, load_config(file, overrides), run, None)
+    step = None
+    if is_megatron:
+        try:
+            step = read_about(path)["step"]
+        except (FileNotFoundError, ValueError) as e:
+            raise ConfigError(str(e)) from None
+    elif path.resolve() == run / "final" and (run / "summary.json").is_file():
+        step = json.loads((run / "summary.json").read_text())["steps"]
+    settings = load_config(file, ["--output_dir", str(run), *overrides])  # it may have moved
+    rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    evaluations = [r for r in rows if r["kind"] == "eval" and r["step"] == step]
+    steps = [r for r in rows if r["kind"] == "step" and r["step"] + 1 == step]
+    last = [*steps, *evaluations][-1:]
+    compute = {name: row[name] for row in last for name in COMPUTE if name in row}
+    evaluation = evaluations[-1] if evaluations else None
+    return ModelSource(path, is_megatron, settings, run, step, compute, evaluation)
 
 
 def evaluate(

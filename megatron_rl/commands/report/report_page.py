@@ -30,7 +30,6 @@ _TEMPLATE, _BODY, _CODE = (
     for name in ("report.html", "body.html", "report.js")
 )
 MOST_EVENTS = 200
-PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 300, 3000
 ABOUT_EVENTS = ("generator", "reason", "last_act", "completions_again", "completions_continued",
                 "tokens_continued", "prompt_ids", "rows", "file")  # fmt: skip
 
@@ -48,6 +47,7 @@ def render(runs: list[RunFacts]) -> str:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
+    environment.filters["shortened"] = shortened
     body = environment.from_string(_BODY).render(
         runs=runs,
         names=[run.name for run in runs],
@@ -107,19 +107,10 @@ def _completions(run: RunFacts) -> dict[str, Any]:
     prompts, of_slow = slowest_prompts(run)
     names = ("seconds_mean", "seconds_max", "seconds_count", "reward_mean")
     slow = [
-        [r["task"], str(r["prompt_id"]), *(r[n] for n in names),
-         shortened(r["prompt_min"], PROMPT_CHARACTERS)]
+        [r["task"], str(r["prompt_id"]), *(r[n] for n in names), shortened(r["prompt_min"], 300)]
         for r in prompts
-    ]  # fmt: skip
-    chosen, of_shown = best_and_worst(run)
-    shown: dict[str, list[tuple[str, str, str]]] = {title: [] for title in chosen}
-    for title, row in ((title, row) for title, rows in chosen.items() for row in rows):
-        about = f"step {row['step']}, {row['task']}, prompt {row['prompt_id']}, {row['verdict']}"
-        about += f", reward {row['reward']:+.3g}"
-        about += "" if row["advantage"] is None else f", advantage {row['advantage']:+.3g}"
-        texts = (("prompt", PROMPT_CHARACTERS), ("completion", COMPLETION_CHARACTERS))
-        prompt, completion = (shortened(row[name], most) for name, most in texts)
-        shown[title].append((about, prompt, completion))
+    ]
+    shown, of_shown = best_and_worst(run)
     return {"slow": slow, "of_slow": of_slow, "shown": shown, "of_shown": of_shown}
 
 

@@ -28,6 +28,7 @@ EMPTY |= {"-", "--", "?", "∞", "-∞", "#num!", "#div/0!", "#value!"}  # of sp
 SECONDS = {"hours": 3600, "seconds": 1}
 UNITS = [f"{kind}{time}" for kind in ("GPU-", "device-", "") for time in SECONDS]
 UNITS += ["FLOPs", "tokens", "steps"]
+EVALUATED = ("eval", "sets")  # kinds of rows of metrics.jsonl
 Rows = list[tuple[int, dict[str, Any]]]  # line (or record) number from 1, and cells by column
 
 
@@ -104,23 +105,19 @@ def select(table: Table, options: ReadOptions) -> list[Series]:
         tasks = {f":{_task(c)}": c for c in table.columns if re.fullmatch(pattern, c)}
         columns = {"": reward, **tasks}.items()
         selection = [
-            (n + end, column, [row for row in r if _may_have(row[1], column)])
+            # A row of metrics.jsonl may evaluate other prompts than the column's.
+            (n + end, column, [t for t in r if column in t[1] or t[1].get("kind") not in EVALUATED])
             for end, column in columns
             for n, r in groups.items()
             if not end or any(has(column, [row]) for row in r)  # runs may have other tasks
         ]
     series = [_series(table, options, n, compute, column, rows) for n, column, rows in selection]
     names = [s.name for s in series]
-    for name in options.series or ():
-        if name not in names:
-            others = f"There are: {', '.join(names)}"
-            raise PointsError(f"no series '{name}'", others, file=table.source)
+    for name in [n for n in options.series or () if n not in names]:
+        raise PointsError(
+            f"no series '{name}'", f"There are: {', '.join(names)}", file=table.source
+        )
     return [s for s in series if not options.series or s.name in options.series]
-
-
-def _may_have(cells: dict[str, Any], column: str) -> bool:
-    """Return False for a row of metrics.jsonl that evaluates other prompts than a column's."""
-    return cells.get("kind") not in ("eval", "sets") or column in cells
 
 
 def _find_column(table: Table, wanted: str | None, known: Sequence[str], purpose: str) -> str:
@@ -169,12 +166,10 @@ def _wide_columns(table: Table, options: ReadOptions) -> list[tuple[str, str]]:
 
 
 def _groups(table: Table, options: ReadOptions) -> dict[str, Rows]:
-    column = options.series_column
-    if column is None:
-        lower = {n.lower().replace(" ", "_"): n for n in table.columns}
-        column = next((lower[n] for n in SERIES_NAMES if n in lower), None)
-        if column is None:
-            return {table.name: table.rows}
+    lower = {n.lower().replace(" ", "_"): n for n in table.columns}
+    known = next((lower[n] for n in SERIES_NAMES if n in lower), None)
+    if (column := options.series_column or known) is None:
+        return {table.name: table.rows}
     if column not in table.columns:
         remedy = f"Choose with --series-column; there are: {', '.join(table.columns)}"
         raise table.error(f"no series column '{column}'", remedy, column)
@@ -300,17 +295,17 @@ def _stderr(
         name = _find_column(table, wanted, (), "stderr")
         return table.numbers(name, rows), name
     names = [n for n in (f"{reward}_stderr", f"{reward}_se", "stderr") if n in table.columns]
-    if not names or not has(names[0], rows):
-        return None, None
-    s = table.numbers(names[0], rows)
     # A zero (all prompts right, or all wrong) does not give the noise.
-    return (None, None) if np.any(s == 0) else (s, names[0])
+    if names and has(names[0], rows) and np.all(s := table.numbers(names[0], rows)):
+        return s, names[0]
+    return None, None
 
 
 def _binomial(table: Table, rows: Rows, r: Array) -> Array | None:
     """Return binomial standard errors if the number of samples is known; (k+1)/(n+2) is not 0."""
-    one, two = ["num_samples"], ["num_prompts", "samples_per_prompt"]
-    needed = one if one[0] in table.columns else two
+    needed = ["num_samples"]
+    if needed[0] not in table.columns:
+        needed = ["num_prompts", "samples_per_prompt"]
     if not all(has(column, rows) for column in needed):
         return None
     n = np.prod([table.numbers(column, rows) for column in needed], axis=0)

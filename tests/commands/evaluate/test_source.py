@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.commands.evaluate.evaluation_run import load_sets
-from megatron_rl.commands.evaluate.model_source import find_source
+from megatron_rl.commands.evaluate.evaluation_run import find_source, load_sets
 from megatron_rl.config import ConfigError, RunConfig, load_config, save_config
 from megatron_rl.data.prompt_format import PromptFormat, read_format, save_tiny_tokenizer
 from megatron_rl.data.question import DataError
