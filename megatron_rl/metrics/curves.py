@@ -30,9 +30,9 @@ def parts_of(rows: list[Row], key: str) -> dict[str, list[Row]]:
 def fit_parts(
     rows: list[Row], key: str, fit_compute: str
 ) -> tuple[dict[str, Any], dict[str, "Fit"]]:
-    """Return the `tasks` or `sets` entry (`key`) of the summary, and the fits by name.
+    """Return {name: {pass_rate, fit}} of a key of `parts_of`, and the fits by name.
 
-    The entry is {name: {pass_rate, fit}}; a name without enough evaluations has no fit.
+    A name without enough evaluations has no fit.
     """
     entries, curves = dict[str, Any](), dict[str, "Fit"]()
     for name, evaluations in parts_of(rows, key).items():
@@ -40,7 +40,7 @@ def fit_parts(
         entries[name] = {"pass_rate": ends(evaluations), "fit": fitted}
         if curve is not None:
             curves[name] = curve
-            fitted["picture"] = f"fit_{key}.png"
+            fitted["picture"] = "fit.png" if key == "fit" else f"fit_{key}.png"
     return entries, curves
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.files import replace_file
-from megatron_rl.metrics.curves import UNITS, ends, fit_curve, fit_parts
+from megatron_rl.metrics.curves import UNITS, fit_parts
 from megatron_rl.metrics.metrics_file import Row, last_rows, mean, read_metrics
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ def summarize(
     steps, evaluations = last_rows(rows, "step"), last_rows(rows, "eval")
     batches = [*steps, *(row for row in rows if row.get("event") == "empty_batch")]
     last = max(steps + evaluations, key=lambda row: row.get("compute_tokens") or 0, default={})
-    fit, curve = fit_curve(evaluations, fit_compute)
-    if curve is not None:
-        fit["picture"] = "fit.png"
-    parts = {key: fit_parts(rows, key, fit_compute) for key in PARTS}
+    parts = {key: fit_parts(rows, key, fit_compute) for key in ("fit", *PARTS)}
     summary = {
         "schema": SCHEMA,
         "metrics": str(metrics_path),
@@ -80,9 +77,8 @@ def summarize(
         "tokens": _total(batches, "tokens"),
         "completions": _total(batches, "completions"),
         "compute": {name: last.get(f"compute_{name}") for name in UNITS if name != "steps"},
-        "pass_rate": ends(evaluations),
-        "fit": fit,
-        **{key: entries for key, (entries, _) in parts.items()},
+        **parts["fit"][0][""],
+        **{key: parts[key][0] for key in PARTS},
         "multi_version_fraction": mean(steps, "multi_version_fraction", "completions"),
         "multi_version_fraction_long": mean(
             steps, "multi_version_fraction_long", "completions_long"
@@ -102,8 +98,7 @@ def summarize(
         "versions": versions or {},
         "run": extra or {},
     }
-    fits = {"fit": {} if curve is None else {"": curve}}
-    return summary, fits | {key: curves for key, (_, curves) in parts.items()}
+    return summary, {key: curves for key, (_, curves) in parts.items()}
 
 
 def availability(rows: list[Row]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.files import replace_file
 from megatron_rl.liveness import signs
 from megatron_rl.metrics.metrics_file import MetricsError
+from megatron_rl.metrics.rollouts import arrow_schema, read_rollouts, steps_of
 from megatron_rl.metrics.run_report import is_reported
 from megatron_rl.metrics.terminal import visible
 
@@ -107,8 +108,6 @@ def run_state(run: Path) -> str:
 
 def _looks(folder: Path, steps: str | None, follow: bool) -> Iterator[tuple[list[Path], str]]:
     """Yield the files and the state of the run when the files are others, until it has ended."""
-    from megatron_rl.metrics.rollouts import steps_of
-
     try:
         first, last = steps_of(steps) if steps else (0, sys.maxsize)
     except ValueError as e:
@@ -132,8 +131,6 @@ def _looks(folder: Path, steps: str | None, follow: bool) -> Iterator[tuple[list
 
 def _read(files: list[Path]) -> Any:
     import pyarrow
-
-    from megatron_rl.metrics.rollouts import arrow_schema, read_rollouts
 
     tables, size = [arrow_schema().empty_table()], 0
     for path in files:
