@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
