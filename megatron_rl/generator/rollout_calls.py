@@ -3,82 +3,24 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_rl import messages as m
 from megatron_rl.config import RunConfig
-from megatron_rl.rollouts.functions import rollout_function
-from megatron_rl.rollouts.interruption import Completion
-from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutFunction, RolloutPrompt
-from megatron_rl.rollouts.single_turn import single_turn
+from megatron_rl.rollouts.functions import rollout_function, single_turn
+from megatron_rl.rollouts.rollout import (
+    Rollout,
+    RolloutError,
+    RolloutFunction,
+    RolloutPolicy,
+    RolloutPrompt,
+)
 
 if TYPE_CHECKING:
     from megatron_rl.generator.engine import Engine
 
 INNOCENT_ATTEMPTS = 10
 """Times that a rollout is made here while others take the process of its environment down."""
-CountRunning = Callable[[int], None]
-"""Is told +1 when a turn begins to be decoded, -1 at its end."""
-
-
-class EnginePolicy:
-    """The policy of one rollout, by the engine of this process (`rollouts.rollout.RolloutPolicy`).
-
-    `name` is that of the rollout in the run, from which the noise of its turns follows; empty: any
-    noise.
-    """
-
-    def __init__(
-        self, engine: "Engine", temperature: float, name: str, count_running: CountRunning
-    ) -> None:
-        self._engine, self._temperature, self._name = engine, temperature, name
-        self._count_running, self._turns = count_running, 0
-        self.new_tokens = 0
-        """Tokens of its turns that this engine made."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence that the engine takes."""
-        return self._engine.max_tokens
-
-    @property
-    def forced_tokens(self) -> int:
-        """Tokens of the interruption's phrase."""
-        interruption = self._engine.interruption
-        return 0 if interruption is None else len(interruption.phrase)
-
-    async def generate(
-        self,
-        token_ids: list[int],
-        limits: m.TurnLimits,
-        *,
-        begun: m.Partial | None = None,
-        grown: Callable[[int, m.Partial], None] | None = None,
-    ) -> Completion:
-        """Sample one turn (`rollouts.rollout.RolloutPolicy.generate`)."""
-        name = self._name + (f" turn {self._turns}" if self._name and self._turns else "")
-        self._turns += 1
-        self._count_running(+1)
-        try:
-            turn = await self._engine.complete(
-                token_ids,
-                limits.thinking,
-                limits.answer,
-                self._temperature,
-                begun,
-                grown,
-                name,
-            )
-        finally:
-            self._count_running(-1)
-        self.new_tokens += len(turn.token_ids) - (begun.num_tokens if begun else 0)
-        return turn
 
 
 class RolloutCalls:
@@ -88,7 +30,7 @@ class RolloutCalls:
         self,
         config: RunConfig,
         engine: "Engine",
-        count_running: CountRunning,
+        count_running: Callable[[int], None],
         send: Callable[[m.Message], None],
     ) -> None:
         self.config, self._engine = config, engine
@@ -108,7 +50,10 @@ class RolloutCalls:
         if self.config.schedule.mode == "synchronous":  # other modes can promise nothing
             name = f"{request.evaluation} {request.group} {index}"
         if request.evaluation < 0 and self._engine.routes is None:
-            grown = partial(self._grown, request.group, index)
+
+            def grown(start: int, rest: m.Partial) -> None:
+                self._send(m.Grown(group=request.group, index=index, start=start, rest=rest))
+
         prompt = RolloutPrompt(
             request.prompt, limits, request.task, request.row, request.evaluation >= 0, begun, grown
         )
@@ -116,7 +61,7 @@ class RolloutCalls:
         seconds = None if function is single_turn else self.config.rollout.seconds
         tokens, failed = 0, None
         for _ in range(INNOCENT_ATTEMPTS):
-            policy = EnginePolicy(self._engine, request.temperature, name, self._count_running)
+            policy = RolloutPolicy(self._engine, request.temperature, name, self._count_running)
             try:
                 async with asyncio.timeout(seconds) as limit:
                     self._send(self._sample(request, index, await function(prompt, policy)))
@@ -132,7 +77,12 @@ class RolloutCalls:
             if not failed.innocent:
                 break
         assert failed is not None
-        self._send(_failed(request, index, failed.cause, str(failed)))
+        self._send(
+            m.RolloutFailed(
+                group=request.group, index=index, prompt_id=request.prompt_id,
+                evaluation=request.evaluation, cause=failed.cause, reason=str(failed),
+            )
+        )  # fmt: skip
         return tokens
 
     async def close(self) -> None:
@@ -146,9 +96,6 @@ class RolloutCalls:
                     self.config, task, self._engine.tokenizer, self._stack
                 )
         return self._functions[task]
-
-    def _grown(self, group: int, index: int, start: int, rest: m.Partial) -> None:
-        self._send(m.Grown(group=group, index=index, start=start, rest=rest))
 
     def _sample(self, request: m.Generate, index: int, rollout: Rollout) -> m.Sample:
         routes, verdict = list[bytes](), rollout.verdict
@@ -172,10 +119,3 @@ class RolloutCalls:
             turn_rewards=rollout.turn_rewards,
             routes=routes,
         )
-
-
-def _failed(request: m.Generate, index: int, cause: str, reason: str) -> m.RolloutFailed:
-    return m.RolloutFailed(
-        group=request.group, index=index, prompt_id=request.prompt_id,
-        evaluation=request.evaluation, cause=cause, reason=reason,
-    )  # fmt: skip

@@ -1,8 +1,7 @@
 """Rollouts in an environment, and with tools, which are one."""
 
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from megatron_rl.config import RunConfig
 from megatron_rl.rollouts.chat import ChatTemplate, Message
@@ -10,7 +9,7 @@ from megatron_rl.rollouts.environments.host import EnvironmentHost
 from megatron_rl.rollouts.rollout import Rollout, RolloutPolicy, RolloutPrompt
 from megatron_rl.rollouts.tool_calls import CallParser
 from megatron_rl.rollouts.tool_environment import PATH, load_tool
-from megatron_rl.rollouts.turns import Parse, TurnReply, converse
+from megatron_rl.rollouts.turns import TurnReply, converse
 
 CUT_TOKENS = 32
 
@@ -42,10 +41,8 @@ class EnvironmentRollouts:
         think_start = config.generation.think_start
         self._template = ChatTemplate(tokenizer, self._rollout.history, think_start)
         self._template.check(tools)
-        self._tokenizer = tokenizer
-        self._parsers: dict[bytes, CallParser] = {}
-        if tools:
-            self._parser(tools)  # which vLLM may not know
+        self._parser = CallParser(self._rollout.tool_parser, tokenizer)
+        self._parser([], tools)  # which vLLM may not know
 
     async def __aenter__(self) -> "EnvironmentRollouts":
         """Start the environment's processes.
@@ -63,9 +60,6 @@ class EnvironmentRollouts:
         """Have the policy act in one episode."""
         async with self._host.episode(prompt.row) as episode:
             opening = await episode.reset()
-            parse: Parse = self._without_tools
-            if opening.tools:
-                parse = self._parser(opening.tools)
 
             async def respond(message: Message) -> TurnReply:
                 step = await episode.step(message)
@@ -79,17 +73,6 @@ class EnvironmentRollouts:
                 limits=prompt.limits,
                 template=self._template,
                 settings=self._rollout,
-                parse=parse,
+                parse=partial(self._parser, tools=opening.tools),
                 respond=respond,
             )
-
-    def _parser(self, tools: list[dict[str, Any]]) -> CallParser:
-        """Return the parser of these tools, which are mostly the same for all episodes."""
-        key = msgspec.json.encode(tools)
-        if key not in self._parsers:
-            self._parsers[key] = CallParser(self._rollout.tool_parser, self._tokenizer, tools)
-        return self._parsers[key]
-
-    def _without_tools(self, text: str, token_ids: list[int]) -> Message:
-        content = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return {"role": "assistant", "content": content}

@@ -5,11 +5,21 @@ from typing import Any
 
 from megatron_rl.config import RunConfig
 from megatron_rl.import_path import imported
-from megatron_rl.rollouts.rollout import RolloutFunction
-from megatron_rl.rollouts.single_turn import single_turn
+from megatron_rl.rollouts.rollout import Rollout, RolloutFunction, RolloutPolicy, RolloutPrompt
 
 ENVIRONMENTS = ("tools", "environment")
 AGENT = "agent"
+
+
+async def single_turn(prompt: RolloutPrompt, policy: RolloutPolicy) -> Rollout:
+    """Sample one turn, as ScaleRL does; go on with what another engine had begun."""
+    rollout = Rollout()
+    rollout.add(
+        await policy.generate(
+            prompt.token_ids, prompt.limits, begun=prompt.begun, grown=prompt.grown
+        )
+    )
+    return rollout
 
 
 async def rollout_function(

@@ -9,7 +9,7 @@ raises `RolloutError`: the rollout is made again, then dropped and counted, and 
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -60,20 +60,29 @@ class RolloutPrompt:
     """Takes what a single turn has grown by, now and then."""
 
 
-class RolloutPolicy(Protocol):
-    """The policy as a rollout function sees it."""
+class RolloutPolicy:
+    """The policy of one rollout, by the engine of this process.
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, with transformers' interface."""
+    Args:
+        engine: `generator.engine.Engine`.
+        temperature: of sampling.
+        name: of the rollout in the run, from which the noise of its turns follows; empty: any.
+        count_running: is told +1 when a turn begins to be decoded, -1 at its end.
+    """
 
-    @property
-    def max_tokens(self) -> int:
+    def __init__(
+        self, engine: Any, temperature: float, name: str, count_running: Callable[[int], None]
+    ) -> None:
+        self._engine, self._temperature, self._name = engine, temperature, name
+        self._count_running, self._turns = count_running, 0
+        self.tokenizer = engine.tokenizer
+        """The model's, with transformers' interface."""
+        self.max_tokens: int = engine.max_tokens
         """Longest sequence that the engine takes, prompt and all turns."""
-
-    @property
-    def forced_tokens(self) -> int:
+        self.forced_tokens = 0 if engine.interruption is None else len(engine.interruption.phrase)
         """Most tokens that are forced into a turn."""
+        self.new_tokens = 0
+        """Tokens of its turns that this engine made."""
 
     async def generate(
         self,
@@ -88,6 +97,17 @@ class RolloutPolicy(Protocol):
         Raises:
             ValueError: tokens and limits exceed `max_tokens`, or `begun` cannot be continued.
         """
+        name = self._name + (f" turn {self._turns}" if self._name and self._turns else "")
+        self._turns += 1
+        self._count_running(+1)
+        try:
+            turn: Completion = await self._engine.complete(
+                token_ids, limits.thinking, limits.answer, self._temperature, begun, grown, name
+            )
+        finally:
+            self._count_running(-1)
+        self.new_tokens += len(turn.token_ids) - (begun.num_tokens if begun else 0)
+        return turn
 
 
 RolloutFunction = Callable[[RolloutPrompt, RolloutPolicy], Awaitable["Rollout"]]

@@ -28,8 +28,6 @@ class TurnReply:
 
 
 Respond = Callable[[Message], Awaitable[TurnReply]]
-Parse = Callable[[str, list[int]], Message]
-"""(text of a turn with its special tokens, ids) -> the assistant's message."""
 
 
 async def converse(
@@ -40,7 +38,7 @@ async def converse(
     limits: TurnLimits,
     template: ChatTemplate,
     settings: RolloutSettings,
-    parse: Parse,
+    parse: Callable[[list[int]], Message],
     respond: Respond,
 ) -> Rollout:
     """Have the policy speak after these messages, and after each reply, until it is over.
@@ -65,8 +63,7 @@ async def converse(
         rollout.add(turn)
         if turn.finish_reason == "length":
             break
-        text = policy.tokenizer.decode(turn.token_ids, skip_special_tokens=False)
-        message = parse(text, turn.token_ids)
+        message = parse(turn.token_ids)
         reply = await respond(message)
         rollout.tool_calls += reply.tool_calls
         rewards.append(reply.reward)

@@ -28,7 +28,8 @@ def test_a_rollout_whose_process_another_one_took_down_is_made_again_without_an_
     monkeypatch: pytest.MonkeyPatch, innocent: bool, failures: int, made: int, answer: type
 ) -> None:
     class Engine:
-        routes = None
+        routes = tokenizer = interruption = None
+        max_tokens = 9
 
         async def complete(self, *arguments: Any) -> Completion:
             span = [m.VersionSpan(0, 0, 2)]

@@ -284,7 +284,7 @@ def test_a_call_whose_arguments_are_no_json_is_the_policys_and_goes_on(
         def __init__(self, *_: Any) -> None:
             made.append("once")
 
-        def __call__(self, text: str, token_ids: list[int]) -> dict[str, Any]:
+        def __call__(self, token_ids: list[int], tools: Any) -> dict[str, Any]:
             return said("assistant", "", tool_calls=[broken])
 
     monkeypatch.setattr(sessions, "CallParser", Parser)

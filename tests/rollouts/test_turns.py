@@ -141,7 +141,7 @@ def test_rewards_of_turns_make_the_verdict_of_a_rollout_also_of_a_truncated_one(
         return await converse(
             messages, [], policy=Script(tokenizer, *["3<eos>"] * 4), limits=LIMITS,
             template=ChatTemplate(tokenizer), settings=RolloutSettings(max_turns=max_turns),
-            parse=lambda text, ids: {"role": "assistant", "content": text}, respond=respond,
+            parse=lambda ids: {"role": "assistant", "content": "3"}, respond=respond,
         )  # fmt: skip
 
     whole = asyncio.run(play_rewards([0.5, None, -2.0], 4))

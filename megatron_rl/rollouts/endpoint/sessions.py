@@ -54,8 +54,7 @@ class Session:
         self._known: list[dict[str, Any]] = []
         self._asked: list[dict[str, Any]] = []
         self._tools: list[dict[str, Any]] | None = None
-        self._parser: CallParser | None = None
-        """Of `_tools`, once there is a turn to parse."""
+        self._parser = CallParser(settings.tool_parser, policy.tokenizer)
         self._context: list[int] = []
         self._new: tuple[bool, list[int]] = (False, [])
         self._reply: PolicyAnswer | None = None
@@ -128,7 +127,7 @@ class Session:
         (self.rollout.prompt if begins else self.rollout.give)(new)
         self.rollout.add(turn)
         self._context = context + turn.token_ids
-        message = self._message(turn.token_ids)
+        message = self._parser(turn.token_ids, self._tools)
         calls = message.get("tool_calls", [])
         self.rollout.tool_calls += len(calls)
         assert self._history is not None
@@ -165,9 +164,7 @@ class Session:
         except HistoryError as e:
             self.failure = RolloutError("history", f"session {self.id}: {e}")
             raise RequestRefused(str(e)) from e
-        if tools != self._tools:
-            self._tools, self._parser = tools, None
-        self._asked, self._reply = compared, None
+        self._tools, self._asked, self._reply = tools, compared, None
 
     def _within(self, limits: TurnLimits, context: int) -> TurnLimits:
         """Return the limits of a turn after so many tokens."""
@@ -183,12 +180,3 @@ class Session:
         self.used_up = True
         self.rollout.finish_reason = "length"
         raise RequestRefused(f"session {self.id} has used up {what}")
-
-    def _message(self, token_ids: list[int]) -> dict[str, Any]:
-        tokenizer = self._policy.tokenizer
-        if not self._tools:
-            content = tokenizer.decode(token_ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": content}
-        if self._parser is None:
-            self._parser = CallParser(self._settings.tool_parser, tokenizer, self._tools)
-        return self._parser(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
