@@ -49,11 +49,7 @@ class Conversations:
         self._unwelcome_since = None
 
     def send(self, message: m.Message) -> None:
-        """Send a message; until `begin`, it belongs to an old conversation and is dropped.
-
-        Raises:
-            ConnectionError: the connection's thread has ended.
-        """
+        """Send a message; until `begin`, it belongs to an old conversation and is dropped."""
         self._peer.send(message)
 
     def send_failed(self, error: str) -> None:

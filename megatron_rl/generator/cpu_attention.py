@@ -22,11 +22,7 @@ def head_sizes() -> list[int]:
 
 
 def check_head_size(directory: Path) -> None:
-    """Refuse a Hugging Face directory whose model the generators' CPU attention does not take.
-
-    Raises:
-        ConfigError: names the size, those that there are, and the remedy.
-    """
+    """Raise ConfigError for a Hugging Face directory of a model that CPU generators cannot run."""
     path, sizes = directory / "config.json", head_sizes()
     if not sizes or not path.is_file():  # it comes later, from the supervised stage
         return

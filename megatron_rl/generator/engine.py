@@ -30,7 +30,6 @@ from megatron_rl.generator.engine_requests import EngineRequests
 from megatron_rl.generator.expert_capture import RequestRoutes
 from megatron_rl.generator.vllm_sampling import (
     ONLY_AT_THE_END,
-    check_routes,
     request_seed,
     sampling,
     scoring,
@@ -44,14 +43,10 @@ from megatron_rl.weights.loading import NodeStores
 from megatron_rl.weights.manifest import WeightsError, check_tensors, checksum
 from megatron_rl.weights.number_format import WireFormat
 
-ENGINE_EXIT_SECONDS = 3.0
-"""Time for the engine's processes to exit by themselves; they hold nothing that is needed later."""
-FIRST_TOKEN_SECONDS = 2.0
-"""Longest wait of an update for the first tokens of requests that were just submitted."""
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
-"""First and longest pause between polls of the workers that map a version."""
-_CORE_LOOK_SECONDS = 0.5
-"""Time between two looks at the engine's processes, in a wait that only they can end."""
+ENGINE_EXIT_SECONDS = 3.0  # for processes that hold nothing which is needed later
+FIRST_TOKEN_SECONDS = 2.0  # wait of an update for first tokens of requests just submitted
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1  # between polls of workers that map a version
+_CORE_LOOK_SECONDS = 0.5  # between looks at the processes, in a wait that only they can end
 
 
 class Engine:
@@ -61,8 +56,6 @@ class Engine:
         self, config: RunConfig, engine_index: int, model_dir: str, version: int = 0
     ) -> None:
         """Start the engine's processes; blocks until they are ready.
-
-        The arguments are those of `serve.run_generator`.
 
         Raises:
             ValueError: the interruption phrase or the checkpoint does not fit, or a package is
@@ -111,11 +104,7 @@ class Engine:
             self.routes.forget(request_id)
 
     async def prepare(self) -> None:
-        """Check the head, label the start version, open the weight transfer; before all else.
-
-        Raises:
-            RuntimeError: a worker computes other logits than the configuration says.
-        """
+        """Check the head, label the start version, open the weight transfer; before all else."""
         await self.check_head()
         await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest())
         await self._llm.update_weight_version(str(self.version))
@@ -193,8 +182,7 @@ class Engine:
             params = sampling(wanted, temperature, every, seed)
             outputs = await self._requests.run(inputs, params, take)
             if self.routes is not None:
-                routes_NLK = await self.routes.of(outputs[-1].request_id, outputs)
-                completion.add_routes(check_routes(outputs, routes_NLK))
+                completion.add_routes(await self.routes.of(outputs))
         return completion
 
     def _check_length(self, prompt: list[int], thinking_budget: int, answer_budget: int) -> None:
@@ -214,10 +202,7 @@ class Engine:
         """Return (version, log-probs of given completions under that one version).
 
         Prompt log-probs are never read from the prefix cache. vLLM computes them from the plain
-        logits, hence at temperature 1 only.
-
-        Raises:
-            ValueError: the run samples at another temperature.
+        logits, hence at temperature 1 only; ValueError: the run samples at another one.
         """
         if self._config.generation.temperature != 1.0:
             raise ValueError(

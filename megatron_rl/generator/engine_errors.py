@@ -14,8 +14,7 @@ FILE = "MEGATRON_RL_ENGINE_ERRORS"
 """Environment variable: file in which the processes of a generator's engine write their errors."""
 LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 """vLLM's loggers of errors that end a process: of an engine, and of its workers."""
-LONGEST = 800
-"""Characters of an error that are kept."""
+LONGEST = 800  # characters of an error that are kept
 
 
 def open_file() -> None:

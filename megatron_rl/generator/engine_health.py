@@ -91,8 +91,7 @@ def _cpu_seconds(processes: Iterable[psutil.Process]) -> float:
     total = 0.0
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
+            total += sum(process.cpu_times()[:2])
     return total
 
 

@@ -10,7 +10,7 @@ Shape legend: N tokens, L layers with experts (ascending), K experts of a token.
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from megatron_rl.models.base import Architecture
 from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts, encode
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 
 def returned_by_vllm() -> bool:
@@ -34,11 +37,7 @@ class RequestRoutes:
         self._forgotten: list[str] = []
 
     async def prepare(self) -> None:
-        """Start the capture, before the first request.
-
-        Raises:
-            RuntimeError: vLLM has experts in other layers.
-        """
+        """Start the capture, before the first request."""
         if returned_by_vllm():
             return
         (layers, *_) = await self._llm.collective_rpc("capture_routes")
@@ -48,7 +47,21 @@ class RequestRoutes:
                 " unsupported behavior of this release"
             )
 
-    async def of(self, request_id: str, outputs: Sequence[Any]) -> RoutedExperts:
+    async def of(self, outputs: Sequence["RequestOutput"]) -> RoutedExperts:
+        """Return [N, L, K] of all inputs of the request that ended with these outputs."""
+        request = outputs[-1].request_id
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        inputs = len(outputs[-1].prompt_token_ids or ()) + tokens - 1
+        routes_NLK = (await self.rows(request, outputs))[:inputs]
+        if len(routes_NLK) < inputs or (routes_NLK == UNKNOWN).any():
+            known = int((routes_NLK != UNKNOWN).all(axis=(1, 2)).sum())
+            raise RuntimeError(
+                f"vLLM returned the experts of {known} of {inputs} tokens (request {request}):"
+                " unsupported behavior of this release"
+            )
+        return routes_NLK
+
+    async def rows(self, request_id: str, outputs: Sequence[Any]) -> RoutedExperts:
         """Return [N, L, K] of a finished request: of its tokens except the last, never an input."""
         k = self._architecture.experts_per_token
         if returned_by_vllm():
@@ -61,7 +74,7 @@ class RequestRoutes:
         return np.frombuffer(rows[0], dtype=np.int16).reshape(-1, len(self._layers), k)
 
     def forget(self, request_id: str) -> None:
-        """Have the workers drop the experts of a request that was aborted, with the next `of`."""
+        """Have the workers drop the experts of a request that was aborted, with the next `rows`."""
         self._forgotten.append(request_id)
 
     def encoded(self, routes_NLK: RoutedExperts, tokens: int) -> bytes:

@@ -28,10 +28,7 @@ def prepare_environment(config: RunConfig, model_dir: str) -> None:
     """Choose the engine's GPUs, and set the variables that vLLM reads; those of the user stay.
 
     The GPUs are counted by NVML: a process that has called CUDA can neither be forked nor change
-    its GPUs.
-
-    Raises:
-        ValueError: the node lacks the engine's GPUs, or the user's start method breaks them.
+    its GPUs. ValueError: the node lacks them, or the user's start method breaks them.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # otherwise `is_available` calls CUDA
     import torch

@@ -24,8 +24,8 @@ from megatron_rl.run_lock import ENDPOINT_FILE
 
 OTHER_ENGINE_STATUS = 75
 """Exit status of a process whose engine does not fit the run any more: start it again."""
-_AGENT_SECONDS, _AGENT_GRACE_SECONDS = 1.0, 25.0
-"""Time between two looks at torchrun's process, and from its end to the end of this one."""
+_AGENT_SECONDS = 1.0  # between two looks at torchrun's process
+_AGENT_GRACE_SECONDS = 25.0  # from its end to the end of this one
 
 
 def run_generator(join: str, name: str = "", agent: int = 0, record: int = -1) -> None:
@@ -103,11 +103,7 @@ def _recorded(book: EngineRecord, name: str) -> Iterator[None]:
 
 
 def address_of(join: str) -> str | Path:
-    """Return the address of an orchestrator, or the file that has it or will have it.
-
-    Args:
-        join: `HOST:PORT`, the `output_dir` of a run, or a file.
-    """
+    """Return an orchestrator's address, or its file: of `HOST:PORT`, an `output_dir`, a file."""
     host, _, port = join.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         return f"tcp://{join}"

@@ -43,8 +43,7 @@ class RolloutCalls:
 
         Raises:
             RolloutError: what the rollout function needs cannot be started.
-            ValueError: the task has no such rollout function, or the engine takes no sequence of
-                this length.
+            ValueError: there is no such function, or the engine takes no sequence of this length.
         """
         name, begun, grown = "", request.begun.get(index), None
         if self.config.schedule.mode == "synchronous":  # other modes can promise nothing

@@ -36,8 +36,7 @@ from megatron_rl.weights.manifest import WeightsError
 from megatron_rl.weights.store import node_name
 
 STATS_SECONDS = 1.0
-_WORK_SHARE = 0.8
-"""Part of `timeouts.shutdown_seconds` in which the completions of a leaving generator may end."""
+_WORK_SHARE = 0.8  # of `timeouts.shutdown_seconds`: completions of a leaving generator may end
 _LEAVING_CHECK_SECONDS = 0.2
 
 
@@ -56,8 +55,7 @@ class Generator:
         endpoint: ZeroMQ address of the orchestrator, or the file that has it.
         name: of the generator, and of no other one of the run.
         index: the engine's number, by which its samples differ from those of others.
-        rank: for messages.
-        process: for messages, `process 123 on host`.
+        rank: for messages, as `process`: `process 123 on host`.
         supervised: True if a rank of torchrun starts the process again when it ends.
         prepare: called with configuration and model directory before the engine is started.
         ready: called when the engine has started.
@@ -156,11 +154,7 @@ class Generator:
         self._admission = asyncio.Semaphore(self._config.generation.concurrent_completions)
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        """Take the configuration of the run.
-
-        Raises:
-            OtherEngineError: the engine was started with another one.
-        """
+        """Take the run's configuration; OtherEngineError: the engine was started with another."""
         self._run.welcome()
         config, model_dir = RunConfig.model_validate(welcome.config), welcome.model_dir
         settings = _engine_settings(config, model_dir)
@@ -228,12 +222,7 @@ class Generator:
             await asyncio.wait(self._works)
 
     def work(self, message: m.Message) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that answer a message.
-
-        Raises:
-            TypeError: a message that a generator does not answer.
-            ValueError: a temperature other than the run's.
-        """
+        """Return the coroutines that answer a message."""
         match message:
             case m.Generate():
                 expected = self._config.generation.temperature

@@ -23,19 +23,16 @@ from megatron_rl.weights.store import (
 )
 from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec, start
 
-CHECK_SECONDS = 0.2
-"""Time between two calls of `StoreKeeper.check`."""
+CHECK_SECONDS = 0.2  # between two calls of `StoreKeeper.check`
 RESTARTS, RESTARTS_WITHIN = 3, 600.0
 """Ends of the process within so many seconds after which it is not started again."""
-_EXIT_SECONDS = 2.0
-"""Time for the process to end by the orchestrator's Stop: it ignores SIGTERM, as its parent."""
+_EXIT_SECONDS = 2.0  # to end by the orchestrator's Stop: it ignores SIGTERM, as its parent
 
 
 def sees_trainer_stores(config: RunConfig, trainer_node: str) -> bool:
     """Return True if generators of this node can read the files of all trainer ranks.
 
-    They can with `weights.directory`, and where all trainer ranks are on this node: then it is the
-    `trainer_node` (`Welcome.trainer_node`).
+    All of these are on this node if it is the `trainer_node` (`Welcome.trainer_node`).
     """
     return config.weights.directory is not None or trainer_node == node_name()
 

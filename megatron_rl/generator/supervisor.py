@@ -27,14 +27,11 @@ from megatron_rl import liveness
 from megatron_rl.config import RunConfig
 from megatron_rl.files import replace_file, report_failure
 
-WITHIN_SECONDS = 600.0
-"""Time in which `fleet.generator_restarts` are counted."""
+WITHIN_SECONDS = 600.0  # in which `fleet.generator_restarts` are counted
 POLL_SECONDS = 0.1
 _PAUSE_SECONDS = 5.0
-_RECORD_SECONDS = 60.0
-"""Wait for the first act of a process that was just started."""
-_KILLED_SECONDS = 2.0
-"""Wait for the end of a session that was killed."""
+_RECORD_SECONDS = 60.0  # for the first act of a process that was just started
+_KILLED_SECONDS = 2.0  # for the end of a session that was killed
 _BYTES = 16_384
 
 
@@ -46,16 +43,11 @@ class Record(msgspec.Struct, kw_only=True):
     """An engine's process, as it says itself."""
 
     pid: int
-    born: int
-    """Of `liveness.born`."""
-    agent: int
-    """The process of torchrun with which it ends."""
-    ready: bool = False
-    """True once its engine has run."""
-    status: int | None = None
-    """Exit status; None while it runs, and if it was killed."""
-    error: str = ""
-    """The error that ended it, with its cause."""
+    born: int  # `liveness.born`
+    agent: int  # the process of torchrun with which it ends
+    ready: bool = False  # True once its engine has run
+    status: int | None = None  # None while it runs, and if it was killed
+    error: str = ""  # the error that ended it, with its cause
 
 
 class EngineRecord:

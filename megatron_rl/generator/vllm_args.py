@@ -17,10 +17,8 @@ from megatron_rl.rollouts.interruption import EndMarker, Interruption
 from megatron_rl.weights.number_format import BLOCK, is_quantized
 
 WORKER_EXTENSION = "megatron_rl.generator.weight_transfer.WorkerExtension"
-BLOCK_TOKENS = 32
-"""Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
-CONCURRENT_SCORES = 8
-"""Scored sequences in the engine, in addition to the completions."""
+BLOCK_TOKENS = 32  # of a KV block: the smallest that vLLM's CPU attention takes
+CONCURRENT_SCORES = 8  # sequences in the engine, in addition to the completions
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -151,11 +149,7 @@ def check_model_class(model_dir: str) -> None:
 
 
 def interruption(config: RunConfig, tokenizer: Any) -> Interruption:
-    """Return the interruption of a run that interrupts thinking.
-
-    Raises:
-        ValueError: as tokens, the phrase does not end with the end marker.
-    """
+    """Return a run's interruption; ValueError: its phrase, as tokens, does not end thinking."""
     generation = config.generation
     marker = EndMarker(generation.think_end, tokenizer)
     phrase = tokenizer.encode(generation.interruption_phrase, add_special_tokens=False)

@@ -1,7 +1,6 @@
 """Sampling parameters for vLLM, and the tokens that its requests sample."""
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -9,12 +8,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from megatron_rl.messages import VersionSpan
-from megatron_rl.models.routed_experts import UNKNOWN, RoutedExperts
 from megatron_rl.rollouts.interruption import SampledTokens
 
 _COMMON: dict[str, Any] = {"flat_logprobs": True, "detokenize": False, "skip_clone": True}
-
-
 ONLY_AT_THE_END = 2**31 - 1
 
 
@@ -28,10 +24,7 @@ def request_seed(seed: int, completion: str, start: int) -> int:
 
 
 def sampling(
-    max_tokens: int,
-    temperature: float,
-    interval: int = ONLY_AT_THE_END,
-    seed: int | None = None,
+    max_tokens: int, temperature: float, interval: int = ONLY_AT_THE_END, seed: int | None = None
 ) -> SamplingParams:
     """Return the parameters of one request; without a seed, the engine's noise is its own.
 
@@ -64,11 +57,7 @@ class RequestTokens:
         self._processor, self._request_id, self._count = llm.output_processor, request_id, 0
 
     def of(self, output: RequestOutput) -> SampledTokens:
-        """Return the tokens of the next output.
-
-        Raises:
-            RuntimeError: the log-probs are not those of the tokens.
-        """
+        """Return the tokens of the next output."""
         (part,) = output.outputs
         start = self._count
         self._count = end = start + len(part.token_ids)
@@ -97,21 +86,3 @@ class RequestTokens:
         (request,) = self._processor.external_req_ids.get(self._request_id, [None])
         state = self._processor.request_states.get(request)
         return None if state is None else state._weight_version_spans()
-
-
-def check_routes(outputs: Sequence[RequestOutput], routes_NLK: RoutedExperts) -> RoutedExperts:
-    """Return the experts of all inputs of a request, from the outputs that it ended with.
-
-    Raises:
-        RuntimeError: some are missing.
-    """
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    inputs = len(outputs[-1].prompt_token_ids or ()) + tokens - 1
-    routes_NLK = routes_NLK[:inputs]
-    if len(routes_NLK) < inputs or (routes_NLK == UNKNOWN).any():
-        known = int((routes_NLK != UNKNOWN).all(axis=(1, 2)).sum())
-        raise RuntimeError(
-            f"vLLM returned the experts of {known} of {inputs} tokens (request"
-            f" {outputs[-1].request_id}): unsupported behavior of this release"
-        )
-    return routes_NLK

@@ -98,10 +98,7 @@ class StoredWeights(transfer.WeightTransferEngine):
 
 
 class WorkerExtension:
-    """`worker_extension_cls` of a generator: calls in a worker beyond vLLM's own.
-
-    Its methods have names that no method of vLLM's worker has.
-    """
+    """`worker_extension_cls` of a generator: calls by names that no method of vLLM's worker has."""
 
     model_runner: Any
     weight_transfer_engine: StoredWeights

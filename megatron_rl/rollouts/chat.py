@@ -35,12 +35,10 @@ class HistoryError(ValueError):
 
 @dataclass(frozen=True)
 class Extension:
-    """Tokens between two of the policy's turns."""
+    """Tokens between two turns: after the exact ids so far, or the prompt of another sequence."""
 
     token_ids: list[int]
     starts_over: bool
-    """True: they are the whole prompt of a sequence of its own. False: they follow the exact ids
-    so far."""
 
 
 class ChatTemplate:
@@ -67,9 +65,7 @@ class ChatTemplate:
     def check(self, tools: list[dict[str, Any]] | None = None) -> None:
         """Try conversations with thinking: with tool calls if there are tools, else of user turns.
 
-        Raises:
-            HistoryError: the template changes earlier turns and history is `refuse`, or it cannot
-                be used for them.
+        Raises `HistoryError` as `History.extend` does.
         """
         thoughts: list[Message] = [{}]
         thoughts += [{"reasoning_content": THINKING}, {"content": f"<think>\n{THINKING}"}]
@@ -103,10 +99,7 @@ class ChatTemplate:
     ) -> str:
         """Return the template's text of a conversation, with `MARK` in contents' special tokens.
 
-        With `opened`, it ends with the opening of the policy's turn.
-
-        Raises:
-            HistoryError: the template refuses the conversation.
+        With `opened`, it ends with the opening of the policy's turn. HistoryError: it is refused.
         """
         shown = [self._shown(message) for message in messages]
         try:
@@ -177,11 +170,7 @@ class History:
         self._open = True
 
     def answer(self, token_ids: list[int], message: Message) -> None:
-        """Take the policy's turn: the ids as sampled, and the message that was parsed from them.
-
-        Raises:
-            HistoryError: the conversation awaits no turn of the policy.
-        """
+        """Take the policy's turn: the ids as sampled, and the message that was parsed from them."""
         if not self._open:
             raise HistoryError("the policy has had its turn: call extend before its next one")
         shown = message

@@ -4,22 +4,21 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.config import RunConfig
-from megatron_rl.rollouts.chat import ChatTemplate, Message
+from megatron_rl.rollouts.chat import ChatTemplate
 from megatron_rl.rollouts.environments.host import EnvironmentHost
 from megatron_rl.rollouts.rollout import Rollout, RolloutPolicy, RolloutPrompt
 from megatron_rl.rollouts.tool_calls import CallParser
 from megatron_rl.rollouts.tool_environment import PATH, load_tool
-from megatron_rl.rollouts.turns import TurnReply, converse
+from megatron_rl.rollouts.turns import converse
 
 CUT_TOKENS = 32
 
 
-class EnvironmentRollouts:
+class EnvironmentRollouts(EnvironmentHost):
     """The rollout function of a task with an environment: `async with ... as function`.
 
-    Raises:
-        ValueError: a tool cannot be imported or has no schema, or the chat template changes earlier
-            turns, and `rollout.history` is `refuse`.
+    ValueError: a tool cannot be imported or has no schema, or the chat template changes earlier
+    turns, and `rollout.history` is `refuse`.
     """
 
     def __init__(self, config: RunConfig, task: str, tokenizer: Any) -> None:
@@ -37,35 +36,17 @@ class EnvironmentRollouts:
             }
             path, limits = PATH, (config.verifier.sandbox, characters)
             tools = [load_tool(tool, *limits).schema for tool in settings.tools]
-        self._host = EnvironmentHost(path, options, self._rollout)
+        super().__init__(path, options, self._rollout)
         think_start = config.generation.think_start
         self._template = ChatTemplate(tokenizer, self._rollout.history, think_start)
         self._template.check(tools)
         self._parser = CallParser(self._rollout.tool_parser, tokenizer)
         self._parser([], tools)  # which vLLM may not know
 
-    async def __aenter__(self) -> "EnvironmentRollouts":
-        """Start the environment's processes.
-
-        Raises:
-            RolloutError: the environment cannot be imported.
-        """
-        await self._host.__aenter__()
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self._host.__aexit__(*raised)
-
     async def __call__(self, prompt: RolloutPrompt, policy: RolloutPolicy) -> Rollout:
         """Have the policy act in one episode."""
-        async with self._host.episode(prompt.row) as episode:
+        async with self.episode(prompt.row) as episode:
             opening = await episode.reset()
-
-            async def respond(message: Message) -> TurnReply:
-                step = await episode.step(message)
-                calls = len(message.get("tool_calls") or [])
-                return TurnReply(step.messages, step.done, step.reward, step.reason, calls)
-
             return await converse(
                 opening.messages,
                 opening.tools,
@@ -74,5 +55,5 @@ class EnvironmentRollouts:
                 template=self._template,
                 settings=self._rollout,
                 parse=partial(self._parser, tools=opening.tools),
-                respond=respond,
+                respond=episode.step,
             )

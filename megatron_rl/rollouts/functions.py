@@ -27,11 +27,8 @@ async def rollout_function(
 ) -> RolloutFunction:
     """Return the rollout function of a task; an evaluation set, which is none, has single turns.
 
-    What it needs is started, and ends with `stack`.
-
-    Raises:
-        ValueError: no such function, or the chat template does not keep earlier turns.
-        RolloutError: the environment cannot be started.
+    What it needs is started, and ends with `stack`. ValueError: no such function, or the chat
+    template does not keep earlier turns; RolloutError: the environment cannot be started.
     """
     if task not in config.tasks or config.tasks[task].is_single_turn:
         return single_turn

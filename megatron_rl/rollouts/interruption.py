@@ -33,8 +33,7 @@ import numpy as np
 from megatron_rl.messages import Partial, VersionSpan, float_bytes, floats, int_bytes, ints
 from megatron_rl.models.routed_experts import RoutedExperts
 
-BLOCK = 64
-"""Tokens that are decoded at a time in the search for an end marker."""
+BLOCK = 64  # tokens that are decoded at a time in the search for an end marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,16 @@ class SampledTokens:
     """Tokens that an engine request sampled, one after the other."""
 
     token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    """Log-prob of each token at sampling time."""
-    spans: Sequence[VersionSpan]
-    """Versions that made the tokens; `[start, end)` within these tokens, without gaps."""
-    finish_reason: str
-    """`stop` or `length`; empty while the request goes on."""
+    logprobs: Sequence[float]  # at sampling time
+    spans: Sequence[VersionSpan]  # `[start, end)` within these tokens, without gaps
+    finish_reason: str  # `stop` or `length`; empty while the request goes on
 
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """The end of thinking."""
+    """The end of thinking: the ids that are forced, which end with the end marker, and `end`."""
 
     phrase: Sequence[int]
-    """Token ids that are forced; they end with the end marker."""
     end: Callable[[Sequence[int], int], int]
     """Number of tokens up to the end of the first end marker among them, -1 without one. So many
     of the tokens are known to have none."""
@@ -68,28 +63,20 @@ class Completion:
     thinking_budget: int
     answer_budget: int
     interruption: Interruption | None
-    """None: no interruption."""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """0.0 for forced tokens."""
+    logprobs: list[float] = field(default_factory=list)  # 0.0 for forced tokens
     spans: list[VersionSpan] = field(default_factory=list)
     """Cover the completion; forced tokens belong to the span before them."""
     forced: tuple[int, int] = (0, 0)
-    finish_reason: str = ""
-    """Empty as long as it is not complete."""
+    finish_reason: str = ""  # as long as it is not complete
     routes_NLK: RoutedExperts | None = None
     """Experts of prompt and completion, as far as they are known. A token that was an input of
     several requests keeps those of the first, in which its successor was sampled."""
     _answer_start: int = -1
-    _searched: int = 0
-    """Tokens that are known to have no end marker."""
+    _searched: int = 0  # tokens that are known to have no end marker
 
     def begin(self, begun: Partial) -> None:
-        """Take the beginning that another engine made; before all else.
-
-        Raises:
-            ValueError: it is not the beginning of a completion under this rule.
-        """
+        """Take the beginning that another engine made; ValueError: not one under this rule."""
         ids, (start, end) = ints(begun.token_ids).tolist(), begun.forced
         logprobs = floats(begun.logprobs).tolist()
         phrase = [] if self.interruption is None else list(self.interruption.phrase)
@@ -131,14 +118,8 @@ class Completion:
         return thinking + self.answer_budget - len(self.token_ids)
 
     def add(self, sampled: SampledTokens) -> None:
-        """Append tokens of a request for `wanted` tokens.
-
-        Raises:
-            ValueError: lengths of ids, log-probs and version spans disagree, or more tokens than
-                were wanted.
-        """
-        count, spans = len(sampled.token_ids), sampled.spans
-        most = self.wanted
+        """Append tokens of a request for `wanted`; ValueError: more, or lengths that disagree."""
+        count, spans, most = len(sampled.token_ids), sampled.spans, self.wanted
         if self.interruption is not None:  # a request may sample up to the budget of thinking
             most = max(most, self.thinking_budget - len(self.token_ids))
         if not _agree(count, sampled.logprobs, spans) or not 0 < count <= most:

@@ -46,8 +46,7 @@ class RolloutPrompt:
 
     token_ids: list[int]
     """The question under the model's chat template, without tools; it opens the policy's turn."""
-    limits: TurnLimits
-    """Of each turn."""
+    limits: TurnLimits  # of each turn
     task: str = ""
     """Name of the task, which has the settings of the rollout (`tasks.<name>` of the run)."""
     row: dict[str, Any] = field(default_factory=dict)

@@ -52,10 +52,10 @@ class CallParser:
         key = msgspec.json.encode(tools)
         if key not in self._loaded:
             self._loaded[key] = self._load(tools)
-        parser, request = self._loaded[key]
+        new_parser, request = self._loaded[key]
         try:
             # A parser keeps what it has streamed, so that each turn takes a new one.
-            return parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            return new_parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
         except NotImplementedError as e:
             raise ValueError(
                 f"rollout.tool_parser is {self._name!r}: vLLM's parser of this name reads no text"

@@ -46,17 +46,10 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the policy can call."""
+    """A function that the policy can call, sync or async, and its schema as OpenAI's clients do."""
 
     schema: dict[str, Any]
-    """In the form of OpenAI's chat interface."""
     function: Callable[..., Any]
-    """Sync or async."""
-
-    @property
-    def name(self) -> str:
-        """The name by which the policy calls it."""
-        return str(self.schema["function"]["name"])
 
 
 class ToolEnvironment:
@@ -72,7 +65,7 @@ class ToolEnvironment:
     def __init__(self, tools: list[str], sandbox: dict[str, Any], output_characters: int) -> None:
         settings = SandboxSettings.model_validate(sandbox)
         loaded = [load_tool(tool, settings, output_characters) for tool in tools]
-        self._tools = {tool.name: tool for tool in loaded}
+        self._tools = {str(tool.schema["function"]["name"]): tool for tool in loaded}
 
     def reset(self, row: dict[str, Any]) -> Opening:
         """Begin with the messages of the row."""
@@ -115,11 +108,7 @@ class ToolEnvironment:
 
 
 def load_tool(path: str, sandbox: SandboxSettings, output_characters: int) -> Tool:
-    """Return a tool: `python`, or an imported function with its signature and docstring.
-
-    Raises:
-        ValueError: no such function, or its signature or docstring has no schema.
-    """
+    """Return `python`, or an imported function; ValueError: there is none, or it has no schema."""
     if path == PYTHON:
 
         def python(code: str) -> str:
@@ -142,11 +131,7 @@ def load_tool(path: str, sandbox: SandboxSettings, output_characters: int) -> To
 
 
 def run_python(code: str, sandbox: SandboxSettings) -> str:
-    """Return what a program prints, or how it ended.
-
-    Raises:
-        SandboxUnavailable: the host has no isolation.
-    """
+    """Return what a program prints, or how it ended; SandboxUnavailable: without isolation."""
     (result,) = run_tests(code, [{"stdin": ""}], sandbox)
     if result.status == "ok":
         return result.stdout

@@ -1,33 +1,14 @@
 """Rollouts of several turns: the policy speaks, something answers, until one of them ends it."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rollouts.chat import ChatTemplate, History, Message
+from megatron_rl.rollouts.environments.protocol import Step
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class TurnReply:
-    """The answer to a turn of the policy."""
-
-    messages: list[Message] = field(default_factory=list)
-    """Messages for the policy, whose next turn follows."""
-    done: bool = False
-    """True if the turn was the last one."""
-    reward: float | None = None
-    """Of the turn; the rollout's is their sum. Without any, the task's verifier judges it."""
-    reason: str = ""
-    """Words on the reward, or on the end."""
-    tool_calls: int = 0
-    """Calls that the turn made."""
-
-
-Respond = Callable[[Message], Awaitable[TurnReply]]
 
 
 async def converse(
@@ -39,7 +20,7 @@ async def converse(
     template: ChatTemplate,
     settings: RolloutSettings,
     parse: Callable[[list[int]], Message],
-    respond: Respond,
+    respond: Callable[[Message], Awaitable[Step]],
 ) -> Rollout:
     """Have the policy speak after these messages, and after each reply, until it is over.
 
@@ -65,7 +46,7 @@ async def converse(
             break
         message = parse(turn.token_ids)
         reply = await respond(message)
-        rollout.tool_calls += reply.tool_calls
+        rollout.tool_calls += len(message.get("tool_calls") or [])
         rewards.append(reply.reward)
         reason = reply.reason or reason
         if reply.done:

@@ -24,7 +24,7 @@ from megatron_rl.files import naming_full_disk, size_and_sum
 from megatron_rl.models.run_checkpoint import read_about
 from megatron_rl.trainer import checkpoint_folder, world
 from megatron_rl.trainer.model import Policy
-from megatron_rl.weights.pinned import pin
+from megatron_rl.weights.buckets import pin
 
 StateWriter = Callable[[int, str], None]
 

@@ -26,10 +26,9 @@ from megatron_rl.config import RunConfig
 from megatron_rl.messages import Bucket, Manifest
 from megatron_rl.trainer.export import export_buckets, plan_of, planned_tensors
 from megatron_rl.weights import difference, store_process
-from megatron_rl.weights.buckets import offsets, tensor_info, views
+from megatron_rl.weights.buckets import offsets, pin, tensor_info, views
 from megatron_rl.weights.manifest import WeightsError, checksum
 from megatron_rl.weights.number_format import WireFormat
-from megatron_rl.weights.pinned import pin
 from megatron_rl.weights.store import FOLDER_PREFIX, NONE, SHARED_MEMORY, Store, hold, remove_unused
 
 if TYPE_CHECKING:

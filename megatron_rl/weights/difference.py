@@ -20,22 +20,14 @@ from megatron_rl.weights.store import Bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FARTHEST = 2**16
-_COUNT_BYTES = 8
-_PIECE = 2**20
-"""Words that are compared before their number decides whether the rest is."""
+_FARTHEST, _COUNT_BYTES = 2**16, 8
+_PIECE = 2**20  # words that are compared before their number decides whether the rest is
 
 
 def encode(old: Tensor, new: Tensor, most_bytes: int) -> Tensor | None:
-    """Return the difference that makes `new` of `old`.
+    """Return the difference that makes `new` of `old`; None if it is larger than `most_bytes`.
 
-    Args:
-        old: flat bytes, uint8 [size], size even; on the device of `new`.
-        new: flat bytes of the same size.
-        most_bytes: largest difference to return.
-
-    Returns:
-        uint8 on the same device, or None if it is larger.
+    All are flat bytes, uint8, on one device; `old` and `new` have the same even size.
     """
     import torch
 

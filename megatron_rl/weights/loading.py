@@ -13,23 +13,19 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.messages import Manifest
-from megatron_rl.weights.buckets import views
+from megatron_rl.weights.buckets import as_tensor, pin, unpin, views
 from megatron_rl.weights.manifest import WeightsError, checksum
-from megatron_rl.weights.pinned import as_tensor, pin, unpin
 from megatron_rl.weights.store import Store
 
-CHECKS = 4
-"""Threads that compare checksums."""
+CHECKS = 4  # threads that compare checksums
 
 
 class _Mapped(NamedTuple):
-    """A store that is mapped, and the file that its folder had then."""
+    """A store that is mapped: its buckets' numbers in a manifest, its header's device and inode."""
 
     store: Store
     numbers: list[int]
-    """Of its buckets in a manifest."""
     file: tuple[int, int]
-    """Device and inode of its header."""
 
 
 class NodeStores:
@@ -47,15 +43,14 @@ class NodeStores:
     def map(self, manifest: Manifest, folder: str) -> list[tuple[Store, list[int]]]:
         """Return the stores and the numbers of their buckets; map what is new, unmap what is old.
 
-        Args:
-            manifest: the version.
-            folder: of a store of all buckets; empty: the stores of the trainer's ranks.
+        The store in `folder` has all buckets; empty: those of the trainer's ranks are taken.
 
         Raises:
             WeightsError: no store is there, or one of another model.
         """
         owners = _owners(manifest, folder)
-        kept = [path for path in owners if self._is_current(path)]
+        known = self._known.items()
+        kept = [path for path, k in known if path in owners and k.file == _header_of(path)]
         self.forget(*kept)
         for path, owner in owners.items():
             if path in kept:
@@ -79,10 +74,6 @@ class NodeStores:
             known = self._known.pop(path)
             if self._pinned:
                 unpin(known.store.regions()[1:3])
-
-    def _is_current(self, path: Path) -> bool:
-        known = self._known.get(path)
-        return known is not None and known.file == _header_of(path)
 
     def _of(self, manifest: Manifest, folder: str) -> list[tuple[Store, list[int]]]:
         return [self._known[path][:2] for path in _owners(manifest, folder)]

@@ -21,11 +21,8 @@ def check_tensors(
 ) -> None:
     """Refuse a version whose tensors are not exactly those that the engine takes.
 
-    Args:
-        tensors: announced by the manifest.
-        expected: by name: the trained tensors of the checkpoint that the engine started from, in
-            the form in which they travel (`number_format.WireFormat.expected`).
-        version: for the message.
+    These are the trained tensors of the checkpoint that it started from, by name, in the form in
+    which they travel (`number_format.WireFormat.expected`).
 
     Raises:
         WeightsError: a name that is missing, unexpected or doubled, another shape or dtype.

@@ -12,25 +12,22 @@ from typing import Any
 
 from megatron_rl.weights.store import Bytes
 
-_MODULES = ("nixl_cu13._api", "nixl_cu12._api")
-
 
 class PeerLostError(ConnectionError):
     """The other process ended, or the connection to it broke."""
 
 
 class Agent:
-    """This process as a reader and as a source.
-
-    Args:
-        name: of the process, different from its peers'.
-
-    Raises:
-        ImportError: NIXL is not installed.
-    """
+    """This process as a reader and as a source; its name differs from its peers'."""
 
     def __init__(self, name: str) -> None:
-        api = _import_api()
+        try:
+            api = importlib.import_module("nixl_cu13._api")
+        except ModuleNotFoundError as e:
+            raise ImportError(
+                f"weights travel between nodes by NIXL ({e}): pip install nixl-cu13, or set"
+                " weights.directory to a folder that all nodes share"
+            ) from e
         logging.getLogger(api.logger.name).setLevel(logging.WARNING)
         # Its own thread would poll without a pause.
         options = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -56,11 +53,7 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def read(self, peer: str, spans: Sequence[tuple[int, Bytes]]) -> Any:
-        """Start to read (address at the peer, own memory) pairs; return a handle for `done`.
-
-        Raises:
-            PeerLostError: the peer is gone.
-        """
+        """Start to read (address at the peer, own memory) pairs; return a handle for `done`."""
         local = [(into.ctypes.data, into.size, 0) for _, into in spans]
         remote = [(address, into.size, 0) for address, into in spans]
         try:
@@ -76,11 +69,7 @@ class Agent:
         return handle
 
     def done(self, handle: Any) -> bool:
-        """Return True once the bytes of a read are here.
-
-        Raises:
-            PeerLostError: they will not come.
-        """
+        """Return True once the bytes of a read are here; PeerLostError: they will not come."""
         try:
             state = self._agent.check_xfer_state(handle)
             if state == "DONE":
@@ -94,16 +83,3 @@ class Agent:
     def progress(self) -> None:
         """Serve what peers have asked for."""
         self._agent.get_new_notifs()
-
-
-def _import_api() -> Any:
-    for name in _MODULES:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as e:
-            if e.name != name.partition(".")[0]:
-                raise
-    raise ImportError(
-        "weights travel between nodes by NIXL, which is not installed: pip install nixl-cu13, or"
-        " set weights.directory to a folder that all nodes share"
-    )

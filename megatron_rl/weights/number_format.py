@@ -26,8 +26,7 @@ from megatron_rl.messages import TensorInfo
 from megatron_rl.weights.buckets import tensor_info
 from megatron_rl.weights.manifest import WeightsError
 
-BLOCK = 128
-"""Rows and columns of a block with one scale."""
+BLOCK = 128  # rows and columns with one scale
 SCALE_SUFFIX = "_scale_inv"
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -39,14 +38,13 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The form in which tensors travel.
+    """The form in which tensors travel; `dtype` is that of all which are not quantized.
 
     Example: `WireFormat(torch.bfloat16, fp8=True).stream(iter([("layers.0.up_proj.weight", w)]))`
     yields the e4m3 weight and its block scales.
     """
 
     dtype: torch.dtype
-    """Of all tensors that are not quantized."""
     fp8: bool = False
 
     @classmethod
@@ -78,11 +76,7 @@ def is_quantized(name: str) -> bool:
 
 
 def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix by modelopt's FP8 with a scale per block.
-
-    Args:
-        name: for the message.
-        weight: [out, in], both multiples of `BLOCK`.
+    """Quantize a matrix [out, in] by modelopt's FP8 with a scale per block.
 
     Returns:
         (e4m3 [out, in], fp32 factors [out / BLOCK, in / BLOCK]); their product is the weight, up to
@@ -119,8 +113,7 @@ def single_expert(name: str, expert: int, matrix: Tensor) -> Iterator[Named]:
     Raises:
         ValueError: not the name of a fused tensor.
     """
-    match = _FUSED_EXPERTS.fullmatch(name)
-    if match is None:
+    if (match := _FUSED_EXPERTS.fullmatch(name)) is None:
         raise ValueError(f"{name} is not the name of a tensor of all experts")
     experts, kind = match.groups()
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)

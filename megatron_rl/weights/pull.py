@@ -22,14 +22,12 @@ from megatron_rl.weights.manifest import checksum
 from megatron_rl.weights.nixl import Agent, PeerLostError
 from megatron_rl.weights.store import NONE, Bytes, Header, Places, Store
 
-READS = 8
-"""Buckets on their way at once."""
+READS = 8  # buckets on their way at once
 _MISTAKES = 2
 """Wrong checksums of one bucket before its source is reported: it may have been overwritten."""
 _ROUNDS = 30
 """Rounds of this process, at least, in which a source is silent before it is given up."""
-_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.03
-"""Seconds between two looks at a header with nothing new in it."""
+_FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.03  # seconds between two looks at a header without news
 
 
 class SourceFailedError(RuntimeError):
@@ -44,29 +42,19 @@ class SourceFailedError(RuntimeError):
 class Peer:
     """One region of a source: some buckets of the version, in another process's memory."""
 
-    source: str
-    """Its name among stores."""
-    metadata: bytes
-    """NIXL's description of the process."""
-    agent: str
-    """Its name in NIXL."""
+    source: str  # its name among stores
+    metadata: bytes  # NIXL's description of the process
+    agent: str  # its name in NIXL
     region: Region
-    buckets: list[int]
-    """Numbers in the manifest of the region's buckets."""
+    buckets: list[int]  # numbers in the manifest
     places: Places
-    copy: Bytes
-    """Buffer of the header's bytes."""
-    header: Header | None = None
-    """Newest one that was read."""
-    looking: Any = None
-    """Handle of a read of the header."""
-    look_at: float = 0.0
-    """Time of the next look."""
+    copy: Bytes  # buffer of the header's bytes
+    header: Header | None = None  # newest one that was read
+    looking: Any = None  # handle of a read of the header
+    look_at: float = 0.0  # time of the next one
     pause: float = _FIRST_LOOK
-    alive_at: float = field(default_factory=time.monotonic)
-    """Time of the last sign of life."""
-    lost: bool = False
-    """The connection broke."""
+    alive_at: float = field(default_factory=time.monotonic)  # last sign of life
+    lost: bool = False  # the connection broke
 
 
 class Peers:
@@ -82,11 +70,7 @@ class Peers:
         self._late: list[tuple[Any, Bytes]] = []
 
     def of(self, source: StoreSource, manifest: Manifest) -> list[Peer]:
-        """Return the regions of a source, for versions like this one.
-
-        Raises:
-            SourceFailedError: no connection to it.
-        """
+        """Return the regions of a source; SourceFailedError: no connection to it."""
         self._late = [late for late in self._late if not self.ended(late[0])]
         known = self._known.get(source.name, [])
         if not known or any(peer.lost or peer.metadata != source.agent for peer in known):
@@ -152,10 +136,8 @@ class Pull:
     """One version on its way into a store; `advance` does what can be done now.
 
     Args:
-        agent: whose memory includes the store's regions and `buffers`.
-        peers: its connections.
-        store: of all buckets of the manifest.
-        manifest: the version to take.
+        agent: whose memory includes the store's regions and `buffers`; `peers` are its connections.
+        store: of all buckets of the manifest, that of the version to take.
         buffers: at least one, each as large as the largest bucket.
         executor: compares checksums.
         peer_seconds: silence after which a source is given up.
@@ -195,11 +177,7 @@ class Pull:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def use(self, sources: Sequence[StoreSource]) -> None:
-        """Take what is missing from these sources from now on.
-
-        Raises:
-            SourceFailedError: one that cannot be connected.
-        """
+        """Take what is missing from these sources from now on; raises as `Peers.of`."""
         self._started = self._started or time.monotonic()
         self._peers = [p for source in sources for p in self._known.of(source, self.manifest)]
 

@@ -36,8 +36,7 @@ LARGEST_DIFFERENCE = 1 / 16
 """Of a bucket's bytes (3% of bf16 values); where more changes, the whole bucket travels."""
 VERSIONS_HELD = 2 * (1 + LARGEST_DIFFERENCE)
 """Memory of a store, in versions."""
-NONE = -1
-"""In the header: no version."""
+NONE = -1  # in the header: no version
 _FIXED_WORDS = 2  # the heartbeat, and a number of the trainer's folder whose versions these are
 _FIELDS = 8  # words per bucket: of each slot its version; of each difference target, base and size
 
@@ -50,14 +49,10 @@ class Header:
     def __init__(self, words: NDArray[np.int64]) -> None:
         self.words = words
         fields = words[_FIXED_WORDS:].reshape(_FIELDS, -1)
-        self.versions_2N = fields[0:2]
-        """Version of each bucket in each slot, or `NONE`."""
-        self.targets_2N = fields[2:4]
-        """Version that each difference makes, or `NONE`."""
-        self.bases_2N = fields[4:6]
-        """Version from which it makes it."""
-        self.sizes_2N = fields[6:8]
-        """Bytes of each difference."""
+        self.versions_2N = fields[0:2]  # of each bucket in each slot, or `NONE`
+        self.targets_2N = fields[2:4]  # version that each difference makes, or `NONE`
+        self.bases_2N = fields[4:6]  # version from which it makes it
+        self.sizes_2N = fields[6:8]  # bytes of each difference
 
     @property
     def heartbeat(self) -> int:
@@ -86,20 +81,15 @@ class Places:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
-        self.offsets = _offsets(self.sizes)
-        """First byte of each bucket in a slot, and the end."""
+        self.offsets = _offsets(self.sizes)  # first byte of each bucket in a slot, and the end
         self.differences = _offsets([int(size * LARGEST_DIFFERENCE) for size in self.sizes])
-        """First byte of each bucket's difference, and the end."""
         self.header_bytes = 8 * (_FIXED_WORDS + _FIELDS * len(self.sizes))
 
 
 class Store:
-    """Two slots and two differences of some buckets, mapped.
+    """Two slots and two differences of buckets of these sizes, mapped; `folder` is made if needed.
 
-    Args:
-        folder: of its files; made if it is not there.
-        sizes: bytes of each bucket.
-        replace: put new files in the place of those of other sizes, which are an error else.
+    With `replace`, new files take the place of those of other sizes, which are an error else.
     """
 
     def __init__(self, folder: Path, sizes: Sequence[int], *, replace: bool = False) -> None:
@@ -154,9 +144,7 @@ class Store:
         """Forget all versions but those of the trainer's folder `root` (`Manifest.root`).
 
         A restarted trainer has another one, and may give the number of an old version again.
-
-        Raises:
-            WeightsError: one is loaded for so long.
+        Raises as `locked`.
         """
         owner = int(checksum(root.encode())[:15], 16)
         if self.header.words[1] != owner:

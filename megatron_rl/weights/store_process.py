@@ -37,13 +37,10 @@ from megatron_rl.weights.nixl import Agent
 from megatron_rl.weights.pull import READS, Peers, Pull, SourceFailedError
 from megatron_rl.weights.store import Store, hold
 
-_BUSY_SECONDS, _IDLE_SECONDS = 0.001, 0.01
-"""Longest pause while peers may be reading, and otherwise."""
-_BUSY_AFTER = 5.0
-"""Seconds after a version in which peers may be reading it."""
+_BUSY_SECONDS, _IDLE_SECONDS = 0.001, 0.01  # longest pause while peers may be reading, and else
+_BUSY_AFTER = 5.0  # seconds after a version in which peers may be reading it
 REJOIN_MARGIN = 5.0
-_STOP_SECONDS = 1.0
-"""Wait for the reads of a version that is dropped."""
+_STOP_SECONDS = 1.0  # for the reads of a version that is dropped
 OTHER_LAYOUT = 75
 """Exit status of a process that has memory for versions of other buckets than those that come."""
 
@@ -81,6 +78,7 @@ class StoreProcess:
         inbox: queue.Queue[bytes | None],
     ) -> None:
         self._spec, self._orchestrator, self._inbox = spec, orchestrator, inbox
+        self._send = orchestrator.send
         self._agent = Agent(f"{spec.name}-{secrets.token_hex(4)}")
         self._peers, self._executor = Peers(self._agent), ThreadPoolExecutor(READS)
         self._stores: list[Store] = []
@@ -222,9 +220,6 @@ class StoreProcess:
     def _report(self, error: SourceFailedError, pull: Pull) -> None:
         version = pull.manifest.version
         self._send(m.SourceFailed(version=version, source=error.source, reason=error.reason))
-
-    def _send(self, message: m.Message) -> None:
-        self._orchestrator.send(message)
 
 
 def start(spec: StoreSpec) -> subprocess.Popen[bytes]:

@@ -115,12 +115,12 @@ def test_vllms_own_return_is_read_by_layers_with_experts(
     asyncio.run(routes.prepare())
     found = np.arange(5 * 3 * K, dtype=np.uint16).reshape(5, 3, K)
     outputs = [SimpleNamespace(outputs=[SimpleNamespace(routed_experts=x)]) for x in (None, found)]
-    got = asyncio.run(routes.of("0", outputs))
+    got = asyncio.run(routes.rows("0", outputs))
     assert got.tolist() == found[:, [0, 2]].tolist()
     encoded = np.frombuffer(routes.encoded(got, 6), dtype="<u2").reshape(6, 2, K)
     assert encoded[:5].tolist() == got.tolist()
     assert (encoded[5] == np.iinfo("u2").max).all()
-    assert asyncio.run(routes.of("1", [])).shape == (0, 2, K)
+    assert asyncio.run(routes.rows("1", [])).shape == (0, 2, K)
 
 
 def test_the_experts_of_an_aborted_request_are_dropped_with_the_next_one_that_ends(
@@ -135,9 +135,9 @@ def test_the_experts_of_an_aborted_request_are_dropped_with_the_next_one_that_en
     worker.forward(("a", 0, [3], [0, 1]), ("b", 0, [5], [7]), ("c", 0, [6], [9]))
     for request in "a", "b":
         routes.forget(request)
-    rows = asyncio.run(routes.of("c", []))
+    rows = asyncio.run(routes.rows("c", []))
     assert (rows[:, 0, 0] - 100).tolist() == [9]
     assert not worker._routes._by_request and not worker._routes._held
     worker.forward(("a", 0, [3], [4]))
-    asyncio.run(routes.of("c", []))
+    asyncio.run(routes.rows("c", []))
     assert [*worker._routes._by_request] == ["a"], "it was forgotten once"

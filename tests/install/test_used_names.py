@@ -44,14 +44,17 @@ OBJECTS = {
         "vllm.outputs.CompletionOutput": "finish_reason token_ids",
     },
     "generator/vllm_sampling.py": {
-        "vllm.outputs.RequestOutput": "outputs request_id prompt_token_ids finished",
+        "vllm.outputs.RequestOutput": "outputs finished",
         "vllm.outputs.CompletionOutput": "token_ids logprobs weight_versions finish_reason",
         "vllm.v1.engine.output_processor.OutputProcessor()": "external_req_ids request_states",
         "vllm.v1.engine.output_processor.RequestState": "_weight_version_spans()",
         "vllm.outputs.WeightVersionSpan": "version start end",
         "vllm.logprobs.FlatLogprobs()": "token_ids logprobs",
     },
-    "generator/expert_capture.py": {"vllm.outputs.CompletionOutput": "routed_experts"},
+    "generator/expert_capture.py": {
+        "vllm.outputs.RequestOutput": "outputs request_id prompt_token_ids",
+        "vllm.outputs.CompletionOutput": "token_ids routed_experts",
+    },
     "generator/vllm_args.py": {"vllm.config.ModelConfig": "head_dtype"},
     "generator/weight_transfer.py": {
         "vllm.distributed.weight_transfer.base.WeightTransferEngine": """

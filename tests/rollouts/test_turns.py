@@ -22,9 +22,10 @@ from megatron_rl.messages import Segment, TurnLimits, VersionSpan
 from megatron_rl.rewards import Outcome, Verdict
 from megatron_rl.rollouts.chat import ChatTemplate
 from megatron_rl.rollouts.environment import EnvironmentRollouts
+from megatron_rl.rollouts.environments import Step
 from megatron_rl.rollouts.interruption import Completion
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPrompt
-from megatron_rl.rollouts.turns import TurnReply, converse, fitting
+from megatron_rl.rollouts.turns import converse, fitting
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "%s"}}</tool_call><eos>'
 LOOKUP = "megatron_rl.data.lookup:lookup"
@@ -131,12 +132,13 @@ def test_turns_and_tokens_end_a_rollout_as_truncated(tokenizer):
 
 def test_rewards_of_turns_make_the_verdict_of_a_rollout_also_of_a_truncated_one(tokenizer):
     async def play_rewards(rewards, max_turns):
-        replies = iter([TurnReply([{"role": "user", "content": "2"}], reward=r) for r in rewards])
+        answer = [{"role": "user", "content": "2"}]
+        replies = iter([Step(messages=answer, reward=r) for r in rewards])
         messages = [{"role": "user", "content": "1"}]
 
         async def respond(message):
             reply = next(replies, None)
-            return reply or TurnReply(done=True, reason="over")
+            return reply or Step(done=True, reason="over")
 
         return await converse(
             messages, [], policy=Script(tokenizer, *["3<eos>"] * 4), limits=LIMITS,

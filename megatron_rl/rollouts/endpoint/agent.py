@@ -36,10 +36,6 @@ class AgentRollout:
 
         An agent that fails after it was refused a request because the budgets of turns or tokens
         are used up has not failed: its rollout is truncated, and the verifier judges it.
-
-        Raises:
-            RolloutError: the agent raised, ran out of time, made no request or returned something
-                else than a reward; or its conversation cannot be trained.
         """
         session = self._endpoint.open(policy, prompt.limits)
         seconds = self._endpoint.settings.seconds

@@ -49,11 +49,7 @@ class RequestRefused(ValueError):
 
 
 def parsed(content: bytes) -> dict[str, Any]:
-    """Return the body of a request.
-
-    Raises:
-        RequestRefused: it is no JSON object.
-    """
+    """Return the body of a request; RequestRefused: it is no JSON object."""
     try:
         body = json.loads(content)
     except ValueError as e:

@@ -23,10 +23,8 @@ from megatron_rl.rollouts.turns import fitting
 class PolicyAnswer:
     """The answer to a request."""
 
-    message: dict[str, Any]
-    """Of OpenAI's chat API: `role`, `content`, `tool_calls`."""
-    finish_reason: str
-    """`stop`, `length` or `tool_calls`."""
+    message: dict[str, Any]  # of OpenAI's chat API: `role`, `content`, `tool_calls`
+    finish_reason: str  # `stop`, `length` or `tool_calls`
     prompt_tokens: int
     completion_tokens: int
 

@@ -31,11 +31,9 @@ from megatron_rl.rollouts.environments.protocol import (
     receive,
 )
 
-CANCEL_SECONDS = 0.5
-"""Time that a cancelled call has to end; after it the worker is stuck."""
+CANCEL_SECONDS = 0.5  # for the end of a cancelled call; after it the worker is stuck
 MAX_TEXT = 2000
-MAX_REPLY = 2**26
-"""Bytes of a reply, whatever its messages are."""
+MAX_REPLY = 2**26  # bytes, whatever its messages are
 PR_SET_PDEATHSIG = 1
 VERIFIERS = "verifiers:"
 
@@ -55,11 +53,11 @@ async def loaded(path: str, options: dict[str, Any]) -> AsyncIterator[MakeEnviro
             raise ModuleNotFoundError(
                 'the package `verifiers` is not installed: pip install "megatron_rl[environments]"'
             )
-        from megatron_rl.rollouts.environments.verifiers_adapter import VerifiersEnvironments
+        from megatron_rl.rollouts.environments import verifiers_adapter as adapter
 
-        environments = VerifiersEnvironments(path.removeprefix(VERIFIERS), options)
+        environments = adapter.VerifiersEnvironments(path.removeprefix(VERIFIERS), options)
         async with environments.serving():
-            yield environments.make
+            yield partial(adapter.VerifiersEpisode, environments)
     else:
         yield partial(imported(path), **options)
 

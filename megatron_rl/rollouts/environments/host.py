@@ -27,14 +27,10 @@ from megatron_rl.rollouts.environments.protocol import (
 )
 from megatron_rl.rollouts.rollout import RolloutError
 
-START_SECONDS = 300.0
-"""Longest start of a worker: it imports the environment, which may load data."""
-GRACE_SECONDS = 5.0
-"""A worker that has not answered this long after the time of a call is killed."""
-END_SECONDS = 5.0
-"""Time of a worker to close its episodes before it is killed."""
-CHARACTERS_PER_TOKEN = 16
-"""Characters of a message that a token of `rollout.tool_result_tokens` stands for, at most."""
+START_SECONDS = 300.0  # for the import of the environment, which may load data
+GRACE_SECONDS = 5.0  # from the time of a call to the end of a worker that has not answered
+END_SECONDS = 5.0  # for a worker to close its episodes, before it is killed
+CHARACTERS_PER_TOKEN = 16  # of a message, at most, by `rollout.tool_result_tokens`
 _log = logging.getLogger(__name__)
 
 
@@ -52,18 +48,12 @@ class Worker:
         self._waiting: dict[int, asyncio.Future[CallResult]] = {}
         self._killed = False
         self._reading = asyncio.create_task(self._read(reader))
-        self.episodes: set[int] = set()
-        """Those that have not been left."""
-        self.usable = True
-        """False if it is dead, or has a call that does not end: no new episode."""
+        self.episodes: set[int] = set()  # not left yet
+        self.usable = True  # False: it is dead, or has a call that does not end
 
     @classmethod
     async def start(cls, start: Start) -> Self:
-        """Start a process and wait until the environment is imported.
-
-        Raises:
-            RolloutError: it cannot be imported, or not in time.
-        """
+        """Start a process and wait until the environment is imported; RolloutError: it is not."""
         ours, theirs = socket.socketpair()
         paths = filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])
         try:
@@ -95,11 +85,7 @@ class Worker:
         return worker
 
     async def call(self, request: Request) -> CallResult:
-        """Return the reply to a request of an episode.
-
-        Raises:
-            RolloutError: the call failed, or its process did.
-        """
+        """Return the reply to a request of an episode; RolloutError: it or its process failed."""
         limit = self._start.seconds + GRACE_SECONDS
         reply = await self._ask(request.episode, frame(request), limit, request.call)
         if reply.cause:
@@ -202,21 +188,13 @@ class Episode:
         self._worker, self._number, self._row = worker, number, row
 
     async def reset(self) -> Opening:
-        """Begin the episode.
-
-        Raises:
-            RolloutError: the environment failed.
-        """
+        """Begin the episode; raises as `Worker.call`."""
         reply = await self._worker.call(Request(self._number, "reset", self._row))
         assert reply.opening is not None
         return reply.opening
 
     async def step(self, message: dict[str, Any]) -> Step:
-        """Return the answer to a message of the policy.
-
-        Raises:
-            RolloutError: the environment failed.
-        """
+        """Return the answer to a message of the policy; raises as `Worker.call`."""
         reply = await self._worker.call(Request(self._number, "step", message))
         assert reply.step is not None
         return reply.step
@@ -255,11 +233,7 @@ class EnvironmentHost:
 
     @asynccontextmanager
     async def episode(self, row: dict[str, Any]) -> AsyncIterator[Episode]:
-        """Give an episode of a row; leaving closes it.
-
-        Raises:
-            RolloutError: no worker could be started.
-        """
+        """Give an episode of a row; leaving closes it. RolloutError: no worker could be started."""
         async with self._lock:  # one replacement at a time
             await self._fill()
             worker = min(self._workers, key=lambda w: len(w.episodes))
@@ -276,15 +250,12 @@ class EnvironmentHost:
         self._ended = [w for w in [*self._ended, *unusable] if w.alive]
         self._workers = [w for w in self._workers if w.usable]
         missing = self._number_of_workers - len(self._workers)
-        results = await asyncio.gather(
-            *(self._start_worker() for _ in range(missing)), return_exceptions=True
-        )
+        starts = (Worker.start(self._start) for _ in range(missing))
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        self._workers += [worker for worker in results if isinstance(worker, Worker)]
         for error in results:
-            if error is not None:
+            if isinstance(error, BaseException):
                 raise error
-
-    async def _start_worker(self) -> None:
-        self._workers.append(await Worker.start(self._start))
 
     async def _end(self) -> None:
         await asyncio.gather(*(w.end() for w in [*self._workers, *self._ended]))

@@ -50,10 +50,8 @@ class Start(msgspec.Struct, frozen=True):
 
     path: str
     options: dict[str, Any]
-    seconds: float
-    """Longest time of a call."""
-    characters: int
-    """Longest message that an environment may give."""
+    seconds: float  # longest time of a call
+    characters: int  # longest message that an environment may give
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -70,8 +68,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     episode: int
     opening: Opening | None = None
     step: Step | None = None
-    cause: str = ""
-    """Of a failure, as in `RolloutError`; else empty."""
+    cause: str = ""  # of a failure, as in `RolloutError`
     text: str = ""
     stuck: bool = False
     """True if the call goes on although it was cancelled: its process has to end some day."""
@@ -84,11 +81,6 @@ def frame(message: Start | Request | CallResult) -> bytes:
 
 
 async def receive(stream: asyncio.StreamReader) -> bytes:
-    """Return the MessagePack of the next message.
-
-    Raises:
-        asyncio.IncompleteReadError: the connection was closed.
-        OSError: the connection broke.
-    """
+    """Return the MessagePack of the next message."""
     length = int.from_bytes(await stream.readexactly(4), "little")
     return await stream.readexactly(length)

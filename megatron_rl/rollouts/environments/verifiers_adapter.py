@@ -39,27 +39,21 @@ def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
 
     The verifier `exact` judges those rollouts only that reach a limit before their end.
 
-    Args:
-        name: as in `verifiers:NAME`.
-        options: its configuration.
-
-    Raises:
-        ValueError: it has tasks without end.
+    They are those of `verifiers:name` with this configuration.
     """
     tasks = VerifiersEnvironments(name, options).taskset
     if not tasks.bounded:
         raise ValueError(f"verifiers:{name} has tasks without end: bound it in its configuration")
-    return [_row(name, index, task) for index, task in enumerate(tasks)]
-
-
-def _row(name: str, index: int, task: Any) -> dict[str, Any]:
-    return {
-        # An environment that speaks first has no prompt; the text names the task.
-        "prompt": task.data.prompt_text or f"{name} {index}",
-        "answer": str(getattr(task.data, "answer", "")).strip() or task.key,
-        "kind": "exact",
-        "meta": {"index": index, "key": task.key},
-    }
+    return [
+        {
+            # An environment that speaks first has no prompt; the text names the task.
+            "prompt": task.data.prompt_text or f"{name} {index}",
+            "answer": str(getattr(task.data, "answer", "")).strip() or task.key,
+            "kind": "exact",
+            "meta": {"index": index, "key": task.key},
+        }
+        for index, task in enumerate(tasks)
+    ]
 
 
 class VerifiersEnvironments:
@@ -83,10 +77,6 @@ class VerifiersEnvironments:
         self._tasks: list[Any] = []
         self._rest = iter(self.taskset)
 
-    def make(self) -> "VerifiersEpisode":
-        """Return an environment for one episode."""
-        return VerifiersEpisode(self)
-
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serve the model that the package asks (`context`) and the tools of the environment."""
@@ -107,11 +97,7 @@ class VerifiersEnvironments:
             await runner.cleanup()
 
     def task(self, meta: dict[str, Any]) -> Any:
-        """Return the task that a row names.
-
-        Raises:
-            ValueError: the row has no task of this environment.
-        """
+        """Return the task that a row names."""
         remedy = f"write the rows of verifiers:{self.name} again (`verifiers_adapter.rows`)"
         index = meta.get("index")
         if not isinstance(index, int) or index < 0:
