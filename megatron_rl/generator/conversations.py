@@ -14,21 +14,19 @@ class OrchestratorGoneError(ConnectionError):
     """There was no orchestrator for too long."""
 
 
-class Conversations:
+class Conversations(OrchestratorConnection):
     """Sends and receives in the newest conversation; make and use it in a running event loop.
 
-    Args:
-        endpoint: ZeroMQ address of the orchestrator, or the file that has it.
-        name: of the generator.
-        join: the first message of every conversation.
+    `join` is the first message of every one. What is sent before `begin` belongs to an old one and
+    is dropped.
     """
 
     def __init__(self, endpoint: str | Path, name: str, join: m.Join) -> None:
-        self._endpoint, self._join = endpoint, join
+        self._given, self._join = endpoint, join
         self._loop, self._inbox = asyncio.get_running_loop(), asyncio.Queue[bytes | int]()
         self._newest = self._served = 0
         self._unwelcome_since: float | None = None
-        self._peer = OrchestratorConnection(endpoint, name, self._put, self._renew)
+        super().__init__(endpoint, name, self._put, self._renew)
 
     def _put(self, item: bytes | int) -> None:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, item)
@@ -48,14 +46,6 @@ class Conversations:
         """Note that the answer has come."""
         self._unwelcome_since = None
 
-    def send(self, message: m.Message) -> None:
-        """Send a message; until `begin`, it belongs to an old conversation and is dropped."""
-        self._peer.send(message)
-
-    def send_failed(self, error: str) -> None:
-        """Report the error that ends the role; without a connection it reaches its log alone."""
-        self._peer.send_failed(error)
-
     async def next(self) -> m.AnyMessage | None:
         """Return the next message; None: another conversation has begun, which `begin` opens.
 
@@ -66,7 +56,7 @@ class Conversations:
             try:
                 item = await asyncio.wait_for(self._inbox.get(), _CHECK_SECONDS)
             except TimeoutError:
-                if (error := self._peer.error) is not None:
+                if (error := self.error) is not None:
                     raise OrchestratorGoneError(f"the connection ended: {error}") from error
                 continue
             if isinstance(item, bytes):
@@ -77,18 +67,14 @@ class Conversations:
     @property
     def is_open(self) -> bool:
         """True while the newest conversation is served over a connection."""
-        return self._served == self._newest and self._peer.disconnected_since is None
+        return self._served == self._newest and self.disconnected_since is None
 
     def check(self, seconds: float, key: str) -> None:
         """Raise OrchestratorGoneError if there was no orchestrator for so long (`timeouts.key`)."""
-        since = [self._peer.disconnected_since, self._unwelcome_since]
+        since = [self.disconnected_since, self._unwelcome_since]
         alone = [time.monotonic() - moment for moment in since if moment is not None]
         if alone and max(alone) > seconds:
             raise OrchestratorGoneError(
-                f"no orchestrator at {self._endpoint} for {seconds:g} s (timeouts.{key}): it ended"
+                f"no orchestrator at {self._given} for {seconds:g} s (timeouts.{key}): it ended"
                 " without sending Stop; its own log has the cause"
             )
-
-    async def close(self, seconds: float = 0.0) -> None:
-        """Wait until all messages are delivered, for so long at most, and close the connection."""
-        await asyncio.to_thread(self._peer.close, seconds)

@@ -117,7 +117,9 @@ class Generator:
             raise
         finally:
             # What it has sent is there before the engine is stopped, which takes seconds.
-            closing = asyncio.create_task(self._run.close(self._delivery_seconds))
+            closing = asyncio.create_task(
+                asyncio.to_thread(self._run.close, self._delivery_seconds)
+            )
             await asyncio.sleep(0)
             if engine is not None:
                 engine.stop()

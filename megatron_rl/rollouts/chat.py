@@ -16,6 +16,8 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+"""Schemas in the form of OpenAI's chat interface."""
 SENTINEL, THINKING, RESULT = "Turn7f3a91c0", "Thinking5d02be77", "Result19c4e6a2"
 MARK = "\ufdd0"
 """Stands in a special token's text that a content has, to be encoded as plain text; a noncharacter
@@ -62,7 +64,7 @@ class ChatTemplate:
         self.special_ids = {i for i, token in added.items() if token.special}
         self.call_ends = {i for i, token in added.items() if token.content in CALL_ENDS}
 
-    def check(self, tools: list[dict[str, Any]] | None = None) -> None:
+    def check(self, tools: Tools | None = None) -> None:
         """Try conversations with thinking: with tool calls if there are tools, else of user turns.
 
         Raises `HistoryError` as `History.extend` does.
@@ -91,11 +93,7 @@ class ChatTemplate:
                     )
 
     def text(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        opened: bool = True,
+        self, messages: list[Message], tools: Tools | None = None, *, opened: bool = True
     ) -> str:
         """Return the template's text of a conversation, with `MARK` in contents' special tokens.
 
@@ -156,16 +154,12 @@ class History:
     """
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
+        self, template: ChatTemplate, messages: list[Message], tools: Tools | None = None
     ) -> None:
         self.template, self.tools = template, tools
         self.messages = list(messages)
         self.prompt = template.encode_opened(template.text(messages, tools))
-        self._shown = list(messages)
-        """As the template takes them: a turn that it refuses is there as its text alone."""
+        self._shown = list(messages)  # a turn that the template refuses is its text alone
         self._last: int | None = None
         self._open = True
 

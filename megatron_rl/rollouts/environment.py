@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.config import RunConfig
-from megatron_rl.rollouts.chat import ChatTemplate
+from megatron_rl.rollouts.chat import ChatTemplate, Tools
 from megatron_rl.rollouts.environments.host import EnvironmentHost
 from megatron_rl.rollouts.rollout import Rollout, RolloutPolicy, RolloutPrompt
 from megatron_rl.rollouts.tool_calls import CallParser
@@ -24,7 +24,7 @@ class EnvironmentRollouts(EnvironmentHost):
     def __init__(self, config: RunConfig, task: str, tokenizer: Any) -> None:
         settings, self._rollout = config.tasks[task], config.rollout
         path, options = settings.environment, settings.environment_options
-        tools: list[dict[str, Any]] = []
+        tools: Tools = []
         if settings.rollout == "tools":
             sandbox = config.verifier.sandbox.model_dump(mode="json")
             # A token is at least one character; the last ones say how much was cut.

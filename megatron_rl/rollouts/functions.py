@@ -7,9 +7,6 @@ from megatron_rl.config import RunConfig
 from megatron_rl.import_path import imported
 from megatron_rl.rollouts.rollout import Rollout, RolloutFunction, RolloutPolicy, RolloutPrompt
 
-ENVIRONMENTS = ("tools", "environment")
-AGENT = "agent"
-
 
 async def single_turn(prompt: RolloutPrompt, policy: RolloutPolicy) -> Rollout:
     """Sample one turn, as ScaleRL does; go on with what another engine had begun."""
@@ -33,12 +30,12 @@ async def rollout_function(
     if task not in config.tasks or config.tasks[task].is_single_turn:
         return single_turn
     name = config.tasks[task].rollout
-    if name in ENVIRONMENTS:
+    if name in ("tools", "environment"):
         from megatron_rl.rollouts.environment import EnvironmentRollouts
 
         return await stack.enter_async_context(EnvironmentRollouts(config, task, tokenizer))
     key = config.task_key(task)
-    if name == AGENT:
+    if name == "agent":
         from megatron_rl.rollouts.endpoint.agent import AgentRollout
         from megatron_rl.rollouts.endpoint.server import Endpoint
 

@@ -13,14 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_rl.messages import (
-    Partial,
-    Segment,
-    TurnLimits,
-    VersionSpan,
-    sequence_ranges,
-    turn_ranges,
-)
+from megatron_rl import messages as m
 from megatron_rl.models.routed_experts import RoutedExperts
 from megatron_rl.rewards import Verdict
 from megatron_rl.rollouts.interruption import Completion, extend_spans
@@ -46,16 +39,16 @@ class RolloutPrompt:
 
     token_ids: list[int]
     """The question under the model's chat template, without tools; it opens the policy's turn."""
-    limits: TurnLimits  # of each turn
+    limits: m.TurnLimits  # of each turn
     task: str = ""
     """Name of the task, which has the settings of the rollout (`tasks.<name>` of the run)."""
     row: dict[str, Any] = field(default_factory=dict)
     """`messages` (the turns of the question), `gold` and `meta`; empty for a single turn."""
     evaluation: bool = False
     """True if nothing of it is trained."""
-    begun: Partial | None = None
+    begun: m.Partial | None = None
     """A single turn that another engine had begun."""
-    grown: Callable[[int, Partial], None] | None = None
+    grown: Callable[[int, m.Partial], None] | None = None
     """Takes what a single turn has grown by, now and then."""
 
 
@@ -86,10 +79,10 @@ class RolloutPolicy:
     async def generate(
         self,
         token_ids: list[int],
-        limits: TurnLimits,
+        limits: m.TurnLimits,
         *,
-        begun: Partial | None = None,
-        grown: Callable[[int, Partial], None] | None = None,
+        begun: m.Partial | None = None,
+        grown: Callable[[int, m.Partial], None] | None = None,
     ) -> Completion:
         """Sample one turn after these tokens, under the interruption rule.
 
@@ -120,9 +113,9 @@ class Rollout:
     """All tokens after the question's prompt; those of a `prompt` segment are among them."""
     logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token at sampling time; 0.0 for tokens that were not sampled."""
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: list[m.VersionSpan] = field(default_factory=list)
     """Weight versions, without gaps; tokens that were not sampled belong to a neighbor's."""
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[m.Segment] = field(default_factory=list)
     """Origins, without gaps."""
     finish_reason: Literal["", "stop", "length"] = ""
     """`length`: a budget of tokens or turns was used up."""
@@ -138,7 +131,7 @@ class Rollout:
     @property
     def turns(self) -> int:
         """Number of the policy's turns."""
-        return len(turn_ranges(self.segments))
+        return len(m.turn_ranges(self.segments))
 
     def prompt(self, token_ids: Sequence[int]) -> None:
         """Begin a sequence of its own: what follows is sampled after these tokens alone."""
@@ -155,7 +148,7 @@ class Rollout:
         parts: tuple[tuple[Any, int, int], ...] = (("sampled", 0, length),)
         if end:
             parts = ("sampled", 0, first), ("forced", first, end), ("sampled", end, length)
-        self.segments += [Segment(k, offset + a, offset + b) for k, a, b in parts if a < b]
+        self.segments += [m.Segment(k, offset + a, offset + b) for k, a, b in parts if a < b]
         self.token_ids += turn.token_ids
         self.logprobs += turn.logprobs
         for span in turn.spans:
@@ -163,7 +156,7 @@ class Rollout:
             extend_spans(self.spans, span.version, begin, offset + span.end)
         self.finish_reason = turn.finish_reason  # type: ignore[assignment]
         if (routes_NLK := turn.routes_NLK) is not None:
-            if len(self.routes) < len(sequence_ranges(self.segments)):
+            if len(self.routes) < len(m.sequence_ranges(self.segments)):
                 self.routes.append(routes_NLK[:0])
             held = self.routes[-1]
             self.routes[-1] = np.concatenate([held, routes_NLK[len(held) :]])
@@ -174,6 +167,6 @@ class Rollout:
         start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
-        self.segments.append(Segment(kind, start, end))
+        self.segments.append(m.Segment(kind, start, end))
         if self.spans:
             extend_spans(self.spans, self.spans[-1].version, start, end)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.rollouts.chat import Message
+from megatron_rl.rollouts.chat import Message, Tools
 
 
 class CallParser:
@@ -18,15 +18,10 @@ class CallParser:
         self._loaded: dict[bytes, tuple[Any, Any]] = {}
         """Parser and request of vLLM, by the tools, which are mostly the same."""
 
-    def __call__(self, token_ids: list[int], tools: list[dict[str, Any]] | None) -> Message:
+    def __call__(self, token_ids: list[int], tools: Tools | None) -> Message:
         """Return the message of a turn; calls that the parser cannot read stay in the content.
 
-        Args:
-            token_ids: as sampled.
-            tools: schemas in the form of OpenAI's chat interface.
-
-        Raises:
-            ValueError: vLLM has no such parser, or it has it for its server alone.
+        ValueError: vLLM has no such parser, or it has it for its server alone.
         """
         decode, calls, content = self._tokenizer.decode, [], None
         if tools:
@@ -48,7 +43,7 @@ class CallParser:
             ],
         }
 
-    def _parsed(self, text: str, tools: list[dict[str, Any]]) -> Any:
+    def _parsed(self, text: str, tools: Tools) -> Any:
         key = msgspec.json.encode(tools)
         if key not in self._loaded:
             self._loaded[key] = self._load(tools)
@@ -61,7 +56,7 @@ class CallParser:
                 f"rollout.tool_parser is {self._name!r}: vLLM's parser of this name reads no text"
             ) from e
 
-    def _load(self, tools: list[dict[str, Any]]) -> tuple[Any, Any]:
+    def _load(self, tools: Tools) -> tuple[Any, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 

@@ -1,19 +1,18 @@
 """Rollouts of several turns: the policy speaks, something answers, until one of them ends it."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
 from megatron_rl.rewards import Outcome, Verdict
-from megatron_rl.rollouts.chat import ChatTemplate, History, Message
+from megatron_rl.rollouts.chat import ChatTemplate, History, Message, Tools
 from megatron_rl.rollouts.environments.protocol import Step
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
 
 
 async def converse(
     messages: list[Message],
-    tools: list[dict[str, Any]],
+    tools: Tools,
     *,
     policy: RolloutPolicy,
     limits: TurnLimits,

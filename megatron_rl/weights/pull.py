@@ -206,8 +206,6 @@ class Pull:
         now = time.monotonic()
         return max(0.0, min([*(peer.look_at for peer in self._peers), now + _LONGEST_LOOK]) - now)
 
-    # ------------------------------------------------------------ headers
-
     def _look(self, peer: Peer) -> None:
         now = time.monotonic()
         if peer.looking is not None:
@@ -226,8 +224,6 @@ class Pull:
             raise SourceFailedError(
                 peer.source, f"no sign of life for {self._peer_seconds:g} s (timeouts.peer_seconds)"
             )
-
-    # ------------------------------------------------------------ buckets
 
     def _start_reads(self, peer: Peer) -> None:
         if peer.header is None:

@@ -43,23 +43,21 @@ REJOIN_MARGIN = 5.0
 _STOP_SECONDS = 1.0  # for the reads of a version that is dropped
 OTHER_LAYOUT = 75
 """Exit status of a process that has memory for versions of other buckets than those that come."""
+_Inbox = queue.Queue[bytes | None]
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of a store process."""
 
-    name: str
-    """Socket identity, `store-<node>` or `trainer-store-<node>`."""
+    name: str  # socket identity, `store-<node>` or `trainer-store-<node>`
     node: str
-    endpoint: str
-    """ZeroMQ address of the orchestrator, or the file that has it."""
+    endpoint: str  # ZeroMQ address of the orchestrator, or the file that has it
     folder: str
     """Of the store; on a trainer's node the root, with a store per rank in `<folder>/<rank>`."""
     transfer_seconds: float
     peer_seconds: float
     shutdown_seconds: float
-    rejoin_seconds: float
-    """Wait for an orchestrator, at the start and when its connection is closed."""
+    rejoin_seconds: float  # wait for an orchestrator, at the start and without a connection
     serves_trainer: bool = False
     parent: int = 0
     """Id of the process with which it ends; 0: that which is its parent when it has started."""
@@ -237,7 +235,7 @@ def main(text: str) -> None:
             signal.signal(number, signal.SIG_IGN)
     hold(Path(spec.folder))
     # A SimpleQueue may wait for ever: Python 3.12 passes a negative time-out on.
-    inbox: queue.Queue[bytes | None] = queue.Queue()
+    inbox = _Inbox()
     endpoint = spec.endpoint if "://" in spec.endpoint else Path(spec.endpoint)
     orchestrator = OrchestratorConnection(endpoint, spec.name, inbox.put, lambda: inbox.put(None))
     delivery_seconds = 0.0

@@ -55,7 +55,8 @@ class FakeEngine:
     made: list[FakeEngine] = []
     fails_to_start = False
     hangs = False
-    routes = tokenizer = None
+    routes = tokenizer = interruption = None
+    max_tokens = 2000
     cores = ()
 
     def __init__(self, config, index, model_dir):

@@ -7,38 +7,24 @@ from pydantic import ValidationError
 
 PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_ONLY_NULL = (
+    *("allowed_token_ids", "chat_template", "documents", "function_call", "prompt_logprobs"),
+    *("structured_outputs", "thinking_token_budget", "truncate_prompt_tokens"),
+)
+_ZERO = ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_logprobs")
+_FALSE = ("continue_final_message", "echo", "ignore_eos", "logprobs", "use_beam_search")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ONLY_NULL, ()),
+    **dict.fromkeys(_ZERO, (0,)),
+    **dict.fromkeys(_FALSE, (False,)),
+    **dict.fromkeys(("n", "repetition_penalty", "top_p"), (1,)),
+    **dict.fromkeys(("bad_words", "functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
     "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": (),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": (),
-    "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
     "tool_choice": ("auto",),
     "top_k": (-1, 0),
-    "top_logprobs": (0,),
-    "top_p": (1,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
 """Parameters that would change what is sampled or shown, and their values that do not; null is
 always one."""

@@ -6,13 +6,12 @@ request that continues the conversation is appended to the exact ids of the turn
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_rl.config.rollout_settings import RolloutSettings
 from megatron_rl.messages import TurnLimits
-from megatron_rl.rollouts.chat import ChatTemplate, History, HistoryError
+from megatron_rl.rollouts.chat import ChatTemplate, History, HistoryError, Message, Tools
 from megatron_rl.rollouts.endpoint.chat_requests import RequestRefused, comparable, for_template
 from megatron_rl.rollouts.rollout import Rollout, RolloutError, RolloutPolicy
 from megatron_rl.rollouts.tool_calls import CallParser
@@ -49,9 +48,9 @@ class Session:
         self._policy, self._limits, self._settings = policy, limits, settings
         self._template = ChatTemplate(policy.tokenizer, settings.history, think_start)
         self._history: History | None = None
-        self._known: list[dict[str, Any]] = []
-        self._asked: list[dict[str, Any]] = []
-        self._tools: list[dict[str, Any]] | None = None
+        self._known: list[Message] = []
+        self._asked: list[Message] = []
+        self._tools: Tools | None = None
         self._parser = CallParser(settings.tool_parser, policy.tokenizer)
         self._context: list[int] = []
         self._new: tuple[bool, list[int]] = (False, [])
@@ -61,10 +60,7 @@ class Session:
         self._working: set[asyncio.Task[Any]] = set()
 
     async def complete(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        longest: int | None = None,
+        self, messages: list[Message], tools: Tools | None = None, longest: int | None = None
     ) -> PolicyAnswer:
         """Answer with a turn of the policy to messages that `chat_requests.check` has passed.
 
@@ -96,10 +92,7 @@ class Session:
             task.cancel()
 
     async def _complete(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        longest: int | None,
+        self, messages: list[Message], tools: Tools | None, longest: int | None
     ) -> PolicyAnswer:
         if self._closed or self.failure is not None:
             reason = f": {self.failure}" if self.failure else ""
@@ -117,7 +110,12 @@ class Session:
             self._take(messages, compared, tools)
         begins, new = self._new
         context = new if begins else self._context + new
-        limits = self._within(wanted, len(context))
+        space = self._policy.max_tokens - 1 - self._policy.forced_tokens - len(context)
+        if (limits := fitting(wanted, space)) is None:
+            self._use_up(
+                f"the longest sequence of {self._policy.max_tokens} tokens (rollout.max_tokens);"
+                f" the conversation has {len(context)}"
+            )
         turn = await self._policy.generate(context, limits)
         if self._closed:
             raise RequestRefused(f"session {self.id} has ended")
@@ -135,12 +133,7 @@ class Session:
         self._reply = PolicyAnswer(message, reason, len(context), len(turn.token_ids))
         return self._reply
 
-    def _take(
-        self,
-        messages: Sequence[dict[str, Any]],
-        compared: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-    ) -> None:
+    def _take(self, messages: list[Message], compared: list[Message], tools: Tools | None) -> None:
         """Take new messages: a continuation, or a conversation of its own."""
         known, history = self._known, self._history
         count = len(known)
@@ -163,16 +156,6 @@ class Session:
             self.failure = RolloutError("history", f"session {self.id}: {e}")
             raise RequestRefused(str(e)) from e
         self._tools, self._asked, self._reply = tools, compared, None
-
-    def _within(self, limits: TurnLimits, context: int) -> TurnLimits:
-        """Return the limits of a turn after so many tokens."""
-        space = self._policy.max_tokens - 1 - self._policy.forced_tokens - context
-        if (own := fitting(limits, space)) is None:
-            self._use_up(
-                f"the longest sequence of {self._policy.max_tokens} tokens (rollout.max_tokens);"
-                f" the conversation has {context}"
-            )
-        return own
 
     def _use_up(self, what: str) -> NoReturn:
         self.used_up = True
