@@ -28,12 +28,7 @@ from megatron_rl.generator import engine_health, vllm_args
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.engine_requests import EngineRequests
 from megatron_rl.generator.expert_capture import RequestRoutes
-from megatron_rl.generator.vllm_sampling import (
-    ONLY_AT_THE_END,
-    request_seed,
-    sampling,
-    scoring,
-)
+from megatron_rl.generator.vllm_sampling import ONLY_AT_THE_END, request_seed, sampling, scoring
 from megatron_rl.messages import Manifest, Partial, WeightsUpdated
 from megatron_rl.models import architecture
 from megatron_rl.models.routed_experts import check_experts
@@ -335,11 +330,9 @@ class Engine:
         )
 
     async def check_alive(self, seconds: float) -> None:
-        """Check that the engine's core answers a cheap call.
+        """Check that the engine's core answers a cheap call; RuntimeError: it must be ended.
 
-        Raises:
-            RuntimeError: it did not within `seconds`, and no work explains it (`engine_health`); a
-                process of it is gone; or a swap failed. The engine must be ended.
+        It did not answer and no work explains it, a process of it is gone, or a swap failed.
         """
         if self._failed.done():
             raise RuntimeError(self._failed.result())

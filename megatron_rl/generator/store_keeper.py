@@ -14,13 +14,7 @@ from pathlib import Path
 
 from megatron_rl.config import RunConfig
 from megatron_rl.weights.manifest import WeightsError, checksum
-from megatron_rl.weights.store import (
-    FOLDER_PREFIX,
-    SHARED_MEMORY,
-    hold,
-    node_name,
-    remove_unused,
-)
+from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, hold, node_name, remove_unused
 from megatron_rl.weights.store_process import OTHER_LAYOUT, StoreSpec, start
 
 CHECK_SECONDS = 0.2  # between two calls of `StoreKeeper.check`
@@ -38,11 +32,7 @@ def sees_trainer_stores(config: RunConfig, trainer_node: str) -> bool:
 
 
 def store_spec(config: RunConfig, node: str, endpoint: str | Path) -> StoreSpec:
-    """Return the arguments of the store process of a node in a run.
-
-    They are the same over restarts of the trainer; `endpoint` is the orchestrator's, or the file
-    that has it.
-    """
+    """Return the arguments of a node's store process: the same over restarts of the trainer."""
     name = checksum(f"{config.output_dir.absolute()} {node}".encode())[:16]
     return StoreSpec(
         name=f"store-{node}",
@@ -69,11 +59,7 @@ class StoreKeeper:
         self.check()
 
     def check(self) -> None:
-        """Start the process if no generator of the node has it, or if it was killed.
-
-        Raises:
-            WeightsError: it failed, or was killed too often.
-        """
+        """Start the process if no generator has it, or it was killed; WeightsError: it failed."""
         if self._process is None:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

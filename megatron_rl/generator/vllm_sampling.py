@@ -79,10 +79,7 @@ class RequestTokens:
         )
 
     def _versions(self) -> Any:
-        """Return the versions of the tokens so far, these and maybe more.
-
-        Only a request's last output has them; until then vLLM keeps them here, token by token.
-        """
+        """Return the versions of the tokens so far; only a request's last output has them."""
         (request,) = self._processor.external_req_ids.get(self._request_id, [None])
         state = self._processor.request_states.get(request)
         return None if state is None else state._weight_version_spans()

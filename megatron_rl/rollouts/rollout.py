@@ -53,13 +53,10 @@ class RolloutPrompt:
 
 
 class RolloutPolicy:
-    """The policy of one rollout, by the engine of this process.
+    """The policy of one rollout, by the engine of this process (`generator.engine.Engine`).
 
-    Args:
-        engine: `generator.engine.Engine`.
-        temperature: of sampling.
-        name: of the rollout in the run, from which the noise of its turns follows; empty: any.
-        count_running: is told +1 when a turn begins to be decoded, -1 at its end.
+    `name` is that of the rollout in the run, from which the noise of its turns follows; empty: any
+    noise. `count_running` is told +1 when a turn begins to be decoded, -1 at its end.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class RolloutPolicy:
         begun: m.Partial | None = None,
         grown: Callable[[int, m.Partial], None] | None = None,
     ) -> Completion:
-        """Sample one turn after these tokens, under the interruption rule.
-
-        Raises:
-            ValueError: tokens and limits exceed `max_tokens`, or `begun` cannot be continued.
-        """
+        """Sample one turn after these tokens, under the interruption rule (`Engine.complete`)."""
         name = self._name + (f" turn {self._turns}" if self._name and self._turns else "")
         self._turns += 1
         self._count_running(+1)

@@ -55,11 +55,8 @@ class Tool:
 class ToolEnvironment:
     """One episode with tools; the verifier of the task judges its last turn.
 
-    Args:
-        tools: `python`, or import paths `package.module:function`; the calls of one turn run at the
-            same time, in threads.
-        sandbox: settings of `python`, as `verifier.sandbox`.
-        output_characters: longest output of `python`; what is more is cut.
+    Its `tools` are `python`, with the `sandbox` of the verifiers and its output cut to so many
+    characters, or import paths `package.module:function`; calls of one turn run at the same time.
     """
 
     def __init__(self, tools: list[str], sandbox: dict[str, Any], output_characters: int) -> None:

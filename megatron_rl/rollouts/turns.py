@@ -26,10 +26,8 @@ async def converse(
     A turn that reaches its limits, `rollout.max_turns` or the longest sequence ends the rollout as
     truncated, with the rewards that it has by then.
 
-    Raises:
-        RolloutError: the reply failed or is longer than `rollout.tool_result_tokens`, or the
-            question with its tools leaves no space for a turn.
-        HistoryError: the chat template does not keep the history.
+    RolloutError: the reply failed or is longer than `rollout.tool_result_tokens`, or the question
+    with its tools leaves no space; HistoryError: the chat template does not keep the history.
     """
     history, rollout = History(template, messages, tools), Rollout()
     add, new, context = rollout.prompt, history.prompt, list(history.prompt)

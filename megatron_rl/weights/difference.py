@@ -64,11 +64,7 @@ def _bridged(positions: Tensor) -> Tensor:
 
 
 def apply(bucket: Bytes, difference: Bytes) -> None:
-    """Change a bucket in place.
-
-    Raises:
-        ValueError: not a difference of a bucket of this size; the bucket may be spoiled.
-    """
+    """Change a bucket in place; ValueError: not a difference of its size, it may be spoiled."""
     count = int(difference[:_COUNT_BYTES].view(np.int64)[0]) if difference.size >= 8 else -1
     if count < 0 or difference.size != _COUNT_BYTES + 4 * count:
         raise ValueError(f"{difference.size} bytes are not a difference of {count} words")

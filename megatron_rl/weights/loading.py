@@ -44,9 +44,7 @@ class NodeStores:
         """Return the stores and the numbers of their buckets; map what is new, unmap what is old.
 
         The store in `folder` has all buckets; empty: those of the trainer's ranks are taken.
-
-        Raises:
-            WeightsError: no store is there, or one of another model.
+        WeightsError: no store is there, or one of another model.
         """
         owners = _owners(manifest, folder)
         known = self._known.items()
@@ -83,9 +81,7 @@ class NodeStores:
         """Hold a version that is complete and has the right checksums, until it is loaded.
 
         A store process compared them when the bytes arrived; others are compared here.
-
-        Raises:
-            WeightsError: it is missing, torn or replaced by a newer one.
+        WeightsError: it is missing, torn or replaced by a newer one.
         """
         with ExitStack() as locks:
             for store, numbers in self.map(manifest, folder):

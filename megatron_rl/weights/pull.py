@@ -184,8 +184,7 @@ class Pull:
     def advance(self) -> float:
         """Start and finish reads; return the seconds until something may have changed.
 
-        Raises:
-            SourceFailedError: this source is not used any more; `use` names others.
+        SourceFailedError: this source is not used any more; `use` names others.
         """
         now = time.monotonic()
         if (still := now - self._advanced_at - self._peer_seconds / _ROUNDS) > 0:

@@ -168,11 +168,7 @@ class Store:
 
     @contextmanager
     def locked(self, slot: int, *, write: bool, seconds: float) -> Iterator[None]:
-        """Hold the lock of a slot, shared by readers.
-
-        Raises:
-            WeightsError: another process holds it for too long.
-        """
+        """Hold the lock of a slot, shared by readers; WeightsError: another has it for too long."""
         path = self.folder / f"slot{slot}"
         kind = fcntl.LOCK_EX if write else fcntl.LOCK_SH
         deadline = time.monotonic() + seconds

@@ -99,11 +99,7 @@ class StoreProcess:
         self._send(m.Hello(role=role, rank=-1, version=-1, node=spec.node, folder=spec.folder))
 
     def run(self) -> None:
-        """Serve until the orchestrator says Stop, or the parent is gone.
-
-        Raises:
-            WeightsError: no orchestrator, or a version that did not come in time.
-        """
+        """Serve until Stop, or the parent is gone; WeightsError: no orchestrator or version."""
         parent, pause = self._spec.parent or os.getppid(), 0.0
         while os.getppid() == parent:
             try:

@@ -46,11 +46,7 @@ def parsed(content: bytes) -> dict[str, Any]:
 
 
 def check(body: dict[str, Any], temperature: float) -> int | None:
-    """Return the longest answer that a request asks for; None: it does not say.
-
-    Raises:
-        RequestRefused: it is no request of the chat API, or contradicts the run.
-    """
+    """Return the longest answer that a request asks for, or None; RequestRefused: a wrong one."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.exceptions import VLLMClientError
 

@@ -65,11 +65,8 @@ class Session:
         """Answer with a turn of the policy to messages that `chat_requests.check` has passed.
 
         It has at most `longest` tokens, a forced phrase not counted. The last request once more
-        gets the answer that it had: its client had lost it.
-
-        Raises:
-            RequestRefused: the session has ended, nothing is left of its budgets, or the messages
-                do not continue the conversation and `rollout.history` is `refuse`.
+        gets the answer that it had: its client had lost it. RequestRefused: the session has ended,
+        nothing is left of its budgets, or the messages do not continue and history is `refuse`.
         """
         task = asyncio.current_task()
         assert task is not None

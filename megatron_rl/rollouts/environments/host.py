@@ -203,11 +203,8 @@ class Episode:
 class EnvironmentHost:
     """The worker processes of an environment: `async with EnvironmentHost(...) as host: ...`.
 
-    Args:
-        path: `package.module:Class`, or `verifiers:NAME` for one of that package.
-        options: arguments of the class, or configuration of the package's environment.
-        settings: `workers` processes, `environment_seconds` for each call and
-            `tool_result_tokens` for each message.
+    `path` is `package.module:Class`, with `options` as arguments, or `verifiers:NAME` for one of
+    that package, with its configuration.
     """
 
     def __init__(self, path: str, options: dict[str, Any], settings: RolloutSettings) -> None:

@@ -35,11 +35,9 @@ Request = tuple[dict[str, Any], "asyncio.Future[dict[str, Any]]"]
 
 
 def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an environment's own tasks as rows of a data set, for a file of JSON Lines.
+    """Return the tasks of `verifiers:name` as rows of a data set, for a file of JSON Lines.
 
     The verifier `exact` judges those rollouts only that reach a limit before their end.
-
-    They are those of `verifiers:name` with this configuration.
     """
     tasks = VerifiersEnvironments(name, options).taskset
     if not tasks.bounded:
@@ -59,9 +57,7 @@ def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
 class VerifiersEnvironments:
     """An environment of the package, with what the episodes of a worker share.
 
-    Args:
-        name: of an installed taskset (`gsm8k-v1`), or a module with one (`package.module`).
-        options: configuration of the environment.
+    `name` is that of an installed taskset (`gsm8k-v1`), or a module with one (`package.module`).
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
