@@ -147,7 +147,11 @@ def generator_python(config: RunConfig) -> str | None:
 
 
 def run_generator_rank(config: RunConfig, rank: int, store: Any) -> None:
-    """Keep the engine of a generator rank running, in the generators' interpreter (`supervise`)."""
+    """Keep the engine of a generator rank running, in the generators' interpreter (`supervise`).
+
+    Raises:
+        ConfigError: the interpreter is not an executable file.
+    """
     # Compare paths, not link targets: a virtual environment's python is a link to another's.
     python, environment = generator_python(config) or sys.executable, dict(os.environ)
     if python != sys.executable:

@@ -90,7 +90,11 @@ class OrchestratorConnection:
             self.send(m.Failed(error=error))
 
     def receive(self, seconds: float) -> m.AnyMessage | None:
-        """Return the next message, None after so many seconds, or raise as `send`."""
+        """Return the next message, None after so many seconds, or raise as `send`.
+
+        Raises:
+            ConnectionError: the connection's thread has ended.
+        """
         try:
             data = self._waiting.get(timeout=seconds) if seconds > 0 else self._waiting.get_nowait()
         except queue.Empty:

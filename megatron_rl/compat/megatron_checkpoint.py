@@ -118,7 +118,11 @@ class Save:
         self._writer.write_buckets = None
 
     def write(self) -> tuple[list[Path], list[Any]]:
-        """Write this rank's files; return them, and the results that rank 0 needs to `finish`."""
+        """Write this rank's files; return them, and the results that rank 0 needs to `finish`.
+
+        Raises:
+            OSError: a file could not be written.
+        """
         writer, results = self._writer, list[Any]()
         for number, file in enumerate(self._files):
             options = {"results_queue": None, "count_queue": None, "use_fsync": True}

@@ -77,7 +77,11 @@ class UpstreamFix:
 
 
 def check(fixes: Iterable[UpstreamFix]) -> None:
-    """Check that the releases that are imported are supported, without importing them."""
+    """Check that the releases that are imported are supported, without importing them.
+
+    Raises:
+        UnsupportedVersionError: one is not; names release, fault and remedy.
+    """
     for fix in fixes:
         fix.state()
 

@@ -47,7 +47,11 @@ class Conversations(OrchestratorConnection):
         self._unwelcome_since = None
 
     async def next(self) -> m.AnyMessage | None:
-        """Return the next message; None: another conversation has begun, which `begin` opens."""
+        """Return the next message; None: another conversation has begun, which `begin` opens.
+
+        Raises:
+            OrchestratorGoneError: the connection's thread has ended.
+        """
         while True:
             try:
                 item = await asyncio.wait_for(self._inbox.get(), _CHECK_SECONDS)

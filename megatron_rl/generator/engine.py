@@ -99,7 +99,11 @@ class Engine:
             self.routes.forget(request_id)
 
     async def prepare(self) -> None:
-        """Check the head, label the start version, open the weight transfer; before all else."""
+        """Check the head, label the start version, open the weight transfer; before all else.
+
+        Raises:
+            RuntimeError: a worker computes other logits than the configuration says.
+        """
         await self.check_head()
         await self._llm.init_weight_transfer_engine(transfer.WeightTransferInitRequest())
         await self._llm.update_weight_version(str(self.version))

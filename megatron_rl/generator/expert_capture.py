@@ -37,7 +37,11 @@ class RequestRoutes:
         self._forgotten: list[str] = []
 
     async def prepare(self) -> None:
-        """Start the capture, before the first request."""
+        """Start the capture, before the first request.
+
+        Raises:
+            RuntimeError: vLLM has experts in other layers.
+        """
         if returned_by_vllm():
             return
         (layers, *_) = await self._llm.collective_rpc("capture_routes")

@@ -41,7 +41,10 @@ class RolloutCalls:
     async def answer(self, request: m.Generate, index: int, limits: m.TurnLimits) -> int:
         """Make one completion and send it, or that it failed; return the tokens that it took.
 
-        Raises as `rollout_function`; ValueError: the engine takes no sequence of this length.
+        Raises:
+            RolloutError: what the rollout function needs cannot be started.
+            ValueError: the task has no such rollout function, or the engine takes no sequence of
+                this length.
         """
         name, begun, grown = "", request.begun.get(index), None
         if self.config.schedule.mode == "synchronous":  # other modes can promise nothing

@@ -224,7 +224,12 @@ class Generator:
             await asyncio.wait(self._works)
 
     def work(self, message: m.Message) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that answer a message."""
+        """Return the coroutines that answer a message.
+
+        Raises:
+            TypeError: a message that a generator does not answer.
+            ValueError: a temperature other than the run's.
+        """
         match message:
             case m.Generate():
                 expected = self._config.generation.temperature

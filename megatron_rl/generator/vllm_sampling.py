@@ -57,7 +57,11 @@ class RequestTokens:
         self._processor, self._request_id, self._count = llm.output_processor, request_id, 0
 
     def of(self, output: RequestOutput) -> SampledTokens:
-        """Return the tokens of the next output."""
+        """Return the tokens of the next output.
+
+        Raises:
+            RuntimeError: the log-probs are not those of the tokens.
+        """
         (part,) = output.outputs
         start = self._count
         self._count = end = start + len(part.token_ids)

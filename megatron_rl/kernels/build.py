@@ -98,7 +98,11 @@ def _compile_cuda(nvcc: str, out: Path) -> str:
 
 
 def build(out: Path, *, cuda: bool) -> Path:
-    """Build the library, with the CUDA kernels or without, and put it at `out` when it is done."""
+    """Build the library, with the CUDA kernels or without, and put it at `out` when it is done.
+
+    Raises:
+        BuildError: no compiler, no torch headers, or a compiler error (with its text).
+    """
     compiler, torch_root, nvcc = _compiler(), _torch_directory(), find_nvcc()
     if cuda and nvcc is None:
         raise BuildError("no CUDA compiler: nvcc is not on PATH nor in CUDA_HOME")
@@ -134,7 +138,11 @@ def build(out: Path, *, cuda: bool) -> Path:
 
 
 def wants_cuda() -> bool:
-    """Return True if an installation gets the CUDA code: `MEGATRON_RL_BUILD_CUDA`, else by nvcc."""
+    """Return True if an installation gets the CUDA code: `MEGATRON_RL_BUILD_CUDA`, else by nvcc.
+
+    Raises:
+        BuildError: the variable is neither 0 nor 1.
+    """
     chosen = os.environ.get("MEGATRON_RL_BUILD_CUDA", "")
     if chosen not in ("", "0", "1"):
         raise BuildError(
@@ -148,6 +156,9 @@ def build_for_install(directory: Path) -> Path | None:
 
     A library of the same sources next to this file is copied. Returns None where the tools are
     missing, unless `MEGATRON_RL_BUILD_CUDA` requires the CUDA code.
+
+    Raises:
+        BuildError: `MEGATRON_RL_BUILD_CUDA` requires the CUDA code, and it can't be built.
     """
     cuda = wants_cuda()
     target = directory / library_name(cuda)
@@ -172,6 +183,9 @@ def find_or_build(*, cuda: bool) -> Path:
     """Return the library of these sources: installed, cached, or built now under a file lock.
 
     `cuda` requires the CUDA code; else a library with or without it serves.
+
+    Raises:
+        BuildError: there is none and it can't be built.
     """
     names = [library_name(True)] if cuda else [library_name(False), library_name(True)]
     for path in [d / n for d in (INSTALLED, cache_directory()) for n in names]:

@@ -169,6 +169,9 @@ def linear_loss(
             this call, no [V, H] buffer is kept until backward, and backward checks the value. Under
             `torch.no_grad` main_grad does not change.
         settings: see `HeadSettings`.
+
+    Raises:
+        ValueError: shapes, types or settings that don't fit together.
     """
     # An operator with an autograd formula can't add to main_grad; compiled code has no hooks.
     functional = torch.compiler.is_compiling() or _main_grad(weight_VH) is None

@@ -123,7 +123,11 @@ def load() -> KernelLibrary:
 
 
 def cpu_kernel(library: KernelLibrary) -> str:
-    """Return the kind of bf16 products on CPU: `MEGATRON_RL_CPU_KERNEL`, else the fastest."""
+    """Return the kind of bf16 products on CPU: `MEGATRON_RL_CPU_KERNEL`, else the fastest.
+
+    Raises:
+        ValueError: the variable names a kind that doesn't exist or that can't run here.
+    """
     kind = os.environ.get("MEGATRON_RL_CPU_KERNEL")
     if not kind:
         return library.cpu_kernel

@@ -30,7 +30,11 @@ def add_arguments(parser: Parser) -> Parser:
 
 
 def extend(parser: Parser) -> Parser:
-    """Add the plug-in's arguments before Megatron reads its own; refuse what RL cannot have."""
+    """Add the plug-in's arguments before Megatron reads its own; refuse what RL cannot have.
+
+    Raises:
+        ConfigError: names the arguments of this process that do not fit (`flags.refuse`).
+    """
     add_arguments(parser)
     flags.set_defaults(parser)
     flags.refuse(parser, sys.argv[1:])
@@ -43,7 +47,11 @@ def peek(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(own: argparse.Namespace, extra: list[str]) -> RunConfig:
-    """Return the configuration of the file, with `--rl-set` and then dotted options on top."""
+    """Return the configuration of the file, with `--rl-set` and then dotted options on top.
+
+    Raises:
+        ConfigError: as `load_config` does, or a `--rl-set` without "=".
+    """
     for item in own.rl_set:
         if "=" not in item:
             raise ConfigError(f"--rl-set {item}: expected KEY=VALUE, as schedule.max_lag_steps=4")
@@ -70,6 +78,9 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
     """Return the keys that Megatron's arguments decide, as dotted options.
 
     Without `--eval-interval`, evaluations are at the start and the end; Megatron needs a number.
+
+    Raises:
+        ConfigError: they do not say how long the run is.
     """
     if not args.train_iters and not args.train_samples:
         raise ConfigError("neither --train-iters nor --train-samples is set: set the run's steps")
@@ -97,7 +108,11 @@ def of_megatron(args: Any, generator_ranks: int) -> list[str]:
 
 
 def check_config(config: RunConfig) -> None:
-    """Refuse a configuration that needs the own training loop, before anything has started."""
+    """Refuse a configuration that needs the own training loop, before anything has started.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
     a, s = config.algorithm, config.schedule
     if a.kl_coefficient:
         raise ConfigError(
@@ -113,7 +128,11 @@ def check_config(config: RunConfig) -> None:
 
 
 def check(args: Any, config: RunConfig) -> None:
-    """Refuse arguments and configuration that don't go together."""
+    """Refuse arguments and configuration that don't go together.
+
+    Raises:
+        ConfigError: names the key, the argument and the remedy.
+    """
     s = config.schedule
     if s.packing and args.transformer_impl == "local" and "packing" in s.model_fields_set:
         raise ConfigError(

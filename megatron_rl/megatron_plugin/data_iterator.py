@@ -49,6 +49,10 @@ class PluginSteps:
 
         Within the schedule, pipeline stages reach their data iterators at different times. Megatron
         has made `step` optimizer steps, and wrapped the model as `chunks`.
+
+        Raises:
+            ConfigError: no more batches, or more micro-batches than Megatron makes of a step.
+            OrchestratorGone: no batch in time.
         """
         config, model = self.config, self.model
         model.complete(chunks)
@@ -84,7 +88,11 @@ class PluginSteps:
         self._publisher.wait()
 
     def trained(self) -> None:
-        """Report the step whose gradients are complete, before the update; collective."""
+        """Report the step whose gradients are complete, before the update; collective.
+
+        Raises:
+            ConfigError: the generators have another model (`StartComparison`).
+        """
         batch, micro_batches = self._batch, [each.micro for each in self.passes]
         metrics, probe = report(batch, micro_batches, self._objective, self.model)
         self._comparison.check(metrics, self._step)

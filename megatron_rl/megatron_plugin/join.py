@@ -40,7 +40,11 @@ CONFIG = "plugin_config"
 
 
 def join(argv: list[str] | None = None) -> PretrainingPlugin:
-    """Find this rank's role; the first call of a script. A generator rank does not return."""
+    """Find this rank's role; the first call of a script. A generator rank does not return.
+
+    Raises:
+        ConfigError: the configuration of `--rl-config` cannot run on the ranks that were started.
+    """
     own = arguments.peek(sys.argv[1:] if argv is None else argv)
     if own.rl_config is None:
         return PretrainingPlugin(None, None)
@@ -108,6 +112,9 @@ class PretrainingPlugin:
 
         `pretrain` builds the model from it: a provider function, or a configuration for
         `pretrain_cfg_container_from_args` (Megatron-Core 0.19).
+
+        Raises:
+            ConfigError: neither of the two.
         """
         if not self.active:
             return source
@@ -137,7 +144,11 @@ class PretrainingPlugin:
         return self._forward_step if self.active else forward_step
 
     def data(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `train_valid_test_dataset_provider`; call it after Megatron's argument parsing."""
+        """Return `train_valid_test_dataset_provider`; call it after Megatron's argument parsing.
+
+        Raises:
+            ConfigError: arguments and configuration that don't go together.
+        """
         if not self.active:
             return provider
         from megatron.training import get_args
@@ -179,7 +190,11 @@ class PretrainingPlugin:
         return iterators
 
     def finish(self) -> None:
-        """Publish the last weights, and wait for the last evaluation and the report."""
+        """Publish the last weights, and wait for the last evaluation and the report.
+
+        Raises:
+            RunError: the orchestrator did not end well.
+        """
         if self._steps is None or self._ended:
             return
         self._steps.finish(self._chunks)

@@ -89,7 +89,11 @@ class PluginModel(ModelShards):
         )
 
     def check_count(self, count: int, step: int) -> None:
-        """Refuse a step that does not fit into Megatron's number of micro-batches."""
+        """Refuse a step that does not fit into Megatron's number of micro-batches.
+
+        Raises:
+            ConfigError: names the sizes.
+        """
         if count > self.micro_batch_multiple:
             raise ConfigError(
                 f"step {step}: its sequences need {count} micro-batches of"

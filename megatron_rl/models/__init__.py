@@ -41,6 +41,9 @@ def named_config(name: str) -> dict[str, Any]:
     """Return the `config.json` of a published or a tiny model, without a download.
 
     Example: `architecture(named_config("llama-3.1-8b")).parameters()` is 8030261248.
+
+    Raises:
+        ValueError: neither one of `config.NAMED_MODELS` nor of `config.TINY_MODELS`.
     """
     known = (*NAMED_MODELS, *TINY_MODELS)
     if name not in known:
@@ -50,7 +53,11 @@ def named_config(name: str) -> dict[str, Any]:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture for the contents of a `config.json`."""
+    """Return the architecture for the contents of a `config.json`.
+
+    Raises:
+        ValueError: an unknown `model_type`, or a feature that its file does not implement.
+    """
     model_type = hf_config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ValueError(

@@ -207,7 +207,11 @@ class Architecture(ABC):
         return [self.mlp_norm_weight(layer, dense=True), *gated]
 
     def inverse_frequencies(self) -> Tensor:
-        """Compute the rotary frequencies [head_dim / 2] in fp32, as transformers does."""
+        """Compute the rotary frequencies [head_dim / 2] in fp32, as transformers does.
+
+        Raises:
+            ValueError: a `rope_type` other than `default` and `llama3`.
+        """
         rope = dict(self.hf.get("rope_parameters") or self.hf.get("rope_scaling") or {})
         theta = float(rope.get("rope_theta", self.hf.get("rope_theta", self.rope_theta)))
         # On the CPU, also inside `torch.device("meta")`.

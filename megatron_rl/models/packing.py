@@ -87,7 +87,11 @@ class Pieces:
 def pieces(
     bounds: Bounds, chunk: int | None, rank: int, size: int, continues: Bounds = ()
 ) -> Pieces:
-    """Return the pieces of a context-parallel rank: attention within sequence and chunk."""
+    """Return the pieces of a context-parallel rank: attention within sequence and chunk.
+
+    Raises:
+        ValueError: sequences that continue others, with chunks or context parallelism.
+    """
     if continues:
         if chunk is not None or size > 1:
             raise ValueError("shared prompts need attention without chunks on one rank")

@@ -61,7 +61,11 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def problems(path: Path, names: Iterable[str]) -> list[str]:
-    """Return what is wrong with these files of a complete checkpoint, a line for each."""
+    """Return what is wrong with these files of a complete checkpoint, a line for each.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_about`.
+    """
     files = read_about(path)["files"]
     return damage(path, {name: files[name] for name in names})
 

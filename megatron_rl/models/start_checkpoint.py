@@ -20,12 +20,20 @@ def fetched_folder(name: str) -> Path:
 
 
 def start_directory(config: RunConfig) -> Path:
-    """Return the Hugging Face directory that the run starts from; it may not exist yet."""
+    """Return the Hugging Face directory that the run starts from; it may not exist yet.
+
+    Raises:
+        ConfigError: a given directory is missing or is not a model.
+    """
     return config.made_start or base_directory(config)
 
 
 def base_directory(config: RunConfig) -> Path:
-    """Return the Hugging Face directory that is given, for the supervised stage or the run."""
+    """Return the Hugging Face directory that is given, for the supervised stage or the run.
+
+    Raises:
+        ConfigError: it is missing or is not a model.
+    """
     if config.start_checkpoint is not None:
         path = config.start_checkpoint
     elif config.model in FETCHED_MODELS:

@@ -106,7 +106,11 @@ class OrchestratorProcess:
         return self._endpoint_file.read_text()
 
     def ended(self) -> str | None:
-        """Return None while it runs, else exit status and cause."""
+        """Return None while it runs, else exit status and cause.
+
+        Raises:
+            RunError: it ended by an error that another start would only meet again.
+        """
         if (status := self._process.poll()) is None:
             return None
         error = Path(f"{self._endpoint_file}.error")
@@ -116,7 +120,12 @@ class OrchestratorProcess:
         return text
 
     def wait(self, seconds: float) -> None:
-        """Wait for its own end; `ChildProcessError`: it failed, or still runs after `seconds`."""
+        """Wait for its own end; `ChildProcessError`: it failed, or still runs after `seconds`.
+
+        Raises:
+            RunError: it failed by an error that another start would only meet again.
+            ChildProcessError: it failed otherwise, or still runs after `seconds`.
+        """
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

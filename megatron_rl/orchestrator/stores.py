@@ -107,7 +107,11 @@ class Stores:
         self.readable_from = step
 
     def mapped(self, name: str, source: m.StoreSource) -> None:
-        """Note the memory of a store."""
+        """Note the memory of a store.
+
+        Raises:
+            RunError: the store has not said hello.
+        """
         self[name].memory = source
 
     def taken(self, name: str, message: m.VersionTaken) -> tuple[float, int]:

@@ -164,7 +164,11 @@ class History:
         self._open = True
 
     def answer(self, token_ids: list[int], message: Message) -> None:
-        """Take the policy's turn: the ids as sampled, and the message that was parsed from them."""
+        """Take the policy's turn: the ids as sampled, and the message that was parsed from them.
+
+        Raises:
+            HistoryError: the conversation awaits no turn of the policy.
+        """
         if not self._open:
             raise HistoryError("the policy has had its turn: call extend before its next one")
         shown = message

@@ -81,7 +81,11 @@ class RolloutPolicy:
         begun: m.Partial | None = None,
         grown: Callable[[int, m.Partial], None] | None = None,
     ) -> Completion:
-        """Sample one turn after these tokens, under the interruption rule (`Engine.complete`)."""
+        """Sample one turn after these tokens, under the interruption rule (`Engine.complete`).
+
+        Raises:
+            ValueError: tokens and limits exceed `max_tokens`, or `begun` cannot be continued.
+        """
         name = self._name + (f" turn {self._turns}" if self._name and self._turns else "")
         self._turns += 1
         self._count_running(+1)

@@ -10,7 +10,11 @@ from megatron_rl.rollouts.chat import Message, Tools
 
 
 class CallParser:
-    """Finds the tool calls in a turn, by the tool parser of this name (`rollout.tool_parser`)."""
+    """Finds the tool calls in a turn, by the tool parser of this name (`rollout.tool_parser`).
+
+    Raises:
+        ValueError: vLLM has no such parser, or it has it for its server alone.
+    """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._name, self._tokenizer = name, tokenizer

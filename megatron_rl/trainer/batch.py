@@ -112,7 +112,11 @@ def layout_of(shards: ModelShards) -> RowLayout:
 
 
 def micro_batches_of(batch: messages.Batch, shards: ModelShards) -> list[MicroBatch]:
-    """Return this rank's micro-batches of a batch, or of its part, as `divide`; collective."""
+    """Return this rank's micro-batches of a batch, or of its part, as `divide`; collective.
+
+    Raises:
+        ValueError: arrays that don't fit together, or ids beyond the vocabulary.
+    """
     return divide(
         batch,
         shards.architecture,
@@ -135,7 +139,11 @@ def check_routed_experts(batch: messages.Batch, shards: ModelShards) -> None:
 
 
 def parts_of(batch: messages.Batch, layout: RowLayout) -> Iterator[messages.Batch]:
-    """Yield the part of each data-parallel rank, and of each context-parallel rank within these."""
+    """Yield the part of each data-parallel rank, and of each context-parallel rank within these.
+
+    Raises:
+        ValueError: arrays that don't fit together.
+    """
     bounds, predicts = _checked_bounds(batch)
     _checked_tokens(batch, len(predicts) - 1)
     plan = plan_rows(np.diff(bounds), layout)

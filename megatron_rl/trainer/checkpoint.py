@@ -166,6 +166,10 @@ def load(config: RunConfig, policy: Policy, directory: str | Path) -> int:
     The parallel layout may differ from that of the finished checkpoint `directory`, except in the
     number of expert-parallel ranks and in whether the optimizer is sharded. Its files were checked
     by `checkpoint_folder.resume_from`. Returns the optimizer steps that made the weights.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint.
+        ValueError: a checkpoint that this program or this layout cannot read.
     """
     path = Path(directory)
     about = read_about(path)

@@ -117,7 +117,11 @@ class TrainerClient(OrchestratorConnection):
         self.send(msgspec.structs.replace(done, wait_seconds=wait_seconds))
 
     def save_state(self, step: int, directory: str) -> None:
-        """Return when the orchestrator has written its state into a checkpoint folder."""
+        """Return when the orchestrator has written its state into a checkpoint folder.
+
+        Raises:
+            OrchestratorGone: not written within `timeouts.startup_seconds`.
+        """
         self.send(m.SaveState(step=step, directory=directory))
         self._wait(m.StateSaved, "startup_seconds", step)
 

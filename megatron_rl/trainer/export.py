@@ -75,6 +75,9 @@ def plan_of(
     A bucket has at most `bucket_bytes`, unless one Hugging Face tensor is larger. `dtype` is the
     number format to travel in, by default the parameters' own. `spread`: join each bucket on one of
     the ranks that hold a part of it, instead of on rank 0.
+
+    Raises:
+        RuntimeError: a shard that no rank holds, or of another shape than the architecture's.
     """
     key = (bucket_bytes, dtype, spread)
     if key in model.export_plans:

@@ -30,6 +30,11 @@ class Policy(ModelShards):
     `forward_backward` computes the gradient of the plain sum of the loss terms over all
     micro-batches and ranks, in every parallel layout. ValueError: a Hugging Face model that is
     incomplete, not implemented, or not divisible by the layout.
+
+    Raises:
+        CheckpointError: no Hugging Face model, or an incomplete one.
+        ValueError: a model that is not implemented, or not divisible by the layout.
+        RuntimeError: a Transformer Engine that cannot be used.
     """
 
     chunks: Sequence[DistributedDataParallel] = ()

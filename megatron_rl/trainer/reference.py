@@ -58,7 +58,11 @@ class FrozenWeights:
             self._weights[name].copy_(p.data)
 
     def take_huggingface(self, directory: str | Path) -> None:
-        """Freeze the weights of a Hugging Face directory of the same architecture."""
+        """Freeze the weights of a Hugging Face directory of the same architecture.
+
+        Raises:
+            ValueError: names or shapes that differ from the architecture's.
+        """
         self._swap()
         try:
             self._policy.load_huggingface(directory)

@@ -99,6 +99,10 @@ def run_supervised(
     1e-8 here; the optimizer is left with the constants of `config.optimizer` and the moments of
     this stage. `on_step` is called with the row of each step in `sft.jsonl`. Returns False if the
     stage was interrupted. FloatingPointError: loss or gradient norm is not finite.
+
+    Raises:
+        DataError: the rows cannot be used.
+        FloatingPointError: loss or gradient norm is not finite.
     """
     o, step = config.optimizer, start_step
     saver = checkpoint.Saver(config, policy) if checkpoints else None
@@ -156,6 +160,9 @@ def run_stage(config: RunConfig, rank: int, stop_requested: Callable[[], bool]) 
     A run that begins with it makes its start directory, without checkpoints on the way; a tiny
     model without a given checkpoint has random weights before. Otherwise the result is
     `output_dir/final`, and `resume` continues. Returns False if the stage was interrupted.
+
+    Raises:
+        ConfigError: the rows cannot be used, or there is no checkpoint to resume from.
     """
     makes_start, at_random = config.made_start is not None, config.begins_at_random
     final = config.made_start or config.output_dir / "final"

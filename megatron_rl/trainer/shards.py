@@ -40,7 +40,11 @@ class ModelShards:
         """Pad the number of micro-batches of a step to a multiple of this."""
 
     def route(self, chunks: Sequence[Any]) -> None:
-        """Attach `algorithm.routing_replay` to the routers of these model chunks, as `Routing`."""
+        """Attach `algorithm.routing_replay` to the routers of these model chunks, as `Routing`.
+
+        Raises:
+            ValueError: a model whose routers do not support it.
+        """
         mode = self.run.algorithm.routing_replay
         if mode != "none":
             self.routing = Routing(chunks, self.architecture, mode)
@@ -104,6 +108,9 @@ def by_weight(
 
     `modules` are all chunks of this rank, each with consecutive layers, of the Transformer Engine
     spec with `use_te`; `experts` the global numbers of the routed experts on this rank.
+
+    Raises:
+        RuntimeError: a parameter that the architecture maps to no Hugging Face tensor.
     """
     chunks = []
     for module in modules:

@@ -53,6 +53,9 @@ def next_batch(
 
     Rank 0 has the client, and sends each part to one rank of the model-parallel group that trains
     it, which passes it on. A part may have more than 4 GiB: it travels in pieces.
+
+    Raises:
+        ValueError: on rank 0, a batch whose arrays don't fit together.
     """
     liveness.sign("training", step)
     group, groups, rank = world.control_group(), world.row_groups(), dist.get_rank()

@@ -56,6 +56,10 @@ def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store)
 
     The trainer ranks share the store; its keys get a prefix. ConfigError: on one GPU, the generator
     leaves the trainer no memory.
+
+    Raises:
+        ValueError: sizes that don't fit together.
+        ConfigError: on one GPU, the generator leaves the trainer no memory.
     """
     p, t = config.parallel, config.timeouts
     compat.collect_as_usual()  # once: `_release_models` would walk through the modules, too

@@ -18,7 +18,11 @@ class PeerLostError(ConnectionError):
 
 
 class Agent:
-    """This process as a reader and as a source; its name differs from its peers'."""
+    """This process as a reader and as a source; its name differs from its peers'.
+
+    Raises:
+        ImportError: NIXL is not installed.
+    """
 
     def __init__(self, name: str) -> None:
         try:
@@ -53,7 +57,11 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def read(self, peer: str, spans: Sequence[tuple[int, Bytes]]) -> Any:
-        """Start to read (address at the peer, own memory) pairs; return a handle for `done`."""
+        """Start to read (address at the peer, own memory) pairs; return a handle for `done`.
+
+        Raises:
+            PeerLostError: the peer is gone.
+        """
         local = [(into.ctypes.data, into.size, 0) for _, into in spans]
         remote = [(address, into.size, 0) for address, into in spans]
         try:

@@ -81,6 +81,9 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (e4m3 [out, in], fp32 factors [out / BLOCK, in / BLOCK]); their product is the weight, up to
         1/16 of each element or, for small ones, 2^-10 of the block's factor.
+
+    Raises:
+        WeightsError: sizes that are no multiples of `BLOCK`.
     """
     rows, columns = weight.shape
     if rows % BLOCK or columns % BLOCK:
@@ -105,7 +108,11 @@ def quantize(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def single_expert(name: str, expert: int, matrix: Tensor) -> Iterator[Named]:
-    """Yield the matrices of an expert of this fused tensor, [in, out] in, [out, in] out."""
+    """Yield the matrices of an expert of this fused tensor, [in, out] in, [out, in] out.
+
+    Raises:
+        ValueError: not the name of a fused tensor.
+    """
     if (match := _FUSED_EXPERTS.fullmatch(name)) is None:
         raise ValueError(f"{name} is not the name of a tensor of all experts")
     experts, kind = match.groups()

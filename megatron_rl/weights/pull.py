@@ -177,7 +177,11 @@ class Pull:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def use(self, sources: Sequence[StoreSource]) -> None:
-        """Take what is missing from these sources from now on; raises as `Peers.of`."""
+        """Take what is missing from these sources from now on; raises as `Peers.of`.
+
+        Raises:
+            SourceFailedError: one that cannot be connected.
+        """
         self._started = self._started or time.monotonic()
         self._peers = [p for source in sources for p in self._known.of(source, self.manifest)]
 

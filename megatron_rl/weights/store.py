@@ -145,6 +145,9 @@ class Store:
 
         A restarted trainer has another one, and may give the number of an old version again.
         Raises as `locked`.
+
+        Raises:
+            WeightsError: one is loaded for so long.
         """
         owner = int(checksum(root.encode())[:15], 16)
         if self.header.words[1] != owner:

@@ -45,7 +45,12 @@ class Endpoint:
         )
 
     async def start(self) -> None:
-        """Listen at a free port of 127.0.0.1; `base_url` is valid from here."""
+        """Listen at a free port of 127.0.0.1; `base_url` is valid from here.
+
+        Raises:
+            OSError: the port is in use.
+            RuntimeError: the server did not start.
+        """
         import_module(PROTOCOL)  # seconds, which the first request need not wait for
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()

@@ -188,13 +188,21 @@ class Episode:
         self._worker, self._number, self._row = worker, number, row
 
     async def reset(self) -> Opening:
-        """Begin the episode; raises as `Worker.call`."""
+        """Begin the episode; raises as `Worker.call`.
+
+        Raises:
+            RolloutError: the environment failed.
+        """
         reply = await self._worker.call(Request(self._number, "reset", self._row))
         assert reply.opening is not None
         return reply.opening
 
     async def step(self, message: dict[str, Any]) -> Step:
-        """Return the answer to a message of the policy; raises as `Worker.call`."""
+        """Return the answer to a message of the policy; raises as `Worker.call`.
+
+        Raises:
+            RolloutError: the environment failed.
+        """
         reply = await self._worker.call(Request(self._number, "step", message))
         assert reply.step is not None
         return reply.step

@@ -81,6 +81,11 @@ def frame(message: Start | Request | CallResult) -> bytes:
 
 
 async def receive(stream: asyncio.StreamReader) -> bytes:
-    """Return the MessagePack of the next message."""
+    """Return the MessagePack of the next message.
+
+    Raises:
+        asyncio.IncompleteReadError: the connection was closed.
+        OSError: the connection broke.
+    """
     length = int.from_bytes(await stream.readexactly(4), "little")
     return await stream.readexactly(length)

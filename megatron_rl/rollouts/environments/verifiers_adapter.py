@@ -38,6 +38,9 @@ def rows(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the tasks of `verifiers:name` as rows of a data set, for a file of JSON Lines.
 
     The verifier `exact` judges those rollouts only that reach a limit before their end.
+
+    Raises:
+        ValueError: it has tasks without end.
     """
     tasks = VerifiersEnvironments(name, options).taskset
     if not tasks.bounded:
@@ -93,7 +96,11 @@ class VerifiersEnvironments:
             await runner.cleanup()
 
     def task(self, meta: dict[str, Any]) -> Any:
-        """Return the task that a row names."""
+        """Return the task that a row names.
+
+        Raises:
+            ValueError: the row has no task of this environment.
+        """
         remedy = f"write the rows of verifiers:{self.name} again (`verifiers_adapter.rows`)"
         index = meta.get("index")
         if not isinstance(index, int) or index < 0:
