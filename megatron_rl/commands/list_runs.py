@@ -36,8 +36,7 @@ COLUMNS = ("run", "state", "step", "pass rate", "A", "last sign", "started [UTC]
 UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 READ = ("run.lock", "config.yaml", "metrics.jsonl", "summary.json", "alive.json",
         run_lock.FINAL_ERROR_FILE)  # fmt: skip
-MARKS = {*READ} - {"run.lock", "summary.json"}
-"""A folder with one of these files is a run's."""
+MARKS = {*READ} - {"run.lock", "summary.json"}  # A folder with one of these files is a run's
 INSIDE = {"checkpoints", "final", "rollouts", "start", "tensorboard", "tokens", "wandb", ""}
 """Names, up to a dot, of folders that have no runs in them."""
 MOST_LEVELS = 6

@@ -32,13 +32,11 @@ class UpstreamFix:
 
     name: str
     package: str
-    affected: str
-    """Releases that have the fault (PEP 440)."""
+    affected: str  # releases that have the fault (PEP 440)
     fault: str
     changes: Mapping[str, tuple[str, Callable[[ModuleType], None]]]
     """Module -> (the faulty text of its source, function that changes the module)."""
-    fixed_in: str = ""
-    """First release without the fault; empty while there is none."""
+    fixed_in: str = ""  # first release without the fault; empty while there is none
     unless_importable: tuple[str, ...] = ()
     """Packages of which any one keeps the faulty code from running."""
 

@@ -21,8 +21,7 @@ from typing import Any
 from megatron_rl.compat.import_hook import after_import
 from megatron_rl.weights.store import FOLDER_PREFIX, SHARED_MEMORY, hold, remove_unused
 
-FOLDER = "MEGATRON_RL_ENGINE_FOLDER"
-"""Environment variable: the folder, for the engine's processes."""
+FOLDER = "MEGATRON_RL_ENGINE_FOLDER"  # environment variable: the folder, for the engine's processes
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _EXECUTORS = ("vllm.v1.executor.multiproc_executor", "vllm.v1.executor.uniproc_executor")
 

@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("csrc")
-INSTALLED = Path(__file__).parent
-"""Folder of an installed library."""
-TORCH_TARGET = "0x020a000000000000"
-"""Oldest libtorch that the library loads in (2.10)."""
+INSTALLED = Path(__file__).parent  # folder of an installed library
+TORCH_TARGET = "0x020a000000000000"  # oldest libtorch that the library loads in (2.10)
 CUDA_ARCHITECTURES = ("80", "90a", "100")
 """Real architectures; the PTX of the last one serves newer devices."""
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")

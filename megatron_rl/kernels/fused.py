@@ -22,15 +22,11 @@ TokenLoss = Callable[[Tensor, slice], Tensor]
 class LinearLoss(NamedTuple):
     """Result of `linear_loss`. Only `loss` has a gradient."""
 
-    loss: Tensor
-    """Sum of the loss terms, fp32 scalar."""
+    loss: Tensor  # sum of the loss terms, fp32 scalar
     logprobs_T: Tensor
-    entropy_T: Tensor
-    """Entropy of each row's distribution [nats]."""
-    ratio_T: Tensor
-    """pi / pi_generator; 0 for losses other than CISPO."""
-    coefficient_T: Tensor
-    """Derivative of the loss by each log-prob."""
+    entropy_T: Tensor  # entropy of each row's distribution [nats]
+    ratio_T: Tensor  # pi / pi_generator; 0 for losses other than CISPO
+    coefficient_T: Tensor  # derivative of the loss by each log-prob
 
 
 def coefficients_of(loss: TokenLoss) -> linear.Coefficients:

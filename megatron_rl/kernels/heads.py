@@ -44,14 +44,11 @@ class HeadProducts:
     """The products. Results are fp32 and are written into `out`; operands are used as stored."""
 
     name: str
-    logits: Product
-    """(hidden [C, H], weight [V, H], out [C, V]): hidden weight^T."""
-    hidden_grad: Product
-    """(grads [C, V], weight [V, H], out [C, H]): grads weight."""
+    logits: Product  # (hidden [C, H], weight [V, H], out [C, V]): hidden weight^T
+    hidden_grad: Product  # (grads [C, V], weight [V, H], out [C, H]): grads weight
     weight_grad: Callable[[Tensor, Tensor, Tensor, bool], None]
     """(grads [C, V], hidden [C, H], out [V, H], add): grads^T hidden, written or added."""
-    upcasts: bool = False
-    """bf16 operands are copied to fp32, which takes memory."""
+    upcasts: bool = False  # bf16 operands are copied to fp32, which takes memory
     narrow_hidden_grad: bool = False
     """`hidden_grad` also accepts `out` of the operands' type: fp32 sums, rounded once."""
 

@@ -57,16 +57,14 @@ class CispoInputs:
 class HeadSettings(TypedDict, total=False):
     """Keyword arguments of every function here and in `fused`."""
 
-    temperature: float
-    """Divides the logits; 1 by default."""
+    temperature: float  # divides the logits; 1 by default
     vocabulary: int | None
     """Real tokens of the whole vocabulary; later rows of the head are padding. None: no padding."""
     group: dist.ProcessGroup | None
     """Tensor-parallel group; its ranks hold the vocabulary's shards in order. Default: none."""
     precision: heads.Precision
     logit_grads: heads.LogitGrads
-    chunk_bytes: int | None
-    """Memory budget of a chunk's logits; default: `CHUNK_BYTES`."""
+    chunk_bytes: int | None  # memory budget of a chunk's logits; default: `CHUNK_BYTES`
 
 
 def row_stride(V: int, device: str) -> int:

@@ -35,8 +35,7 @@ from megatron_rl.trainer.client import connect
 from megatron_rl.trainer.megatron_build import finalize_gradients
 from megatron_rl.weights.store import node_name
 
-CONFIG = "plugin_config"
-"""Store key of the configuration that the trainers pass to the generators."""
+CONFIG = "plugin_config"  # store key of the configuration that the trainers pass to the generators
 
 
 def join(argv: list[str] | None = None) -> PretrainingPlugin:

@@ -32,8 +32,7 @@ class Architecture(ABC):
 
     interleaved_rope: ClassVar[bool] = False
     rope_theta: ClassVar[float] = 10000.0
-    prefix: ClassVar[str] = ""
-    """Of the names of trained tensors in the checkpoint, before `model.`."""
+    prefix: ClassVar[str] = ""  # of the names of trained tensors in the checkpoint, before `model.`
     untrained: ClassVar[tuple[str, ...]] = ()
     """Prefixes of checkpoint tensors outside Megatron (a vision tower)."""
 
@@ -52,8 +51,7 @@ class Architecture(ABC):
         self.feed_forward = int(hf["intermediate_size"])
         """Width of the MLP of a layer without experts."""
         self.expert_feed_forward = 0
-        self.moe_layers: set[int] = set()
-        """Layers with routed experts, from 0."""
+        self.moe_layers: set[int] = set()  # layers with routed experts, from 0
         self.experts = 0
         self.require("hidden_act", "silu")
         self.require("attention_bias", False)

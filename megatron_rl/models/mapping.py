@@ -127,16 +127,13 @@ class Weight:
     megatron: str
     """Name in the local (not Transformer Engine) spec, with global layer and expert numbers."""
     hf: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Of the full Megatron tensor, without padding of the vocabulary."""
+    shape: tuple[int, ...]  # of the full Megatron tensor, without padding of the vocabulary
     pack: Pack = UNCHANGED
     split: Split = Split()
-    expert: int | None = None
-    """Global number of its expert; None for dense parameters."""
+    expert: int | None = None  # global number of its expert; None for dense parameters
     index: int | None = None
     """Position in the first dimension of an HF tensor that holds all experts."""
-    exported: bool = True
-    """False for the second copy of tied embeddings, which is only loaded."""
+    exported: bool = True  # False for the second copy of tied embeddings, which is only loaded
 
     @property
     def elements(self) -> int:

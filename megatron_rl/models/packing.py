@@ -21,8 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-Bounds = tuple[int, ...]
-"""0, the end of each sequence, and S last."""
+Bounds = tuple[int, ...]  # 0, the end of each sequence, and S last
 
 
 def refined(bounds: Bounds, chunk: int | None) -> Bounds:
@@ -175,8 +174,7 @@ class Rows(PackedSeqParams):
     sequences, so that activations keep the shape [s, b, h] whether rows are packed or padded.
     """
 
-    bounds: Bounds = ()
-    """Of a whole row, over all context-parallel ranks."""
+    bounds: Bounds = ()  # of a whole row, over all context-parallel ranks
     positions_s: Tensor = field(default_factory=torch.Tensor)
     """int64: position of each of this rank's tokens within its sequence."""
     continues: Bounds = ()
@@ -227,15 +225,12 @@ class RowLayout:
     """Rules by which the sequences of a step become rows of micro-batches (`plan_rows`)."""
 
     ranks: int = 1
-    max_tokens: int = 16384
-    """Of a micro-batch, padding included; one sequence is always allowed."""
+    max_tokens: int = 16384  # of a micro-batch, padding included; one sequence is always allowed
     packed: bool = True
     """One row of many sequences per micro-batch, rather than one padded row per sequence."""
-    multiple: int = 1
-    """The positions of a row on one context-parallel rank are a multiple of this."""
+    multiple: int = 1  # the positions of a row on one context-parallel rank are a multiple of this
     context: int = 1
-    count_multiple: int = 1
-    """Pad the number of micro-batches to a multiple of this with empty ones."""
+    count_multiple: int = 1  # pad the number of micro-batches to a multiple of this with empty ones
     shared_prompts: bool = False
     """Completions of one prompt in a packed row share its positions; rows get shorter by that."""
 

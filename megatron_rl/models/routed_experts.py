@@ -8,11 +8,9 @@ from numpy.typing import NDArray
 
 from megatron_rl.models.base import Architecture
 
-UNKNOWN = -1
-"""Replaces every expert of a token whose experts were not captured."""
+UNKNOWN = -1  # replaces every expert of a token whose experts were not captured
 
-RoutedExperts = NDArray[np.int16]
-"""[N, L, K]: global expert numbers."""
+RoutedExperts = NDArray[np.int16]  # [N, L, K]: global expert numbers
 
 
 def check_experts(architecture: Architecture, mode: str) -> None:

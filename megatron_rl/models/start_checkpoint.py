@@ -10,8 +10,7 @@ from megatron_rl.kernels.build import cache_directory
 from megatron_rl.models import named_config
 
 MADE_BY = "supervised_stage.json"
-FETCHED_MODELS = ("smollm2-135m",)
-"""Published models that `megatron-rl model fetch` makes."""
+FETCHED_MODELS = ("smollm2-135m",)  # published models that `megatron-rl model fetch` makes
 
 
 def fetched_folder(name: str) -> Path:

@@ -12,8 +12,7 @@ class Outcome(StrEnum):
 
     CORRECT = "correct"
     WRONG = "wrong"
-    NO_ANSWER = "no_answer"
-    """Thinking did not end, no box, an empty or unclosed box, no code block."""
+    NO_ANSWER = "no_answer"  # thinking did not end, no box, an empty or unclosed box, no code block
     UNPARSABLE = "unparsable"
     """The answer, or the gold answer, cannot be parsed into anything comparable."""
     TIMED_OUT = "timed_out"
@@ -30,8 +29,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     outcome: Outcome = msgspec.field(name="verdict")  # the key that checkpoints have
     reason: str
-    reward: float | None = None
-    """Replaces the reward of the outcome (`verifier.values`) if given."""
+    reward: float | None = None  # replaces the reward of the outcome (`verifier.values`) if given
 
     @property
     def passed(self) -> bool:
@@ -39,8 +37,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.outcome is Outcome.CORRECT
 
 
-Verifier = Callable[[str, str, dict[str, Any]], Verdict]
-"""(completion, gold, meta) -> verdict."""
+Verifier = Callable[[str, str, dict[str, Any]], Verdict]  # (completion, gold, meta) -> verdict
 
 
 class VerifierError(RuntimeError):

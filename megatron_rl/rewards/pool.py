@@ -23,10 +23,8 @@ from megatron_rl.rewards.worker import Reply, Request, encode, receive, wall_lim
 
 LIMIT_SIGNALS = {signal.SIGPROF: "CPU time", signal.SIGALRM: "time"}  # the worker's own timers
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-MAX_BUGS = 20
-"""Unexpected exceptions in a row after which the verifier is down."""
-GRACE_SECONDS = 5.0
-"""A worker that has not killed itself this long after its limit is killed."""
+MAX_BUGS = 20  # unexpected exceptions in a row after which the verifier is down
+GRACE_SECONDS = 5.0  # A worker that has not killed itself this long after its limit is killed
 _decode = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -67,8 +65,7 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,
         )
-        self.pid = self._process.pid
-        """Process id of the fork server, which leads the process group."""
+        self.pid = self._process.pid  # process id of the fork server, which leads the process group
         theirs.close()
 
     def wait_ready(self) -> None:
@@ -134,10 +131,8 @@ class WorkerProcess:
 class PoolStats(msgspec.Struct):
     """Counts since the start of the pool."""
 
-    deaths: int = 0
-    """Workers that died and were replaced; their completions were verified again."""
-    bugs: int = 0
-    """Outcomes `timed_out` because of an unexpected exception in a verifier."""
+    deaths: int = 0  # workers that died and were replaced; their completions were verified again
+    bugs: int = 0  # outcomes `timed_out` because of an unexpected exception in a verifier
 
 
 class VerifierPool:

@@ -25,14 +25,11 @@ from megatron_rl.rewards.base import Outcome, Verdict, Verifier, VerifierError
 from megatron_rl.rewards.task_verifiers import make_verifier
 from megatron_rl.rewards.verifier_settings import VerifierSettings
 
-Request = tuple[str, str, str, dict[str, Any]]
-"""Task kind, completion, gold answer, `meta`."""
+Request = tuple[str, str, str, dict[str, Any]]  # task kind, completion, gold answer, `meta`
 Verifiers = dict[str, Verifier]
 
-RECYCLED = 3
-"""Exit status of a child that reached the leak limit."""
-IDLE, TRANSFER, VERIFYING = 0, 1, 2
-"""Phases of a child, in memory shared with the fork server."""
+RECYCLED = 3  # exit status of a child that reached the leak limit
+IDLE, TRANSFER, VERIFYING = 0, 1, 2  # phases of a child, in memory shared with the fork server
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 1000
 

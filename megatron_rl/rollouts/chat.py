@@ -16,8 +16,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 Message = dict[str, Any]
-Tools = list[dict[str, Any]]
-"""Schemas in the form of OpenAI's chat interface."""
+Tools = list[dict[str, Any]]  # schemas in the form of OpenAI's chat interface
 SENTINEL, THINKING, RESULT = "Turn7f3a91c0", "Thinking5d02be77", "Result19c4e6a2"
 MARK = "\ufdd0"
 """Stands in a special token's text that a content has, to be encoded as plain text; a noncharacter

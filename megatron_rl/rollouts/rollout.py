@@ -44,10 +44,8 @@ class RolloutPrompt:
     """Name of the task, which has the settings of the rollout (`tasks.<name>` of the run)."""
     row: dict[str, Any] = field(default_factory=dict)
     """`messages` (the turns of the question), `gold` and `meta`; empty for a single turn."""
-    evaluation: bool = False
-    """True if nothing of it is trained."""
-    begun: m.Partial | None = None
-    """A single turn that another engine had begun."""
+    evaluation: bool = False  # True if nothing of it is trained
+    begun: m.Partial | None = None  # A single turn that another engine had begun
     grown: Callable[[int, m.Partial], None] | None = None
     """Takes what a single turn has grown by, now and then."""
 
@@ -64,14 +62,12 @@ class RolloutPolicy:
     ) -> None:
         self._engine, self._temperature, self._name = engine, temperature, name
         self._count_running, self._turns = count_running, 0
-        self.tokenizer = engine.tokenizer
-        """The model's, with transformers' interface."""
+        self.tokenizer = engine.tokenizer  # the model's, with transformers' interface
         self.max_tokens: int = engine.max_tokens
         """Longest sequence that the engine takes, prompt and all turns."""
         self.forced_tokens = 0 if engine.interruption is None else len(engine.interruption.phrase)
         """Most tokens that are forced into a turn."""
-        self.new_tokens = 0
-        """Tokens of its turns that this engine made."""
+        self.new_tokens = 0  # tokens of its turns that this engine made
 
     async def generate(
         self,
@@ -112,16 +108,14 @@ class Rollout:
     """Log-prob of each token at sampling time; 0.0 for tokens that were not sampled."""
     spans: list[m.VersionSpan] = field(default_factory=list)
     """Weight versions, without gaps; tokens that were not sampled belong to a neighbor's."""
-    segments: list[m.Segment] = field(default_factory=list)
-    """Origins, without gaps."""
+    segments: list[m.Segment] = field(default_factory=list)  # origins, without gaps
     finish_reason: Literal["", "stop", "length"] = ""
     """`length`: a budget of tokens or turns was used up."""
     verdict: Verdict | None = None
     """The environment's own; None: the task's verifier judges the last turn."""
     turn_rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn, whose sum is that of the verdict; empty without."""
-    tool_calls: int = 0
-    """Calls that the policy made, failed ones included."""
+    tool_calls: int = 0  # calls that the policy made, failed ones included
     routes: list[RoutedExperts] = field(default_factory=list)
     """[N, L, K] of each sequence with its prompt, as far as they are known; empty without."""
 

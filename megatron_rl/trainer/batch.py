@@ -57,14 +57,12 @@ class MicroBatch:
     """int64, on the CPU: flat position of each completion token in the step's arrays."""
     advantages_T: Tensor
     generator_logprobs_T: Tensor
-    loss_weights_T: Tensor
-    """All normalization; 0 for tokens that are not trained."""
+    loss_weights_T: Tensor  # all normalization; 0 for tokens that are not trained
     sequences_T: Tensor
     """int64: number of each token's sequence in the step, which has `sequence_count`."""
     same_version_T: Tensor
     """bool: sampled, like all sampled tokens of its sequence, by the weights of this step."""
-    versions_T: Tensor
-    """int32, on the CPU: weight version of each token; -1 for forced ones."""
+    versions_T: Tensor  # int32, on the CPU: weight version of each token; -1 for forced ones
     sequence_count: int
     experts_RLK: Tensor | None
     """int16, on the CPU: the generator's routed experts, `routed_experts.UNKNOWN` for padding."""

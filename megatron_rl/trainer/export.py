@@ -37,8 +37,7 @@ Stream = Iterator[tuple[str, Tensor]]
 class _Shard:
     """One shard of one parameter and the rank that sends it."""
 
-    weight: int
-    """Position in `Architecture.weights()`."""
+    weight: int  # position in `Architecture.weights()`
     split_rank: int
     splits: int
     sender: int

@@ -46,8 +46,7 @@ class Objective:
     """The algorithm of a step, as the LM head and the metrics need it."""
 
     algorithm: Algorithm
-    old_is_current: bool = False
-    """The old policy is the trained one, without its gradient."""
+    old_is_current: bool = False  # the old policy is the trained one, without its gradient
 
     def method(self, head: Literal["fused", "plain"]) -> Method:
         """Return how the loss is computed: the one place that decides."""
@@ -90,8 +89,7 @@ class HeadPass:
     vocabulary: int
     micro: MicroBatch
     objective: Objective | None
-    temperature: float | None = None
-    """Divides the logits; None: that of generation."""
+    temperature: float | None = None  # divides the logits; None: that of generation
 
     @property
     def settings(self) -> linear.HeadSettings:

@@ -87,8 +87,7 @@ class Routing:
 class _Follower:
     """Expert choice of one router, with the interface of Megatron's `RouterReplay`."""
 
-    layer_number: int | None = None
-    """Set by Megatron."""
+    layer_number: int | None = None  # set by Megatron
 
     def __init__(self, router: Any, replays: bool) -> None:
         config = router.config

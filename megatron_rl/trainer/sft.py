@@ -53,8 +53,7 @@ class ExampleFeed:
         self, config: RunConfig, steps: Iterator[tuple[list[Example], Position]], start: Position
     ) -> None:
         self._config, self._steps, self._thread = config, steps, ThreadPoolExecutor(1)
-        self.position = self._after = start
-        """Before the newest batch."""
+        self.position = self._after = start  # before the newest batch
         self._pending = self._thread.submit(next, steps)
         self._saved_at = time.monotonic()
 

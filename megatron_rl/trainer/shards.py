@@ -25,8 +25,7 @@ class ModelShards:
 
     modules: Sequence[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
-    routing: Routing | None = None
-    """This rank's routers; None with `algorithm.routing_replay` none."""
+    routing: Routing | None = None  # this rank's routers; None with `algorithm.routing_replay` none
     shares_prompts = False
     """The model's attention lets the completions of a prompt share it (`packing.share`)."""
 

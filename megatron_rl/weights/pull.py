@@ -25,8 +25,7 @@ from megatron_rl.weights.store import NONE, Bytes, Header, Places, Store
 READS = 8  # buckets on their way at once
 _MISTAKES = 2
 """Wrong checksums of one bucket before its source is reported: it may have been overwritten."""
-_ROUNDS = 30
-"""Rounds of this process, at least, in which a source is silent before it is given up."""
+_ROUNDS = 30  # rounds of this process, at least, in which a source is silent before it is given up
 _FIRST_LOOK, _LONGEST_LOOK = 0.001, 0.03  # seconds between two looks at a header without news
 
 
@@ -162,14 +161,11 @@ class Pull:
         self._mistakes: Counter[tuple[str, int]] = Counter()
         self._started: float | None = None
         self._advanced_at = time.monotonic()
-        self.num_bytes: Counter[str] = Counter()
-        """Bytes read from each source."""
+        self.num_bytes: Counter[str] = Counter()  # bytes read from each source
         self.slot = store.slot_for(manifest.version)
         missing_N = store.header.versions_2N[self.slot] != manifest.version
-        self.left = int(missing_N.sum())
-        """Buckets that are not in the store."""
-        self._wanted_N = missing_N
-        """Buckets that are neither here nor on their way."""
+        self.left = int(missing_N.sum())  # buckets that are not in the store
+        self._wanted_N = missing_N  # buckets that are neither here nor on their way
 
     @property
     def seconds(self) -> float:

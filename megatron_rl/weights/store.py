@@ -34,8 +34,7 @@ FOLDER_PREFIX = "megatron_rl_"
 PAGE = 4096
 LARGEST_DIFFERENCE = 1 / 16
 """Of a bucket's bytes (3% of bf16 values); where more changes, the whole bucket travels."""
-VERSIONS_HELD = 2 * (1 + LARGEST_DIFFERENCE)
-"""Memory of a store, in versions."""
+VERSIONS_HELD = 2 * (1 + LARGEST_DIFFERENCE)  # memory of a store, in versions
 NONE = -1  # in the header: no version
 _FIXED_WORDS = 2  # the heartbeat, and a number of the trainer's folder whose versions these are
 _FIELDS = 8  # words per bucket: of each slot its version; of each difference target, base and size

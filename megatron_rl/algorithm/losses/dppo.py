@@ -19,8 +19,7 @@ from megatron_rl.algorithm.losses.base import Loss, LossTerms, RatioReference, T
 if TYPE_CHECKING:
     from torch import Tensor
 
-TINY = 1e-8
-"""Lower bound of the probability of all other tokens: its logarithm must be finite."""
+TINY = 1e-8  # lower bound of the probability of all other tokens: its logarithm must be finite
 
 
 class Dppo(Loss):

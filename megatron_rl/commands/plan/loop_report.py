@@ -28,8 +28,7 @@ from megatron_rl.config import ConfigError, RunConfig
 SCHEMA = "megatron_rl.loop_plan/1"
 TRAINERS, LAG = "roles.trainer_ranks", "schedule.max_lag_steps"
 ALIKE = 0.02  # of the tokens per hour: of choices so near to the best, the smallest lag is marked
-Choice = dict[str, Any]
-"""Dotted key -> value."""
+Choice = dict[str, Any]  # dotted key -> value
 
 
 def loop_plan(

@@ -25,8 +25,7 @@ from megatron_rl.orchestrator.groups import Group, GroupQueue
 from megatron_rl.orchestrator.stores import Stores
 from megatron_rl.rewards import Outcome, Verdict
 
-Lengths = Callable[[int], Sequence[int]]
-"""Group -> tokens of each of its completions."""
+Lengths = Callable[[int], Sequence[int]]  # group -> tokens of each of its completions
 ENDLESS = 10**9  # steps: the end of a run, where engines idle, is not simulated
 _DONE = Verdict(Outcome.CORRECT, "")
 

@@ -22,8 +22,7 @@ from megatron_rl.rewards.code.sandbox import ProgramResult
 
 FLOAT_TOLERANCE = 1e-6
 """Relative and absolute tolerance of expected outputs that have a decimal point."""
-MAX_NUMBER = 1000
-"""Longest word that is compared as a number."""
+MAX_NUMBER = 1000  # longest word that is compared as a number
 
 
 class BadTests(ValueError):
@@ -33,12 +32,9 @@ class BadTests(ValueError):
 class Case(msgspec.Struct, frozen=True):
     r"""One test. Example: `Case({"stdin": "1 2\n"}, "3\n")`."""
 
-    run: dict[str, Any]
-    """Input for the harness; never contains the expected result."""
-    expected: Any
-    """Text of standard output, or a function's result."""
-    wrapped: bool = False
-    """True if the result may also be a list of the expected one."""
+    run: dict[str, Any]  # input for the harness; never contains the expected result
+    expected: Any  # text of standard output, or a function's result
+    wrapped: bool = False  # True if the result may also be a list of the expected one
 
 
 def read_cases(text: str, function: str | None = None) -> list[Case]:

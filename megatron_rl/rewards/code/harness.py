@@ -26,8 +26,7 @@ PRELUDE = "".join(f"from {name} import *\n" for name in [*MODULES.split(), "buil
 PRELUDE += f"import {', '.join(MODULES.split())}\nsys.setrecursionlimit(50000)\n"
 ERROR_BYTES = 2000
 SETUP_SECONDS = 30.0
-POLL_SECONDS = 0.05
-"""Pause between looks at whether the program ended while a pipe is still open."""
+POLL_SECONDS = 0.05  # pause between looks at whether the program ended while a pipe is still open
 
 
 def main() -> tuple[str, dict[str, Any], int] | None:

@@ -26,8 +26,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 PYTHON_OPTIONS = ("-s", "-P", "-B", "-c")  # -I would ignore the hash seed
-MODULES = "/modules"
-"""Folder of third-party modules in strong isolation."""
+MODULES = "/modules"  # folder of third-party modules in strong isolation
 # Unused user ids: process limits count per user, and other users' files stay closed.
 _UIDS = itertools.cycle(range(1_900_000_000, 1_900_000_512))
 

@@ -17,8 +17,7 @@ from megatron_rl.rewards.code import isolation
 from megatron_rl.rewards.verifier_settings import SandboxSettings
 
 POLL_SECONDS = 0.05
-EXIT_SECONDS = 1.0
-"""Wait for the processes of a killed sandbox to end."""
+EXIT_SECONDS = 1.0  # wait for the processes of a killed sandbox to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,8 @@ class ProgramResult:
     """`ok`, `error` (an exception), `time`, `cpu`, `memory`, `output`, `file`, `signal N`,
     `killed` (the sandbox ended before the test did), `total` (no time was left)."""
     stdout: str
-    value: str
-    """JSON of a function's result."""
-    error: str
-    """End of standard error."""
+    value: str  # JSON of a function's result
+    error: str  # end of standard error
     seconds: float
 
 

@@ -16,8 +16,7 @@ from megatron_rl.rewards.verifier_settings import VerifierSettings
 __all__ = ["math_verdict", "verify"]
 
 _lock = threading.Lock()
-_pools: list[VerifierPool] = []
-"""The pool of one worker; empty until the first verdict."""
+_pools: list[VerifierPool] = []  # the pool of one worker; empty until the first verdict
 
 
 def verify(answer: str, gold: str) -> Verdict:

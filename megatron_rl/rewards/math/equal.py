@@ -50,8 +50,7 @@ ENOUGH_POINTS = 3
 ROUNDED_DECIMALS = 4
 ROUNDED_DIGITS = 6
 """A decimal with at least this many decimals and digits equals any value that rounds to it."""
-MAX_POWER = 300
-"""Largest power of ten that moves a point."""
+MAX_POWER = 300  # largest power of ten that moves a point
 
 
 def same_value(a: Node, b: Node) -> bool:

@@ -14,14 +14,11 @@ from mpmath import mp
 
 from megatron_rl.rewards.math.node import Node, OverLimit
 
-MAX_BITS = 200_000
-"""Largest integer that is computed exactly."""
-MAX_MANTISSA = 100_000_000
-"""Largest power whose leading digits are computed."""
+MAX_BITS = 200_000  # largest integer that is computed exactly
+MAX_MANTISSA = 100_000_000  # largest power whose leading digits are computed
 MAX_FACTORIAL, MAX_ROOT = 20_000, 1_000_000
 FEW_DIGITS = 15
-GUARD_BITS = 40
-"""Bits for the rounding errors of all steps together."""
+GUARD_BITS = 40  # bits for the rounding errors of all steps together
 
 type Number = Fraction | mpmath.mpf | mpmath.mpc
 
@@ -34,14 +31,11 @@ class Context(msgspec.Struct):
     r"""Values of the variables, and the base of a `\log` without one."""
 
     values: dict[str, Fraction] = {}
-    log_base: Fraction | None = None
-    """None: the natural logarithm."""
-    lost: int = 0
-    """Bits of the working precision that cancellation and large arguments have cost."""
+    log_base: Fraction | None = None  # None: the natural logarithm
+    lost: int = 0  # bits of the working precision that cancellation and large arguments have cost
     spread: int = 0
     """Bits by which summands and small arguments differ: a value's last digits may be theirs."""
-    vanished: bool = False
-    """True if a result below its own rounding error was taken for zero."""
+    vanished: bool = False  # True if a result below its own rounding error was taken for zero
 
     def real(self, x: "Number") -> mpmath.mpf | mpmath.mpc:
         """Convert to mpmath; `1 + 10^{-300}` needs its own digits to differ from 1."""

@@ -25,8 +25,7 @@ _TAIL = re.compile(
     r"(?is)(?:\bI hope (?:it|this) is correct\b|<\|(?:[a-z]+_[a-z_]+|endoftext)\|>).*$"
 )
 MAX_NESTED_BOXES = 10
-MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200
-"""Limits of one box, beyond any formula that can be parsed."""
+MAX_BRACES, MAX_BRACE_DEPTH = 4096, 200  # limits of one box, beyond any formula that can be parsed
 
 MAX_SENTENCE, MAX_WORDS = 800, 120
 """Longest text that is read as a sentence, and the most characters of it in words."""

@@ -52,8 +52,7 @@ class Relation(msgspec.Struct, frozen=True):
 
     parts: tuple[Form, ...]
     operators: tuple[str, ...]
-    texts: tuple[str, ...]
-    """Text form of each part."""
+    texts: tuple[str, ...]  # text form of each part
 
 
 class Words(msgspec.Struct, frozen=True):

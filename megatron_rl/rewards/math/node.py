@@ -9,8 +9,7 @@ import msgspec
 MAX_CHARACTERS = 4096
 """Longest text that is parsed as a formula; longer ones are only compared as text."""
 MAX_TOKENS, MAX_DEPTH = 1200, 60
-MAX_DIGITS = 40_000
-"""Longest integer literal."""
+MAX_DIGITS = 40_000  # longest integer literal
 
 _FUNCTIONS = """
 sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln log lg exp gcd lcm max
@@ -46,8 +45,7 @@ class Node(msgspec.Struct, frozen=True):
     args: "tuple[Node, ...]" = ()
     name: str = ""
     value: Fraction = Fraction(0)
-    decimals: int = -1
-    """Digits after the point of a decimal literal; -1 for integers."""
+    decimals: int = -1  # digits after the point of a decimal literal; -1 for integers
 
     @property
     def is_integer(self) -> bool:

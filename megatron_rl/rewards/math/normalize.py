@@ -39,8 +39,7 @@ _MULTIPLIERS = [(re.compile(pattern), new) for pattern, new in NOTATION["multipl
 _PLAIN_MATH = [(re.compile(pattern), new) for pattern, new in NOTATION["plain"]]
 _UNITS = {name: n for n, name in enumerate(NOTATION["numbers"].split())}
 _UNITS |= {name: 10 * n for n, name in enumerate(NOTATION["tens"].split(), 2)}
-MAX_REWRITTEN = 500
-"""Longer texts are no words around a value."""
+MAX_REWRITTEN = 500  # longer texts are no words around a value
 # Formulas that no rewrite changes.
 _PLAIN = re.compile(
     r"(?:[-+/^=<>()\[\],|!\d{}]|\.(?!\.)|(?<=,)\s(?!\s)|\s(?![\d\s])|\\(?:frac|sqrt|pi|left|right|cdot|times)(?![A-Za-z])"

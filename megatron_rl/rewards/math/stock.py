@@ -38,8 +38,7 @@ QUADRATURE = ((15, 1e-6), (30, 1e-20))
 LIMIT_DIGITS = 400
 NEAR, FAR = (20, 30), (0, 1)
 """A limit is evaluated 10^-20 and 10^-30 from its point, or at 10^20 and 10^30 + 1 (odd)."""
-STEADY = 1e-12
-"""Largest relative difference of a limit's two values."""
+STEADY = 1e-12  # largest relative difference of a limit's two values
 DIFFERENT, SAME = 1e-4, 1e-15
 """Relative differences above which two values differ, and below which they are equal."""
 

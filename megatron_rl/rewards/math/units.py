@@ -8,8 +8,7 @@ import msgspec
 
 from megatron_rl.rewards.math.normalize import NOTATION
 
-MAX_CHARACTERS = 400
-"""Longer texts have no unit."""
+MAX_CHARACTERS = 400  # longer texts have no unit
 
 _WORDS = re.compile(
     r"^(?P<value>.*?[\d)}\]!A-Za-z])(?P<space>\s*)(?P<unit>"
@@ -33,11 +32,9 @@ _LOOSE = ("units", "length", "length^2", "length^3")
 class Unit(msgspec.Struct, frozen=True):
     """A unit. Example: `square centimeters` is `Unit("length^2", Fraction(1, 10000))`."""
 
-    kind: str
-    """Kind of the table, with its power; any other counted thing is its own kind."""
+    kind: str  # kind of the table, with its power; any other counted thing is its own kind
     size: Fraction = Fraction(1)
-    letter: bool = False
-    """True for a single letter in plain text, which may be a variable."""
+    letter: bool = False  # True for a single letter in plain text, which may be a variable
 
     def agrees(self, other: Self) -> bool:
         """Return True if values in these two units can be equal."""

@@ -21,8 +21,7 @@ from megatron_rl.rollouts.endpoint.sessions import PolicyAnswer, Session
 from megatron_rl.rollouts.rollout import RolloutPolicy
 
 MODEL = "policy"
-STOP_SECONDS = 10.0
-"""Longest time of the server's end; answers that are begun have half of it."""
+STOP_SECONDS = 10.0  # longest time of the server's end; answers that are begun have half of it
 
 
 class Endpoint:

@@ -43,8 +43,7 @@ class Session:
         self.rollout = Rollout()
         self.failure: Exception | None = None
         """Why the rollout cannot be used, whatever the agent makes of it."""
-        self.used_up = False
-        """True if a request was refused because no turn or no token was left."""
+        self.used_up = False  # True if a request was refused because no turn or no token was left
         self._policy, self._limits, self._settings = policy, limits, settings
         self._template = ChatTemplate(policy.tokenizer, settings.history, think_start)
         self._history: History | None = None

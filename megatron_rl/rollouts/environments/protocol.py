@@ -23,10 +23,8 @@ class Step(msgspec.Struct, kw_only=True):
     """Messages before the policy's next turn: results of tools, a user's turn, ..."""
     reward: float | None = None
     """Reward of the turn that this answers; None: it has none of its own."""
-    done: bool = False
-    """True if the episode has ended."""
-    reason: str = ""
-    """Why it ended, or what the reward is for; for a person to read."""
+    done: bool = False  # True if the episode has ended
+    reason: str = ""  # why it ended, or what the reward is for; for a person to read
 
 
 class Environment(Protocol):

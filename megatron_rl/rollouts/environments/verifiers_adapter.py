@@ -28,8 +28,7 @@ from verifiers.v1.dialects import ChatDialect
 from megatron_rl.rollouts.environments import chat_harness
 from megatron_rl.rollouts.environments.protocol import Opening, Step
 
-HARNESS = "megatron_rl_chat"
-"""The name under which the package finds `chat_harness`."""
+HARNESS = "megatron_rl_chat"  # the name under which the package finds `chat_harness`
 Request = tuple[dict[str, Any], "asyncio.Future[dict[str, Any]]"]
 """Body of a request for a completion, and the message that it waits for."""
 
@@ -71,8 +70,7 @@ class VerifiersEnvironments:
         self.name = name
         self.environment = vf.load_environment(_configuration(name, options))
         self.taskset = self.environment.taskset
-        self.sessions: dict[str, VerifiersEpisode] = {}
-        """The episode of each trace."""
+        self.sessions: dict[str, VerifiersEpisode] = {}  # the episode of each trace
         self._tasks: list[Any] = []
         self._rest = iter(self.taskset)
 
