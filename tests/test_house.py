@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.source import PACKAGE, ROOT, modules, tree
 
 SHARED_FILE_NAMES = {"__init__.py", "__main__.py", "cli.py", "base.py"}
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 43_300
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 41_200
 
 QUESTION = re.compile(r"(What|Where|Whether|How|Which)\b")
 # Words that newcomers had to decode -> the field's words.
