@@ -47,8 +47,7 @@ class Endpoint:
         """Listen at a free port of 127.0.0.1; `base_url` is valid from here.
 
         Raises:
-            OSError: the port is in use.
-            RuntimeError: the server did not start.
+            OSError: it cannot listen there.
         """
         import_module(PROTOCOL)  # seconds, which the first request need not wait for
         await self._runner.setup()
