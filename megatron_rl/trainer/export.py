@@ -101,6 +101,12 @@ def plan_of(
                 f"shards {sorted(parts)} of {size} of {weight.megatron} are on trainer ranks: the"
                 " export needs all of them"
             )
+        for shard in itertools.chain(*parts.values()):
+            if shard.shape != weight.shard_shape(size):
+                raise RuntimeError(
+                    f"{weight.megatron} has shape {list(shard.shape)} on trainer rank"
+                    f" {shard.sender}: a part of {size} has shape {list(weight.shard_shape(size))}"
+                )
         name = (weight.megatron,) if spread and weight.index is not None else weight.hf
         units.setdefault(name, []).extend(parts[part] for part in range(size))
     buckets = _fill(list(units.values()), bucket_bytes, spread=spread)

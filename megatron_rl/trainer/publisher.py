@@ -116,9 +116,14 @@ class Publisher:
             store.header.versions_2N[slot] = NONE
             for local, (number, named) in enumerate(export_buckets(self._policy, self._plan)):
                 flat = torch.from_numpy(store.bucket(slot, local))
-                targets = views(self._layout[number], flat)
-                for (_, tensor), (_, target) in zip(self._wire.stream(named), targets, strict=True):
-                    target.copy_(tensor, non_blocking=True)
+                infos, tensors = self._layout[number], self._wire.stream(named)
+                for tensor, info, target in zip(tensors, infos, views(infos, flat), strict=True):
+                    if (exported := tensor_info(*tensor)) != info:
+                        raise WeightsError(
+                            f"weights version {version}: the export has {exported} where {info} was"
+                            " planned; the model changed after the first version"
+                        )
+                    target[1].copy_(tensor[1], non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
         previous, self._previous = self._previous, version

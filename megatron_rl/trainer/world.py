@@ -54,8 +54,7 @@ def row_groups() -> list[tuple[list[int], dist.ProcessGroup | None]]:
 def init_world(config: RunConfig, rank: int, world_size: int, store: dist.Store) -> None:
     """Join this process, rank `rank` of the trainer ranks, to the Megatron world, and seed it.
 
-    The trainer ranks share the store; its keys get a prefix. ConfigError: on one GPU, the generator
-    leaves the trainer no memory.
+    The trainer ranks share the store; its keys get a prefix.
 
     Raises:
         ValueError: sizes that don't fit together.
