@@ -132,8 +132,7 @@ class Orchestrator:
                     self.membership.check(now)
                     self._weights_can_move = self._work_can_move = True
                 if self._weights_can_move:
-                    for generator, request in self.evaluations.requests(self.generators):
-                        self._send_work(generator, request)
+                    self._evaluate()
                     self._weights_can_move = False
                     self._move_weights()
                 if self._work_can_move:
@@ -230,6 +229,10 @@ class Orchestrator:
         self.metrics.publish_seconds = published.seconds
         self.stores.publish(manifest)
         self.generators.publish(manifest, self.evaluations.steps | self.stores.versions)
+
+    def _evaluate(self) -> None:
+        for generator, request in self.evaluations.requests(self.generators):
+            self._send_work(generator, request)
 
     def _move_weights(self) -> None:
         keep, now = self.evaluations.wanted(self.generators), time.monotonic()

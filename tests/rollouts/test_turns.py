@@ -202,6 +202,7 @@ def test_a_tool_that_fails_fails_the_rollout_and_the_next_one_works(tokenizer, t
     policy = Script(tokenizer, call, CALL % 4733, "\\boxed{7}<eos>")
     failed, done = play(one, policy, repeats=2)
     assert isinstance(failed, RolloutError) and failed.cause == cause, failed
+    assert isinstance(done, Rollout), done
     assert done.tool_calls == 1 and done.finish_reason == "stop"
 
 

@@ -79,7 +79,7 @@ def test_tasks_of_verifiers_are_rows_of_a_data_set(tmp_path: Path) -> None:
     made = rows("tests.rollouts.verifiers_cases", {"taskset": {"length": 2}})
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in made))
-    first, second = read_questions(Source(file), template=None)
+    first, second = read_questions(Source(file))
     assert (first.prompt, first.gold, first.meta["index"]) == ("0+0", "0", 0)
     assert (second.prompt, second.gold, second.meta["index"]) == ("1+1", "2", 1)
 
