@@ -148,9 +148,13 @@ def test_a_run_goes_on_when_an_environment_fails_in_every_way(
         assert not fails_always(key)
         for _ in range(int(hops)):
             key = lookup(key)
-        right = row["completion"].endswith(f"\\boxed{{{key}}}<eos>")
-        assert (row["verdict"] == "correct") == right
-        assert row["reward"] == (1.0 if right else -1.0)
+        # The verifier reads the last box, whatever follows it.
+        box = f"\\boxed{{{key}}}"
+        right = box in row["completion"].rpartition("</tool_response>")[2]
+        assert (
+            right if row["verdict"] == "correct" else not row["completion"].endswith(f"{box}<eos>")
+        )
+        assert row["reward"] == (1.0 if row["verdict"] == "correct" else -1.0)
 
 
 def test_no_worker_outlives_its_generator(run: Path) -> None:
