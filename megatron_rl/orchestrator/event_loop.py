@@ -176,7 +176,6 @@ class Orchestrator:
         if not isinstance(message, m.GeneratorStats | m.Grown):  # nearly all messages
             self._work_can_move = True
             self._weights_can_move |= not isinstance(message, m.Sample)
-        unexpected = f"unexpected message {type(message).__name__} from {sender}"
         match message:
             case m.Join():
                 self.membership.join(sender, message)
@@ -204,7 +203,7 @@ class Orchestrator:
                 print(f"warning: {self.stores.failed(sender, message)}", file=sys.stderr)
             case _ if sender not in self.generators:
                 if not sender.startswith("generator"):  # else a lost one had sent it
-                    raise RunError(unexpected)
+                    raise _unexpected(sender, message)
             case m.WeightsUpdated():
                 self._finish_update(sender, message)
             case m.Sample():
@@ -222,7 +221,7 @@ class Orchestrator:
             case m.Left():
                 self.membership.left(sender)
             case _:
-                raise RunError(unexpected)
+                raise _unexpected(sender, message)
 
     def _publish_version(self, published: m.Published) -> None:
         manifest = published.manifest
@@ -383,3 +382,7 @@ class Orchestrator:
         routed = self.config.algorithm.routing_replay != "none"
         groups = restored_groups(state, self._new_group, routed)
         self.groups.restore(state.step, state.consumed, groups)
+
+
+def _unexpected(sender: str, message: m.Message) -> RunError:
+    return RunError(f"unexpected message {type(message).__name__} from {sender}")
