@@ -24,6 +24,9 @@ from megatron_rl.data.prompt_format import BOS
 from megatron_rl.messages import ORIGINS, Segment, turn_ranges
 from megatron_rl.metrics.rollouts import read_rollouts
 from megatron_rl.orchestrator.replay import recorded_batch
+from megatron_rl.rewards import Outcome
+from megatron_rl.rewards.task_verifiers import make_verifier
+from megatron_rl.rewards.verifier_settings import VerifierSettings
 from tests.e2e.faulty_environment import fails_always
 from tests.e2e.processes import ROOT, finish, rows, start
 from tests.trainer.cases import world_of_one
@@ -32,6 +35,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS, LAG = 20, 3
 LOOKUPS = "tests.e2e.lookup_environment"
+FAULTY = "tests.e2e.faulty_environment:FaultyLookups"
+DROPPED = "is dropped after the failures of rollout.attempts"
+UNTHINKING = {"ended_thinking": False}
 SETTINGS = f"""
   --schedule.steps {STEPS} --schedule.max_lag_steps {LAG}
   --schedule.prompts_per_step 12 --schedule.completions_per_prompt 4
@@ -58,12 +64,11 @@ def write_config(folder: Path) -> Path:
     tools = config.pop("task") | {"heldout_prompts": 4}
     environment = {"rollout": "environment", "environment": f"verifiers:{LOOKUPS}"}
     of_package = {"kind": "jsonl", "path": str(folder / "tasks.jsonl"), "tools": tools["tools"]}
-    faulty = "tests.e2e.faulty_environment:FaultyLookups"
     config["tasks"] = {
         "tools": tools,
         "agent": tools | {"rollout": "agent", "agent": "tests.rollouts.agents:look_up"},
         "package": of_package | environment | {"heldout_prompts": 4},
-        "faulty": tools | {"rollout": "environment", "environment": faulty},
+        "faulty": tools | {"rollout": "environment", "environment": FAULTY},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -143,18 +148,20 @@ def test_a_run_goes_on_when_an_environment_fails_in_every_way(
     assert set(failed) == {"raised", "timed out", "flooded", "died"}
     assert sum(row.get("rollouts_dropped", 0) for row in steps) > 0
     assert any(row["trained"] for row in rollouts["faulty"])
+    judge = make_verifier("math", VerifierSettings())
     for row in rollouts["faulty"]:  # no failure is a reward
         hops, key = row["prompt"].removeprefix("<bos>").rstrip("?").split(";")
         assert not fails_always(key)
         for _ in range(int(hops)):
             key = lookup(key)
-        # The verifier reads the last box, whatever follows it.
-        box = f"\\boxed{{{key}}}"
-        right = box in row["completion"].rpartition("</tool_response>")[2]
-        assert (
-            right if row["verdict"] == "correct" else not row["completion"].endswith(f"{box}<eos>")
-        )
-        assert row["reward"] == (1.0 if row["verdict"] == "correct" else -1.0)
+        verdict = judge(row["completion"].rpartition("</tool_response>")[2], key, UNTHINKING)
+        assert row["verdict"] == verdict.outcome
+        assert row["reward"] == (1.0 if verdict.outcome is Outcome.CORRECT else -1.0)
+    # The other environments and the agent never fail.
+    dropped = [
+        line for line in (run.parent / "log.txt").read_text().splitlines() if DROPPED in line
+    ]
+    assert dropped and all(FAULTY in line for line in dropped)
 
 
 def test_no_worker_outlives_its_generator(run: Path) -> None:

@@ -319,10 +319,8 @@ class TinyRun:
 
     # ------------------------------------------------------------ end
     def _leftovers(self) -> set[str]:
-        # Python makes a semaphore and unlinks its name in one call. A process that is killed in
-        # between leaves 32 bytes under a name that tells no owner: no one can remove them.
-        files = [path for place in (self.memory, self.temporary) for path in place.iterdir()]
-        return {str(path) for path in files if not path.name.startswith("sem.mp-")}
+        places = (self.memory, self.temporary)
+        return {str(path) for place in places for path in place.iterdir()}
 
     def left_behind(self, seconds: float = 15) -> list[str]:
         """Return what the run that has ended left in temporary files, shared memory, processes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from megatron_rl.trainer.model import Policy
 from tests.trainer.cases import run_config, world_of_one, write_model
+from tests.workers import PRELOADED, run_script
 
 
 def a_pass(directory: Path) -> weakref.ref[Any]:
@@ -30,12 +30,19 @@ def a_pass(directory: Path) -> weakref.ref[Any]:
         return weakref.ref(policy.modules[0])
 
 
-def test_a_model_with_experts_goes_with_its_world_and_its_sockets(tmp_path: Path) -> None:
-    directory = write_model(tmp_path / "hf", "tiny_scout")
+def make_three_worlds(folder: Path) -> None:
+    """Fail if anything of a world stays; in a process of its own, whose files are its alone."""
+    directory = write_model(folder / "hf", "tiny_scout")
     files = []
     for _ in range(3):
         model = a_pass(directory)
         gc.collect()
         assert model() is None
         files.append(len(os.listdir("/proc/self/fd")))
-    assert any(after <= before for before, after in pairwise(files)), files
+    assert files[2] <= files[0], files
+
+
+def test_a_model_with_experts_goes_with_its_world_and_its_sockets(tmp_path: Path) -> None:
+    code = f"import tests.trainer.test_world as t; t.make_three_worlds(t.Path({str(tmp_path)!r}))"
+    status, output = run_script(code, tmp_path, PRELOADED)
+    assert status == 0, output
