@@ -3,7 +3,7 @@
 One run of the miniature Scout, long enough that its held-out pass rate rises: a rank is killed
 and torchrun restarts all of them, Ctrl-C interrupts it, and a second torchrun resumes it with
 smaller buckets of weights and with router replay. Its tasks ask which operator is in the question:
-the supervised stage learns this in 100 steps, where sums take more than 1,000.
+the supervised stage learns this in 200 steps, where sums take more than 1,000.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.trainer.sft_cases import write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-STEPS, KILL_AT, INTERRUPT_AT = 30, 9, 14
+STEPS, KILL_AT, INTERRUPT_AT = 24, 9, 14
 SAVED_EVERY, SET_EVERY = 6, 20
 DROPPED = "metrics.dropped-0.jsonl"
 """Rows of steps that are repeated after a restart from an older checkpoint."""
 SETTINGS = f"""
   --schedule.steps {STEPS}
-  --optimizer.learning_rate 5e-4 --optimizer.warmup_steps 4
+  --optimizer.learning_rate 1e-4 --optimizer.warmup_steps 4
   --evaluation.samples_per_prompt 8 --evaluation.points 4 --evaluation.first_step 4
   --metrics.logprob_check_every_steps 1 --metrics.terminal plain
   --checkpoint.every_steps {SAVED_EVERY} --timeouts.shutdown_seconds 8
@@ -77,7 +77,7 @@ def write_tasks(folder: Path) -> Path:
         config["tasks"][name] = {"kind": "jsonl", "path": f"{path}", "verifier": "exact"}
     config["task"] = {"heldout_prompts": HELD_OUT}
     path = write_rows(folder / "demonstrations.jsonl", demonstrations)
-    config["sft"] = {"source": f"{path}", "steps": 100}
+    config["sft"] = {"source": f"{path}", "steps": 200}
     (folder / "tasks.yaml").write_text(yaml.safe_dump(config))
     return folder / "tasks.yaml"
 
@@ -125,7 +125,7 @@ def test_the_held_out_pass_rate_rises(run):
     rise = last["pass_rate"] - first["pass_rate"]
     error = math.hypot(first["pass_rate_stderr"], last["pass_rate_stderr"])
     print(f"pass rate {first['pass_rate']:.3f} -> {last['pass_rate']:.3f}, error {error:.3f}")
-    assert rise > 0.1
+    assert rise > 0.3
     assert rise > 4 * error
 
 
