@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.context import ForkContext, ForkProcess
-from pathlib import Path
 from types import ModuleType
 
 from packaging.specifiers import SpecifierSet
@@ -41,12 +40,7 @@ def _change(prepare: Callable[[], None]) -> Change:
                 import torch
 
                 torch.compiler.set_stance("force_eager")
-            try:
-                super().run()
-            finally:  # a fork ends without the C++ destructors that remove its group's memory
-                if name := os.environ.get("VLLM_DIST_IDENT"):
-                    for file in Path("/dev/shm").glob(f"{name}-*-cpushm_*"):
-                        file.unlink(missing_ok=True)
+            super().run()
 
     class _Context(ForkContext):
         Process = _Process

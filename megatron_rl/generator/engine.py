@@ -24,7 +24,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_rl.config import RunConfig
-from megatron_rl.generator import engine_health, vllm_args
+from megatron_rl.generator import engine_folder, engine_health, vllm_args
 from megatron_rl.generator.cpu_attention import check_head_size
 from megatron_rl.generator.engine_requests import EngineRequests
 from megatron_rl.generator.expert_capture import RequestRoutes
@@ -361,4 +361,5 @@ class Engine:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5.0)
+        engine_folder.remove_groups()
         del self._llm  # Its __del__ would run, and fail, while the interpreter exits.

@@ -50,6 +50,15 @@ def _folder() -> Path:
     return folder
 
 
+def remove_groups() -> None:
+    """Remove the memory of groups of workers on a CPU, all of which have ended.
+
+    Their C++ destructors would; processes that are forked or killed end without them.
+    """
+    for shared in SHARED_MEMORY.glob(f"{_folder().name}.*-cpushm_*"):
+        shared.unlink(missing_ok=True)
+
+
 @cache
 def use(folder: Path) -> None:
     """Have this process of an engine name by the folder what it shares."""

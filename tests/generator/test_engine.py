@@ -344,6 +344,10 @@ def test_two_workers_hold_their_parts_of_each_of_five_versions(kind, tmp_path):
             _, held = loop.run_until_complete(asyncio.wait_for(work(), 120))
             assert held.keys() == tensors.keys()
             assert [n for n in tensors if not torch.equal(held[n], tensors[n])] == []
+        assert {*Path("/dev/shm").glob("*-cpushm_*")} > before
+        if kind == "qwen3":  # as a machine that is slow, or short of memory, does
+            for process in engine._processes:
+                process.kill()
     assert engine.aborted == 0
     assert {*Path("/dev/shm").glob("*-cpushm_*")} <= before
     versions.close()

@@ -82,10 +82,10 @@ def test_completions_tell_how_they_grow_and_go_on_from_there_as_if_never_cut(rep
             await engine.update(reporting.versions.write(version, tensors))
         whole = await asyncio.gather(*tasks)
         counts = [check_reports(r, c, 0) for r, c in zip(reports, whole, strict=True)]
-        # Continued after the phrase, where there is one, and in thinking.
-        counts = [min(n, 17) if i % 2 else n for i, n in enumerate(counts)]
+        # By turns in thinking and after the phrase, where there is one.
         after = [min(c.forced[1] + 1, len(c.token_ids) - 1) for c in whole]
         counts = [e if e > BUDGET else n for n, e in zip(counts, after, strict=True)]
+        counts = [min(n, 17) if i % 2 else n for i, n in enumerate(counts)]
         begun = [first_part(c, n) for c, n in zip(whole, counts, strict=True)]
         again: list[list[Any]] = [[] for _ in prompts]
         await engine.update(reporting.publish(704))

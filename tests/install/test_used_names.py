@@ -125,8 +125,8 @@ TEXTS = {
         "fully_reshardable": "megatron/core/optimizer/distrib_optimizer.py",
         "chained_optim_avoid_prefix": "megatron/core/optimizer/optimizer.py",
     },
-    "compat/vllm_fork.py": {
-        "VLLM_DIST_IDENT": "vllm/v1/worker/cpu_worker.py",
+    "generator/engine_folder.py": {
+        "-cpushm": "vllm/distributed/device_communicators/cpu_communicator.py",
     },
     "kernels/fused.py": {
         "grad_added_to_main_grad": "megatron/core/distributed/distributed_data_parallel.py",
